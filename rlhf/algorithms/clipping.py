@@ -32,6 +32,8 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Te
     clipped branch is the larger one, in the same shape.
     """
     # max(-A * min(r, delta), -A * clip(r, 1 - low, 1 + high))
-    limited = ratio if clip.delta is None else ratio.clamp(max=clip.delta)
-    unclipped, clipped = -advantages * limited, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    limited, costs = ratio if clip.delta is None else ratio.clamp(max=clip.delta), -advantages
+    # the clipped branch is the larger one only if r is outside the limits, so it has no gradient
+    unclipped, clipped = costs * limited, costs * ratio.detach().clamp(1 - clip.low, 1 + clip.high)
+    is_clipped = clipped > unclipped
+    return torch.where(is_clipped, clipped, unclipped), is_clipped

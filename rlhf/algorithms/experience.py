@@ -111,7 +111,7 @@ def policy_stats(
     minibatch. The values of its micro-batches therefore add up to the minibatch's mean.
     """
     mask, old = experience.loss_mask[rows], experience.logprobs[rows]
-    log_ratio = torch.where(mask, outputs.logprobs - old, 0.0)
+    log_ratio = objectives.log_ratios(outputs.logprobs, old, mask)
     sums = torch.stack([0.5 * log_ratio.square(), outputs.entropy * mask, log_ratio.exp() * mask]).sum((1, 2)) / tokens
     return {
         "policy/loss": loss.detach(),

@@ -62,7 +62,7 @@ class GRPO:
             outputs.logprobs, old, experience.advantages[rows], mask, self.clip, loss_type
         )
         policy_loss = (per_token * weights).sum()
-        clipfrac = objectives.masked_mean(clipped.float(), mask, total_tokens)
+        clipfrac = objectives.masked_share(clipped, mask, total_tokens)
         loss = policy_loss
         if config.batch.entropy_coef:
             loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)

@@ -18,7 +18,18 @@ def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = Non
     `total` replaces the number of these tokens as the divisor. If every micro-batch divides by the tokens of its
     minibatch, the results add up to the minibatch's mean: the micro-batch size changes memory, not the result.
     """
-    return torch.where(mask, values, 0.0).sum() / (mask.sum() if total is None else total)
+    return values.masked_fill(~mask, 0.0).sum() / (mask.sum() if total is None else total)
+
+
+def masked_share(condition: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
+    """Returns the share of the masked tokens whose `condition` (B, T) is True, a scalar. `total` as in
+    `masked_mean`."""
+    return (condition & mask).sum() / (mask.sum() if total is None else total)
+
+
+def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Returns log r_t = log p_new - log p_old per token, (n, T) in nats, 0 where `mask` is False."""
+    return (logprobs - old_logprobs).masked_fill(~mask, 0.0)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
@@ -62,7 +73,7 @@ def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tens
     of KL(reference || policy). docs/kl.md has the derivation.
     """
     # (p_new / p_old) * (q / p_new - 1 - log(q / p_new))
-    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
+    ratio = torch.exp(log_ratios(logprobs, old_logprobs, mask))
     return ratio * kl_k3(logprobs, ref_logprobs, mask)
 
 
@@ -125,9 +136,9 @@ def clipped_policy_loss(
     `masked_mean`. Returns the loss, and the fraction of tokens whose clipped branch is the larger one, both scalars.
     """
     # r_t = p_new / p_old
-    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
+    ratio = torch.exp(log_ratios(logprobs, old_logprobs, mask))
     loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
-    return masked_mean(loss, mask, total), masked_mean(is_clipped.float(), mask, total)
+    return masked_mean(loss, mask, total), masked_share(is_clipped, mask, total)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
@@ -169,7 +180,7 @@ def grpo_policy_loss(
     cispo:  REINFORCE weighted by the ratio, clipped from above at 1 + clip.high, without gradient (MiniMax 2025, arXiv
             2506.13585)
     """
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    log_ratio = log_ratios(logprobs, old_logprobs, mask)
     if loss_type == "gspo":
         # geometric mean of the token ratios: r = exp(mean_t log r_t)
         log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
@@ -179,7 +190,7 @@ def grpo_policy_loss(
         loss, is_clipped = -ratio.clamp(max=1 + clip.high).detach() * advantages * logprobs, ratio > 1 + clip.high
     else:
         loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
-    return torch.where(mask, loss, 0.0), mask & is_clipped
+    return loss.masked_fill(~mask, 0.0), mask & is_clipped
 
 
 def grpo_token_weights(
@@ -226,7 +237,7 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
     The log-ratio is clamped to [-20, 20]; its gradient is 0 outside.
     """
     # p_new(completion) / p_old(completion) = exp(sum_t log r_t)
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1)
+    log_ratio = log_ratios(logprobs, old_logprobs, mask).sum(1)
     return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
@@ -253,10 +264,12 @@ def clipped_value_loss(
     Source: the PPO implementation of Dhariwal et al. ("OpenAI Baselines", 2017); TRL has the same.
     """
     # V_clip = clip(V, V_old - c, V_old + c);  L = 0.5 * mean(max((V - R)^2, (V_clip - R)^2))
-    clipped = torch.clamp(values, old_values - clip_range, old_values + clip_range)
+    # the clipped error is the larger one only if V is outside the limits, so it has no gradient
+    clipped = torch.clamp(values.detach(), old_values - clip_range, old_values + clip_range)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = 0.5 * masked_mean(torch.maximum(error, clipped_error), mask, total)
-    return loss, masked_mean((clipped_error > error).float(), mask, total)
+    is_clipped = clipped_error > error
+    loss = 0.5 * masked_mean(torch.where(is_clipped, clipped_error, error), mask, total)
+    return loss, masked_share(is_clipped, mask, total)
 
 
 TIS_CAP = 2.0  # the largest importance weight

@@ -7,11 +7,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.data.chat_template import encode_prompt
+from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
 from rlhf.data.lengths import warn_about_length
+from rlhf.data.readers import read_text
 from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.training import DataSettings
@@ -49,6 +51,20 @@ def encode_prompts(
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[Prompt]:
     return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+
+
+def paragraphs_of(tokenizer: PreTrainedTokenizerBase, file: str) -> list[list[int]]:
+    """Return the token ids of the paragraphs of a text file, without those that have a single token.
+
+    Raises UserError if the file does not exist, or has no paragraph with at least 2 tokens.
+    """
+    if not Path(file).is_file():
+        raise UserError(f"file not found: --eval-text {file}. Give the path of an existing text file")
+    paragraphs = [p.strip() for p in read_text(Path(file)).split("\n\n") if p.strip()]
+    rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p)) > 1]
+    if not rows:
+        raise UserError(f"no paragraph with at least 2 tokens: --eval-text {file}. Give a longer text")
+    return rows
 
 
 @dataclass(frozen=True)

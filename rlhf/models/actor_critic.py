@@ -140,15 +140,16 @@ class Actor(nn.Module):
         `tokens` (M,) and `mask` (R, T) are those of the micro-batch; the other arguments are as in `token_logprobs`.
         """
         states = self.policy_hidden(hidden)
-        logprobs, entropies = token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused)
-        return scatter_to_padded(logprobs, mask), scatter_to_padded(entropies, mask), self.values(hidden, mask)
+        found = *token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused), self.values(hidden)
+        places = places_of(mask, len(tokens))
+        return tuple(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found)
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the part of the hidden states that the language-model head uses, (..., H)."""
         return hidden
 
-    def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
-        """Returns the values for hidden states (M, H), as (R, T); None without a critic."""
+    def values(self, hidden: Tensor) -> Tensor | None:
+        """Returns the values for hidden states (M, H), as (M,); None without a critic."""
         return None
 
 
@@ -175,10 +176,10 @@ class ActorCritic(Actor):
         """Features of the critic's hidden states."""
         return self.value_head.summary.in_features
 
-    def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def values(self, hidden: Tensor) -> Tensor:
         own = hidden if self.critic is None else hidden[..., -self.critic_width :]
         with torch.autocast(hidden.device.type, enabled=False):  # float32 is cheap for one output per token
-            return scatter_to_padded(self.value_head(upcast(own)).squeeze(-1), mask)
+            return self.value_head(upcast(own)).squeeze(-1)
 
 
 def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -190,6 +191,16 @@ def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return backbone_of(copy.deepcopy(policy))
 
 
-def scatter_to_padded(flat: Tensor, mask: Tensor) -> Tensor:
-    """Returns the values (M,) of the masked tokens as (R, T), 0 where `mask` is False."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+def scatter_to_padded(flat: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
+    """Returns the values (M,) of the masked tokens as (R, T), 0 where `mask` is False. `places` are `places_of` the
+    mask, if they are known."""
+    places = places_of(mask, len(flat)) if places is None else places
+    return flat.new_zeros(mask.numel()).index_copy(0, places, flat).view(mask.shape)
+
+
+def places_of(mask: Tensor, count: int) -> Tensor:
+    """Returns the index of each of the `count` masked tokens in the flat mask, (M,).
+
+    A known count avoids a synchronization with the device, which `masked_scatter` has in its backward pass.
+    """
+    return torch.nonzero_static(mask.flatten(), size=count).squeeze(1)

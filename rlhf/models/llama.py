@@ -30,6 +30,7 @@ from rlhf.models.logprobs import forward_dtype, upcast
 BACKBONES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # do not depend on the length of the text
 USED = "_few_operators"  # attribute of a backbone; False: its self-test failed
+TURNS = "_rotary_table"  # attribute of a backbone: the table of `known_rotary`
 
 
 def supports(backbone: nn.Module) -> bool:
@@ -52,7 +53,7 @@ def disable(backbone: nn.Module) -> None:
 def forward(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, cache: Any = None) -> Tensor:
     """Returns the hidden states (N, H) of a packed row with ids and positions (N,). `cache` stores keys and values."""
     hidden = backbone.embed_tokens(ids.unsqueeze(0)).squeeze(0)  # hooks of the embedding expect a batch
-    turns = rotary(backbone, hidden, positions)
+    turns = (rotary if cache is not None else known_rotary)(backbone, hidden, positions)
     again = backbone.training and getattr(backbone, "gradient_checkpointing", False) and torch.is_grad_enabled()
     for number, layer in enumerate(backbone.layers):
         store = None if cache is None else partial(cache.store, layer=number)
@@ -174,6 +175,16 @@ def rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor
     cos, sin = backbone.rotary_emb(like, position_ids=positions.unsqueeze(0))
     half = sin.shape[-1] // 2
     return cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1).unsqueeze(1)
+
+
+def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `rotary` for positions (N,) below N, from a table that is computed once."""
+    table = getattr(backbone, TURNS, None)
+    if table is None or len(table) < len(positions) or (table.dtype, table.device) != (like.dtype, like.device):
+        count = 1 << (len(positions) - 1).bit_length()  # the next power of two
+        table = torch.stack(rotary(backbone, like, torch.arange(count, device=like.device)), 1)  # (count, 2, 1, D)
+        setattr(backbone, TURNS, table)
+    return table.index_select(0, positions).unbind(1)
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

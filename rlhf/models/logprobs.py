@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +86,8 @@ def token_logprobs(
             parts.append(_probabilities(logits, tokens[rows], temperature, limits, entropy == "value"))
         else:
             parts.append(_logprobs_of(scaled_logits(policy, hidden[rows], temperature), tokens[rows], limits, entropy))
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+    logprobs, entropies = zip(*parts, strict=True)
+    return joined(logprobs), joined(entropies)
 
 
 def blocks(rows: int, width: int, most: int) -> list[slice]:
@@ -118,18 +120,26 @@ def _probabilities(
 
     Returns the tokens' log-probabilities and the entropies, both (N,); the entropies are 0 unless `entropy`.
     """
-    logprobs = torch.empty(len(logits), dtype=upcast(logits[:0]).dtype, device=logits.device)
-    entropies = torch.zeros_like(logprobs)
+    logprobs, entropies = [], []
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
-        values = upcast(logits[rows]).div_(temperature)
+        block = logits[rows]
+        values = upcast(block).div_(temperature)  # in the memory of the logits, unless they are in half precision
         if allowed is not None:
             values.masked_fill_(~allowed[rows], torch.finfo(values.dtype).min)
         values.sub_(values.logsumexp(-1, keepdim=True))
-        logprobs[rows] = values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+        logprobs.append(values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1))
+        probabilities = values.exp() if entropy else values.exp_()
         if entropy:
-            entropies[rows] = -(values.exp() * values).sum(-1)
-        logits[rows] = values.exp_()
-    return logprobs, entropies
+            entropies.append(values.mul_(probabilities).sum(-1).neg_())
+        if entropy or values.dtype != block.dtype:
+            block.copy_(probabilities)
+    found = joined(logprobs)
+    return found, joined(entropies) if entropy else torch.zeros_like(found)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one, along their first dimension."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -151,10 +161,10 @@ class _FusedLogprobs(torch.autograd.Function):
         states, head, tokens, logprobs = ctx.saved_tensors
         # dL/dlogits = dL/dlogprob * (1[token] - p) / temperature, computed in the memory of the probabilities
         by_logits, ctx.probabilities = ctx.probabilities, None
-        scale = (by_logprobs / ctx.temperature).unsqueeze(-1)
-        by_logits.mul_(-scale.to(by_logits.dtype))
+        scale = (by_logprobs / -ctx.temperature).unsqueeze(-1)
+        by_logits.mul_(scale.to(by_logits.dtype))
         # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost
-        by_token = -torch.expm1(logprobs).unsqueeze(-1) * scale
+        by_token = torch.expm1(logprobs).unsqueeze(-1).mul_(scale)
         by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
         by_hidden = (by_logits @ head).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         by_weight = (by_logits.t() @ states).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None

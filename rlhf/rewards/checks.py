@@ -20,7 +20,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from rlhf.rewards.reward_model import RewardModel
 
@@ -121,42 +121,6 @@ def check_leaks(record: dict, prompts: PromptSets, screen: Screen) -> None:
                 f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions, so "
                 "its scores for them are too optimistic. Give both commands the same data and --split"
             )
-
-
-SOME = 20  # prompts that both tokenizers encode
-
-
-def check_critic(
-    model: RewardModel | None,
-    name: str,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptSets,
-    packed: bool,
-) -> None:
-    """Raise UserError if a critic cannot start from this reward model.
-
-    The critic reads the ids of the `policy` in the same micro-batches, and its value head is the reward model's head:
-    one linear layer on the hidden states of a causal model.
-    """
-    from rlhf.models.attention import packable
-    from rlhf.models.reward_critic import score_head
-
-    place = f"--critic reward-model, --rm-model {name}"
-    if model is None:
-        raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")
-    if score_head(model.model) is None:
-        raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
-    rows, needed = (m.get_input_embeddings().num_embeddings for m in (model.model, policy))
-    same = model.tokenizer.get_vocab() == tokenizer.get_vocab() and rows >= needed
-    ids = ((encode_prompt(model.tokenizer, p.example.messages), list(p.ids)) for p in prompts.train[:SOME])
-    if not same or any(own != given for own, given in ids):
-        raise UserError(
-            f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
-            "model that was trained from the start model's family, or --critic separate"
-        )
-    if packed and packable(policy) and not packable(model.model):
-        raise UserError(f"the reward model's attention cannot be replaced: {place}. Add --no-packed")
 
 
 def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | None:

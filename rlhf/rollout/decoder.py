@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf.models import llama
 from rlhf.models.attention import Kernel
-from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_logits, upcast
+from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, joined, scaled_logits, upcast
 from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
 
@@ -101,7 +101,8 @@ def merged_weight(layer: nn.Linear | LoraLinear) -> Tensor:
 
 
 class FusedDecoder:
-    """Copies of the weights of a policy. They must not change while the decoder is used."""
+    """Copies of the weights of a policy; on a GPU the weights themselves, where no copy is needed. The weights must
+    not change while the decoder is used."""
 
     def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int):
         self.policy, self.backbone = policy, backbone_of(policy)
@@ -109,7 +110,7 @@ class FusedDecoder:
         self.dtype = forward_dtype(embeddings)
 
         def product(*layers: nn.Module) -> Product:
-            weight = torch.cat([merged_weight(layer) for layer in layers]).to(self.dtype)
+            weight = joined([merged_weight(layer) for layer in layers]).to(self.dtype)
             biases = [layer.bias for layer in layers if layer.bias is not None]
             return copied_product(weight, torch.cat(biases) if biases else None, slots)
 

@@ -22,13 +22,13 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
+from rlhf.rollout.choice import check_engine, choose_engine
 from rlhf.rollout.completions import Completions, pad_prompts
 from rlhf.rollout.continuous_batching import EOS_CHECK_EVERY, ContinuousBatcher
 from rlhf.rollout.cpu_weights import prepacked_weights
 from rlhf.rollout.decoder import can_fuse
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import UserError
 from rlhf.utils.system import release_freed_memory
 
 LARGE_MODEL = 2**24  # parameters; the copies of smaller models leave no gaps worth the time
@@ -60,41 +60,28 @@ def sample_completions(
         slots: completions sampled at a time; 0: the default of the device.
     """
     uniform = uniform.to(device)
-    if engine == "auto":
-        engine = default_engine(policy, device)
-    check_engine(engine, policy, device)
+    base = base_of(policy)
+    engine = choose_engine(engine, packable(base), device)
+    check_engine(engine, packable(base), type(base).__name__, device)
     if engine == "plain":
         completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
         size = min(slots or budget_of(device).rollout_slots, len(prompts))
-        with nullcontext() if can_fuse(policy) else prepacked_weights(base_of(policy), size, device):
+        with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
             completion_ids, allowed_tokens = ContinuousBatcher(
                 policy, prompts, uniform, sampling, eos, size, engine == "graph"
             ).run()
-        if device.type == "cpu" and base_of(policy).num_parameters() > LARGE_MODEL:
+        if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:
             release_freed_memory()  # the decoder's copies of the weights
-    vocabulary = base_of(policy).get_input_embeddings().num_embeddings
+    vocabulary = base.get_input_embeddings().num_embeddings
     return Completions.of(
         prompts, completion_ids, eos=eos, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens
     )
 
 
 def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
-    """Return "graph" on a CUDA GPU and "slots" on a CPU; "plain" for a model that does not support packing."""
-    if not packable(base_of(policy)):
-        return "plain"
-    return "graph" if device.type == "cuda" else "slots"
-
-
-def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Raise UserError if this model or device does not support the engine."""
-    if engine == "graph" and device.type != "cuda":
-        raise UserError("CUDA graphs require a CUDA GPU: --rollout-engine graph. Remove the flag")
-    if engine in ("slots", "graph") and not packable(base_of(policy)):
-        raise UserError(
-            f"the attention of {type(base_of(policy)).__name__} cannot be replaced: --rollout-engine {engine}. "
-            "Remove the flag"
-        )
+    """Return the engine of a loaded model if none is set, as `choose_engine` does."""
+    return choose_engine("auto", packable(base_of(policy)), device)
 
 
 def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: int, pad: int):

@@ -7,7 +7,7 @@ from rlhf.models.device import start_device
 from rlhf.settings.training import Config
 from rlhf.setup.fit import fit
 from rlhf.setup.inputs import check_export
-from rlhf.setup.load_inputs import load_inputs
+from rlhf.setup.load_inputs import check_device, load_inputs
 from rlhf.setup.plan import plan_run
 from rlhf.utils.console import Screen
 
@@ -17,5 +17,6 @@ def dry_run(config: Config, screen: Screen, selection: Selection | None = None) 
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     inputs = load_inputs(config, screen, selection=selection)
+    check_device(config, inputs.start, device)
     config = config if config.run.resume else fit(config, inputs, device, screen)
     plan_run(config, inputs, device, screen)

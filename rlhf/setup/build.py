@@ -17,18 +17,11 @@ from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
-from rlhf.models.logprobs import base_of
-from rlhf.rewards.build import (
-    load_rewards,
-    make_eval_functions,
-)
-from rlhf.rewards.checks import check_critic
+from rlhf.rewards.build import load_rewards, make_eval_functions
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.engine import check_engine
 from rlhf.settings.training import Config
-from rlhf.setup.load_inputs import RunInputs, load_inputs
-from rlhf.trainer.evaluation import text_of_file
+from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
@@ -65,18 +58,13 @@ def load_components(config: Config, device: torch.device, screen: Screen, *given
 
 def load_models(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Components:
     """Load the reward model and the start model, and check them against the inputs. Raises UserError."""
-    autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
+    check_device(config, inputs.start, device)
     reset_peak_memory(device)
     before = 0 if device.type == "cuda" else memory_in_use(device)
     start, sets = inputs.start, inputs.prompts
     tokenizer = start.tokenizer
-    if config.data.eval_text is not None:
-        text_of_file(tokenizer, config.data.eval_text)
     rewards, reward_model = load_rewards(config, inputs.rewards, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
-    check_engine(config.speed.rollout_engine, policy, device)
-    if config.critic_from_reward_model:
-        check_critic(reward_model, config.model.rm_model, base_of(policy), tokenizer, sets, config.speed.packed)
     evaluated = make_eval_functions(config, inputs.eval_functions, tokenizer)
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated)
 

@@ -15,6 +15,7 @@ from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import base_of
+from rlhf.rollout.choice import WITH_SLOTS, choose_engine
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
 from rlhf.setup.load_inputs import RunInputs
@@ -42,11 +43,14 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimato
         evaluation=[len(prompt.ids) for prompt in inputs.prompts.evaluation],
         updates=updates,
         libraries=0 if device.type == "cuda" else max(IMPORTED, psutil.Process().memory_info().rss),
+        packs=inputs.start.packs,
     )
 
 
 def estimator_of(trainer: OnPolicyLoop) -> Estimator:
     """Return the estimator of the memory of a trainer's updates, without its libraries and evaluations."""
+    from rlhf.models.attention import packable  # slow to import
+
     policy, learned = trainer.actor.policy, trainer.rewards.learned
     judge = learned[0].model if learned is not None else None
     return Estimator(
@@ -57,6 +61,7 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         evaluation=[],
         updates=trainer.updates,
         libraries=0,
+        packs=packable(base_of(policy)),
     )
 
 
@@ -120,7 +125,10 @@ def _smallest(config: Config, estimate: Estimator) -> Config:
 
 
 def _slots(config: Config, estimate: Estimator) -> list[int]:
-    """Return the rollout slots to try, the most first. The first entry is the setting's own value, which may be 0."""
+    """Return the rollout slots to try, the most first. The first entry is the setting's own value, which may be 0. It
+    is the only one if the engine that samples has no slots."""
+    if choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device) not in WITH_SLOTS:
+        return [config.speed.rollout_slots]
     most = config.speed.rollout_slots or budget_of(estimate.device).rollout_slots
     fewer = [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if FEWEST_SLOTS <= n < most]
     return [config.speed.rollout_slots, *fewer]

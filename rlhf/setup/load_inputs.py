@@ -9,22 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
+from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import GivenPrompt
-from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts
+from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, load_tokenizer
+from rlhf.models.device import autocast_dtype
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
 from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
+from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
-from rlhf.setup.shape import weights_of
+from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.requirements import pip_install
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rlhf.rewards.functions import RewardFunction
+
+PROMPTS_TO_COMPARE = 20  # encoded by the tokenizers of the start model and of the reward model
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class StartModel:
     folder: str  # or a hub name
     tokenizer: PreTrainedTokenizerBase
     context: int | None  # context length in tokens; None if the model's config has none
+    packs: bool  # its episodes can be packed
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,12 @@ def load_inputs(
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
+    if config.data.eval_text is not None:
+        paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
         check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
+    if config.critic_from_reward_model:
+        check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
     return RunInputs(start, sets, sources, watched)
@@ -101,7 +112,44 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     check_vocabulary(len(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
     raise_if(missing_targets(linear_modules(weights_of(folder)), targets, folder) if targets else [])
-    return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"))
+    return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"), is_packable(folder))
+
+
+def check_device(config: Config, start: StartModel, device: torch.device) -> None:
+    """Raise UserError if the device does not support the settings' precision or rollout engine, or the start model
+    does not support the engine."""
+    autocast_dtype(config.model.bf16, device)
+    check_engine(config.speed.rollout_engine, start.packs, f"--actor-model {start.name}", device)
+
+
+def check_critic(config: Config, folder: str | None, start: StartModel, prompts: PromptSets) -> None:
+    """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none).
+
+    The critic reads the policy's ids in the same micro-batches, and its value head is the reward model's head: one
+    linear layer on the hidden states of a causal model.
+    """
+    m = config.model
+    place = f"--critic reward-model, --rm-model {m.rm_model}"
+    if folder is None:
+        raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")
+    tensors, tokenizer = weights_of(folder), load_tokenizer(folder)
+    if len(tensors.get("score.weight", ())) != 2:
+        raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
+    own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
+    same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
+    some = prompts.train[:PROMPTS_TO_COMPARE]
+    if not same or any(encode_prompt(tokenizer, p.example.messages) != list(p.ids) for p in some):
+        raise UserError(
+            f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
+            "model that was trained from the start model's family, or --critic separate"
+        )
+    if m.use_lora and not {ALL_LINEAR, *linear_modules(tensors)} & {*m.lora_targets}:
+        raise UserError(
+            f"the reward model has no module named {', '.join(m.lora_targets)}: {place}, --lora-targets. Give modules "
+            "that both models have, or all-linear"
+        )
+    if config.speed.packed and start.packs and not is_packable(folder):
+        raise UserError(f"the reward model's attention cannot be replaced: {place}. Add --no-packed")
 
 
 def _load_prompt_sets(

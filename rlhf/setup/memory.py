@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,20 +18,18 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
+from rlhf.rollout.choice import choose_engine
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT, Shape
 from rlhf.utils.console import gib
-
-if TYPE_CHECKING:
-    pass
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
 LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 IMPORTED = 570 * 2**20  # resident bytes after all imports; --dry-run imports less
 # Heap fragmentation on a CPU: temporary tensors of a layer's forward pass whose memory is not reused, in hidden states
-# per token. Measured for SmolLM2-135M with glibc 2.36: 5.4 (bfloat16) to 8 (LoRA).
-GAPS = {"cpu": 7, "cuda": 0}
+# per token. Measured for SmolLM2-135M with glibc 2.36. Each adapted layer adds its output: it is computed apart.
+GAPS = 7
 UNFUSED = 5  # copies of a chunk's logits if autograd differentiates the softmax
 
 
@@ -90,6 +88,7 @@ class Estimator:
     evaluation: Sequence[int]  # prompt lengths in tokens; empty: evaluations are ignored
     updates: int
     libraries: int = 0  # bytes in use before the models were loaded
+    packs: bool = True  # the policy's episodes can be packed
 
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
@@ -119,6 +118,11 @@ class _Run:
         return FLOAT if dtype is None else dtype.itemsize
 
     @property
+    def engine(self) -> str:
+        """The rollout engine that samples."""
+        return choose_engine(self.config.speed.rollout_engine, self.given.packs, self.given.device)
+
+    @property
     def critic(self) -> Shape | None:
         """The backbone of a critic that is a second network."""
         if self.config.critic_from_reward_model and self.given.reward_model is not None:
@@ -146,7 +150,7 @@ class _Run:
         m, policy, judge, vllm = self.config.model, self.given.policy, self.given.reward_model, 0
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
-        if self.config.speed.rollout_engine == "vllm":
+        if self.engine == "vllm":
             vllm = int(VLLM_MEMORY_SHARE * installed(self.given.device))
         eight_bit = self.config.optimizer.optim == "adamw_8bit"
         whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
@@ -165,36 +169,42 @@ class _Run:
 
     def forecast(self, prompts: list[int]) -> Forecast:
         """Return the forecast for a batch of these prompt lengths."""
-        episodes, tokens, completion = self.micro_batch(prompts)
-        masks = {"token masks": self.token_masks(len(prompts))}
+        (episodes, tokens, completion), m = self.micro_batch(prompts), self.config.model
+        # an optimizer step on the whole batch in one micro-batch uses the forward pass of the log-probs
+        reused = self.config.minibatch_size == episodes == len(prompts)
+        kept = self.activations(tokens) if reused and not (m.gradient_checkpointing or m.has_adapter_dropout) else {}
+        update = {
+            "rollout": self.rollout(prompts),
+            "log-probs": self.forward(tokens, completion) | kept,
+            "scoring": self.scoring(prompts, kept),
+            "backward pass": self.backward(episodes, tokens, completion),
+            "optimizer step": {"gradients": self.every_trained},
+        }
+        every = sorted([*self.given.evaluation] * self.config.run.eval_samples)
+        rows, length = every[-self.budget.eval_batch_size :], self.config.sampling.max_new_tokens
+        evaluation = {
+            "evaluation rollout": self.rollout(rows),
+            "evaluation scoring": self.scoring(every, {}),
+            "evaluation perplexity": self.forward(sum(rows) + len(rows) * length, len(rows) * length),
+        }
         phases = [
-            Phase("rollout", self.rollout(prompts) | masks),
-            Phase("log-probs", self.forward(tokens, completion) | masks),
-            Phase("backward pass", self.backward(episodes, tokens, completion) | masks),
-            Phase("optimizer step", {"gradients": self.every_trained} | masks),
+            Phase(name, parts | {"token masks": self.token_masks(len(sampled))})
+            for sampled, named in ((prompts, update), (every, evaluation if every else {}))
+            for name, parts in named.items()
+            if parts
         ]
-        length = self.config.sampling.max_new_tokens
-        if self.given.reward_model is not None:
-            scored = sorted(n + length for n in prompts)[-self.budget.scoring_batch_size :]
-            passed = self.given.reward_model.forward_peak(sum(scored), self.element)
-            phases.insert(2, Phase("scoring", {"reward model's forward pass": passed} | masks))
-        if self.given.evaluation:
-            rows = sorted(self.given.evaluation)[-self.budget.eval_batch_size :]
-            masks = {"token masks": self.token_masks(len(self.given.evaluation) * self.config.run.eval_samples)}
-            phases.append(Phase("evaluation rollout", self.rollout(rows) | masks))
-            texts = self.forward(sum(rows) + len(rows) * length, len(rows) * length)
-            phases.append(Phase("evaluation perplexity", texts | masks))
         return Forecast(self.held(), phases, episodes, tokens)
 
     def micro_batch(self, prompts: list[int]) -> tuple[int, int, int]:
         """Return the episodes, the tokens, and the completion tokens of the largest micro-batch."""
-        batch, speed, length = self.config.batch, self.config.speed, self.config.sampling.max_new_tokens
+        batch, length = self.config.batch, self.config.sampling.max_new_tokens
+        packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         size = min(len(rows), batch.micro_batch_size or len(rows))
-        shared = self.config.group_size if batch.minibatches == 1 and speed.packed else 1
+        shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
-            taken = rows[:size] if speed.packed else rows[:1] * size
-            tokens = sum(taken[::shared]) + size * (length - speed.packed)
+            taken = rows[:size] if packed else rows[:1] * size
+            tokens = sum(taken[::shared]) + size * (length - packed)
             if tokens <= self.budget.tokens_per_micro_batch or size == 1:
                 return size, tokens, size * length
             size -= 1
@@ -207,7 +217,9 @@ class _Run:
     def rollout(self, prompts: list[int]) -> dict[str, int]:
         """Return purpose -> bytes for sampling one completion per prompt."""
         policy, sampling, speed = self.given.policy, self.config.sampling, self.config.speed
-        plain = speed.rollout_engine == "plain"
+        plain = self.engine == "plain"
+        if self.engine == "vllm" or not prompts:
+            return {}  # vLLM's memory is held throughout the run
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         columns = max(prompts) + sampling.max_new_tokens
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
@@ -218,6 +230,15 @@ class _Run:
             "weight copies": self.decoder_copies(),
         }
 
+    def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
+        """Return purpose -> bytes for scoring a completion per prompt, with what is `kept` meanwhile; {} without a
+        reward model."""
+        judge, rows = self.given.reward_model, sorted(prompts)[-self.budget.scoring_batch_size :]
+        if judge is None:
+            return {}
+        tokens = sum(rows) + len(rows) * self.config.sampling.max_new_tokens
+        return {"reward model's forward pass": judge.forward_peak(tokens, self.element), **kept}
+
     def copies(self) -> int:
         """Return the bytes of the weights that a forward pass holds in 16 bits, because they are stored in 32."""
         policy = self.given.policy
@@ -227,15 +248,14 @@ class _Run:
     def decoder_copies(self) -> int:
         """Return the bytes of the copies of weights that decoding uses."""
         policy, m = self.given.policy, self.config.model
-        if self.config.speed.rollout_engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
+        if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
             return self.copies()
         return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
 
-    def logits(self, tokens: int) -> int:
+    def logits(self, completion: int) -> int:
         """Return the bytes of a chunk of logits: in the forward's precision, and a part of them in float32."""
-        numbers = tokens * self.given.policy.vocabulary
-        chunk = min(numbers, self.budget.logits_per_chunk)
-        masks = numbers * self.config.sampling.filters
+        numbers = completion * self.given.policy.vocabulary
+        chunk, masks = min(numbers, self.budget.logits_per_chunk), numbers * self.config.sampling.filters
         return chunk * self.element + min(chunk, self.budget.floats_per_chunk) * FLOAT * 2 + masks
 
     def forward(self, tokens: int, completion: int) -> dict[str, int]:
@@ -243,35 +263,37 @@ class _Run:
         passed = self.given.policy.forward_peak(tokens, self.element)
         return {"forward pass or logits": max(passed, self.logits(completion)), "weight copies": self.copies()}
 
+    def activations(self, tokens: int) -> dict[str, int]:
+        """Return purpose -> bytes that the forward pass over a micro-batch saves for its backward pass."""
+        m, parts, on_cpu = self.config.model, {}, self.given.device.type == "cpu"
+        targets, attention = m.lora_targets if m.use_lora else None, FLOAT if on_cpu else self.element
+        for name, shape in (("activations", self.given.policy), ("critic's activations", self.critic)):
+            if shape is not None:
+                each = shape.saved_by_layer(tokens, self.element, attention, targets)
+                inputs = FLOAT * tokens * shape.hidden
+                parts[name] = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
+        layers = 1 if m.gradient_checkpointing else self.given.policy.layers
+        gaps = GAPS * FLOAT * self.given.policy.hidden + self.element * self.given.policy.outputs(targets or ())
+        return parts | {"heap fragmentation": on_cpu * layers * tokens * gaps}
+
     def backward(self, episodes: int, tokens: int, completion: int) -> dict[str, int]:
         """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where
         all activations are saved, or at the first layer, where all gradients exist."""
-        config, policy, m = self.config, self.given.policy, self.config.model
-        attention = FLOAT if self.given.device.type == "cpu" else self.element
-        saved = {}
-        for name, shape in (("activations", policy), ("critic's activations", self.critic)):
-            if shape is not None:
-                each = shape.saved_by_layer(tokens, self.element, attention, m.lora_targets if m.use_lora else None)
-                kept = FLOAT * tokens * shape.hidden if m.gradient_checkpointing else each
-                saved[name] = shape.layers * kept + (each if m.gradient_checkpointing else 0)
-        chunk = completion
+        config, policy, saved = self.config, self.given.policy, self.activations(tokens)
+        numbers = completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
         if config.speed.fused_head:
-            per_completion = config.sampling.max_new_tokens
-            most = max(1, self.budget.logits_per_chunk // policy.vocabulary // per_completion) * per_completion
-            chunk = min(completion, most)
-        head = 0 if m.use_lora else FLOAT * policy.vocabulary * policy.hidden  # gradient of head or embeddings
+            numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // episodes))
+        head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
-            logits = UNFUSED * chunk * policy.vocabulary * FLOAT
+            logits = UNFUSED * numbers * FLOAT
         else:
-            logits = max(self.logits(chunk), chunk * policy.vocabulary * self.element + head)
+            logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
         several = episodes < self.config.minibatch_size  # then earlier micro-batches have left gradients
-        before = self.every_trained if several else head * (chunk < completion)
+        before = self.every_trained if several else head * (numbers < completion * policy.vocabulary)
         at_head = {**saved, "logits": logits, "gradients": before, "weight copies": self.copies()}
         at_first_layer = {
-            "activations": policy.saved_by_layer(tokens, self.element, attention, None) + 8 * tokens * policy.inner,
+            "activations": policy.saved_by_layer(tokens, self.element, FLOAT, None) + 8 * tokens * policy.inner,
             "gradients": self.every_trained + head,
+            "heap fragmentation": saved["heap fragmentation"],
         }
-        largest = max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))
-        layers = 1 if m.gradient_checkpointing else policy.layers
-        gaps = GAPS[self.given.device.type] * layers * tokens * policy.hidden * FLOAT
-        return {**largest, "heap fragmentation": gaps}
+        return max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))

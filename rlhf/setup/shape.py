@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, tensors_of
-from rlhf.data.tokenizer import config_values, load_config, values_of
+from rlhf.data.tokenizer import TYPES, config_values, load_config, readable, values_of
 from rlhf.models.logprobs import base_of
 from rlhf.utils.errors import UserError
 
@@ -80,10 +80,17 @@ class Shape:
         tied to the embeddings."""
         return self.matrices + (0 if self.tied else self.vocabulary * self.hidden)
 
+    def adapted(self, targets: Collection[str]) -> list[str]:
+        """Return the names of the linear layers of a layer that have adapters."""
+        return [name for name in self.sizes if name in targets or ALL_LINEAR in targets]
+
+    def outputs(self, targets: Collection[str]) -> int:
+        """Return the outputs of the adapted linear layers of a layer together."""
+        return sum(self.sizes[name][1] for name in self.adapted(targets))
+
     def adapters(self, rank: int, targets: Collection[str]) -> int:
         """Return the number of weights of LoRA adapters."""
-        adapted = [s for name, s in self.sizes.items() if name in targets or ALL_LINEAR in targets]
-        return self.layers * rank * sum(map(sum, adapted))
+        return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
     def saved_by_layer(self, tokens: int, element: int, attention: int, targets: Collection[str] | None) -> int:
         """Return the bytes that one layer saves for the backward pass over a packed row of `tokens`.
@@ -95,7 +102,7 @@ class Shape:
         """
         size = 2 * self.hidden * FLOAT + 2 * self.inner * element  # the inputs of both norms; gate and up
         size += (2 * self.q + 2 * self.kv) * attention + self.heads * FLOAT  # attention's inputs and output
-        adapted = [n for n in self.sizes if targets is not None and (n in targets or ALL_LINEAR in targets)]
+        adapted = self.adapted(targets or ())
         if element < attention or element < FLOAT:  # autocast makes a copy for each layer that needs its input
             size += (self.q if targets is None else sum(self.sizes[n][0] for n in adapted)) * element
         else:
@@ -154,6 +161,21 @@ def _tensors_of_hub_model(model: str) -> Tensors:
 def shape_of(model: str) -> Shape:
     """Return the dimensions of the model in a folder or on the hub."""
     return Shape.of(config_values(model), parameters_in(weights_of(model)))
+
+
+def is_packable(model: str) -> bool:
+    """Return whether episodes of the model in a folder or on the hub can be packed, as
+    `rlhf.models.attention.packable` and the self-test decide when it is loaded."""
+    if config_values(model).get("model_type") in TYPES:
+        return True
+    from transformers import AutoModelForCausalLM  # takes two seconds
+
+    from rlhf.models.attention import packable
+
+    with readable(model), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
+    has_sinks = any(name.endswith(".sinks") for name, _ in network.named_parameters())  # GPT-OSS fails the self-test
+    return packable(network) and not has_sinks
 
 
 def parameters_in(tensors: Tensors) -> int:

@@ -177,14 +177,14 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
-    """Return the logits (M, V) of the first completion and with a critic its values (1, T), on the CPU."""
+    """Return the logits (M, V) of the first completion and with a critic its values (M,), on the CPU."""
     trainer.model.eval()
     micro_batch = rollout.completions.micro_batch([0], trainer.micro_batch_budget.packed)
     with autocast(trainer.accelerator.device, trainer.dtype):
         hidden = trainer.actor.forward_backbone(micro_batch)
         found = [
             scaled_logits(trainer.actor.policy, trainer.actor.policy_hidden(hidden), 1.0),
-            trainer.actor.values(hidden, micro_batch.mask),
+            trainer.actor.values(hidden),
         ]
     return [tensor.cpu() for tensor in found if tensor is not None]
 

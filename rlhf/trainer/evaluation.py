@@ -13,10 +13,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.data.chat_template import encode_completion, encode_text
+from rlhf.data.chat_template import encode_completion
 from rlhf.data.examples import GivenPrompt, examples_of
-from rlhf.data.prompts import Prompt, encode_prompts, ids_alone
-from rlhf.data.readers import read_text
+from rlhf.data.prompts import Prompt, encode_prompts, ids_alone, paragraphs_of
 from rlhf.distributed.group import gather
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
@@ -142,16 +141,9 @@ def fixed_text(
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
-    """Returns the paragraphs of a text file. The first token of each is its prompt.
-
-    Raises UserError if the file does not exist, or has no paragraph with at least 2 tokens.
-    """
-    if not Path(file).is_file():
-        raise UserError(f"file not found: --eval-text {file}. Give the path of an existing text file")
-    paragraphs = [p for p in read_text(Path(file)).split("\n\n") if p.strip()]
-    rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p.strip())) > 1]
-    if not rows:
-        raise UserError(f"no paragraph with at least 2 tokens: --eval-text {file}. Give a longer text")
+    """Returns the paragraphs of a text file. The first token of each is its prompt. Raises UserError as
+    `paragraphs_of` does."""
+    rows = paragraphs_of(tokenizer, file)
     return FixedText(
         [ids_alone(row[:1]) for row in rows], [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}"
     )

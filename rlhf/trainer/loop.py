@@ -32,7 +32,6 @@ from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
-from rlhf.rollout.engine import check_engine
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
@@ -91,7 +90,6 @@ class OnPolicyLoop:
         config, device = self.config, PartialState().device
         if device.type == "cpu":
             keep_freed_memory()
-        check_engine(config.speed.rollout_engine, policy, device)
         packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
         self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)

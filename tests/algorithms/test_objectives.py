@@ -99,6 +99,15 @@ def test_delta_bounds_the_loss_of_negative_advantages():
     assert_close(gradient, torch.tensor([2.0, 0.0, 0.0, 0.0]))
 
 
+def test_clipped_tokens_have_no_gradient():
+    """dL/dr = -A, and 0 where the clipped branch is the larger one. The limits are 0.8 and 1.28."""
+    ratio = torch.tensor([1.0, 1.3, 0.5, 1.3, 0.5, 1.28], requires_grad=True)
+    loss, clipped = clipped_surrogate(ratio, torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, 2.0]), Clip(0.2, 0.28))
+    (gradient,) = torch.autograd.grad(loss.sum(), ratio)
+    assert_close(gradient, torch.tensor([-2.0, 0.0, -2.0, 2.0, 0.0, -2.0]))
+    assert clipped.tolist() == [False, True, False, False, True, False]
+
+
 def test_both_limits_act_in_the_loss_of_every_algorithm():
     """Ratios 1.5 and 9, clip [0.8, 1.3], delta 3. A = 2: -2.6 each. A = -2: 3 and 6. RLOO and gspo have one token.
     cispo has only the limit 1.3: its loss is -1.3 * A * log p."""
@@ -117,9 +126,17 @@ def test_both_limits_act_in_the_loss_of_every_algorithm():
 
 def test_value_loss_matches_values_computed_by_hand():
     # V 0 -> 1, return 1, clip 0.2: clipped value 0.2, squared error 0.64 > 0. V 0 -> 0.1: not clipped, 0.81
-    loss, clipped = o.clipped_value_loss(row(1, 0.1), row(0, 0), row(1, 1), mask(1, 1), clip_range=0.2)
-    assert float(loss) == pytest.approx(0.5 * (0.64 + 0.81) / 2)
+    values = row(1, 0.1).requires_grad_()
+    loss, clipped = o.clipped_value_loss(values, row(0, 0), row(1, 1), mask(1, 1), clip_range=0.2)
+    assert float(loss.detach()) == pytest.approx(0.5 * (0.64 + 0.81) / 2)
     assert float(clipped) == 0.5
+    # dL/dV = (V - R) / 2 tokens, and 0 for the first value, whose clipped error is the larger one
+    assert_close(torch.autograd.grad(loss, values)[0], row(0, -0.45))
+
+
+def test_share_of_the_masked_tokens():
+    assert float(o.masked_share(mask(1, 0, 1, 1), mask(1, 1, 1, 0))) == pytest.approx(2 / 3)
+    assert float(o.masked_share(mask(1, 0, 1, 1), mask(1, 1, 1, 0), torch.tensor(8.0))) == 0.25
 
 
 def test_explained_variance_matches_values_computed_by_hand():

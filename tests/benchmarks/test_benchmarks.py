@@ -7,12 +7,23 @@ import json
 import pytest
 import torch
 
+from benchmarks import operators
 from benchmarks.comparison import compare
 from benchmarks.cost_curve import doublings
 from benchmarks.epoch import epoch_estimate, reply_tokens
 from benchmarks.machine import tensor_peak
 from benchmarks.techniques import TECHNIQUES, spread
-from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
+from benchmarks.work import (
+    EOS,
+    FIRST_LETTER,
+    Work,
+    letter,
+    make_models,
+    make_tokenizer,
+    prompt_ids,
+    prompt_lengths,
+    varied,
+)
 from benchmarks.worker import Worker
 from rlhf.utils.errors import RunError
 from tests.scripts.test_scripts import ROOT, run
@@ -161,6 +172,17 @@ def test_peak_memory_matches_hand_computed_values():
 
     assert tensor_peak("cpu", allocate)[1] == pytest.approx(6000, abs=200)
     assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
+
+
+@pytest.mark.ci
+def test_operators_of_the_tiny_model(tmp_path):
+    """The limits are two thirds of the counts before the own forward pass (docs/performance.md, "Operators")."""
+    work = Work(folder=str(tmp_path), prompt_length=8, reply_length=8, ppo_epochs=2)
+    make_models(work)
+    counts = operators.summary(operators.count(work))
+    assert 100 < counts["decoding step"]["operator"] <= 198 * 2 / 3
+    assert 300 < counts["micro-batch"]["operator"] <= 665 * 2 / 3
+    assert counts["micro-batch"]["operator"] < counts["optimizer step"]["operator"] <= 695 * 2 / 3
 
 
 @pytest.mark.ci

@@ -129,6 +129,17 @@ def test_gradients_by_finite_differences(function):
     assert torch.autograd.gradcheck(function, inputs)
 
 
+def test_the_table_of_rotary_embeddings_has_the_values_of_the_model(model):
+    """Also after more positions, in another precision, and with positions in any order."""
+    backbone = backbone_of(model)
+    for positions, dtype in (([2, 0, 1], torch.float64), ([8, 8, 0, 5, 1, 7, 2, 0, 3], torch.float64), ([0, 1], None)):
+        like, at = torch.zeros(1, dtype=dtype or torch.float32), torch.tensor(positions)
+        for _ in range(2):
+            known = llama.known_rotary(backbone, like, at)
+            for found, expected in zip(known, llama.rotary(backbone, like, at), strict=True):
+                assert found.dtype == like.dtype and torch.equal(found, expected)
+
+
 def test_fewer_tensors_are_saved_for_the_backward_pass():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     weights, saved = {id(w) for w in model.parameters()}, {}

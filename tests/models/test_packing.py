@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf.data.prompts import Prompt
-from rlhf.models.actor_critic import Actor
+from rlhf.models.actor_critic import Actor, places_of, scatter_to_padded
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
@@ -180,6 +180,15 @@ def test_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
     probability = float(logprobs.detach().exp())
     assert probability > 0.999
     assert float(hidden.grad[0, 0]) == pytest.approx(11.7 * (1 - probability), rel=2e-2)
+
+
+def test_values_of_the_masked_tokens_get_their_places_and_gradients():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    flat = torch.tensor([5.0, 6.0, 7.0], requires_grad=True)
+    padded = scatter_to_padded(flat, mask)
+    assert padded.tolist() == [[5, 6, 0], [7, 0, 0]] and places_of(mask, 3).tolist() == [0, 1, 3]
+    (gradient,) = torch.autograd.grad((padded * torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).sum(), flat)
+    assert gradient.tolist() == [1, 2, 4]
 
 
 def test_actor_accepts_padded_and_packed_micro_batches(model):

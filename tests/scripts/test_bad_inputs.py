@@ -222,6 +222,31 @@ def other_tokenizer(inputs: Inputs) -> list[object]:
     return ["--rm-model", folder, "--dry-run"]
 
 
+def critic(inputs: Inputs, reward: Flags, *more: object) -> list[object]:
+    """A critic that starts from this reward model."""
+    return [*reward(inputs), "--critic", "reward-model", *more]
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Changes a part of the tensors' names."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def with_sinks(inputs: Inputs) -> list[object]:
+    """The reward model with the config of an architecture whose attention cannot be replaced."""
+    folder = inputs.copy_of(inputs.reward)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "gpt_oss", "architectures": ["GptOssForSequenceClassification"], "num_local_experts": 2}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["--rm-model", folder]
+
+
 def base_model(*more: object) -> Flags:
     return lambda inputs: ["--actor-model", make_base_model(inputs.folder / "base"), *more]
 
@@ -448,6 +473,25 @@ CONFIGURATION = [
         r"no reward model to start from: --critic reward-model, --rm-model none\. Give a reward model, or"),
     Row(24, "4-bit critic from the reward model", "--critic reward-model --use-lora --load-in-4bit",
         r"the reward model is not loaded in 4 bits: --critic reward-model with --load-in-4bit\. Remove one of them"),
+    Row(24, "critic from a reward model with another tokenizer", lambda inputs: critic(inputs, other_tokenizer),
+        r"the reward model's tokenizer or chat template differs from the start model's: --critic reward-model, --rm-"
+        r"model .*\. Use a reward model that was trained from the start model's family, or --critic separate"),
+    Row(24, "critic from a reward model with another head",
+        lambda inputs: critic(inputs, weights("--rm-model", renamed("score.", "score.dense."))),
+        r"the head is not one linear layer on a causal model: --critic reward-model, --rm-model .*\. Use --critic se"),
+    Row(24, "critic from a reward model with another head, dry run",
+        lambda inputs: critic(inputs, weights("--rm-model", renamed("score.", "score.dense.")), "--dry-run"),
+        r"the head is not one linear layer on a causal model: --critic reward-model, --rm-model .*\. Use --critic se"),
+    Row(24, "critic from a reward model with other modules",
+        lambda inputs: critic(inputs, weights("--rm-model", renamed("q_proj", "query")),
+                              "--use-lora", "--lora-targets", "q_proj", "--dry-run"),
+        r"the reward model has no module named q_proj: --critic reward-model, --rm-model .*, --lora-targets\. Give"),
+    Row(24, "critic from a reward model with other attention", lambda inputs: critic(inputs, with_sinks, "--dry-run"),
+        r"the reward model's attention cannot be replaced: --critic reward-model, --rm-model .*\. Add --no-packed"),
+    Row(24, "CUDA graphs on a CPU", "--rollout-engine graph",
+        r"CUDA graphs require a CUDA GPU: --rollout-engine graph\. Remove the flag"),
+    Row(24, "CUDA graphs on a CPU, dry run", "--rollout-engine graph --dry-run",
+        r"CUDA graphs require a CUDA GPU: --rollout-engine graph\. Remove the flag"),
     Row(20, "bf16 and fp16", "--bf16 --fp16", r"unknown flag --fp16: .* bfloat16 \(--bf16\) or float32 \(--no-bf16\)"),
     Row(20, "fp16 in YAML", yaml("fp16: true"),
         r"unknown setting fp16: .*a\.yaml:1\. Use bfloat16 \(--bf16\) or"),
@@ -542,6 +586,12 @@ DATA = [
         r"warning: 10 of 70 rows are duplicates: .*rows\.jsonl\. Remove them", status=0),
     Row(44, "NUL", data({"prompt": "a\0b"}),
         rf"prompt contains a NUL character \(character 2\): {AT_LINE_2}\. Correct"),
+    Row(44, "no paragraph in the evaluation text",
+        lambda inputs: ["--eval-text", inputs.write("text.txt", "a\n\n \n\nb")],
+        r"no paragraph with at least 2 tokens: --eval-text .*text\.txt\. Give a longer text"),
+    Row(44, "no paragraph in the evaluation text, dry run",
+        lambda inputs: ["--eval-text", inputs.write("text.txt", "\n\n \n"), "--dry-run"],
+        r"no paragraph with at least 2 tokens: --eval-text .*text\.txt\. Give a longer text"),
     Row(44, "a lone surrogate", data({"prompt": "a?", "chosen": "b", "rejected": "\ud800"}),
         rf"rejected contains a lone surrogate \(character 1\): {AT_LINE_2}\. Correct or remove that row"),
 ]  # fmt: skip
@@ -807,6 +857,11 @@ LATE = {
     *("not found", "gated", "offline", "needs trust_remote_code", "no pad token", "pad equals EOS"),
     *("policy's weights with NaN", "reward model's weights with infinity", "too little space for the checkpoints"),
     *("no column for an evaluation function", "nothing to learn", "no pass rate of a reward model"),
+}
+LATE |= {
+    row.title
+    for row in (*CONFIGURATION, *DATA)
+    if row.title.startswith(("critic from a reward model", "CUDA graphs on a CPU", "no paragraph in"))
 }
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
 

@@ -86,6 +86,25 @@ def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
             assert larger.peak > gib * GIB or larger.episodes == size
 
 
+def test_slots_are_not_chosen_for_a_model_that_samples_with_the_plain_engine(configured):
+    """All rows of a batch are then sampled at the same time, so slots save nothing, and micro-batches are padded."""
+    config, slots = configured("--batch-size", 32, "--max-new-tokens", 128), smollm2()
+    plain = replace(slots, packs=False)
+    for estimate, flags in ((plain, {}), (slots, {"rollout_engine": "plain"})):
+        given = replaced(config, **flags)
+        for gib in (4.2, 3.6, 3.0, 2.6, 0.1):
+            assert choose(given, estimate, int(gib * GIB)).speed.rollout_slots == given.speed.rollout_slots
+        assert _rollout(estimate, given) == _rollout(estimate, replaced(given, rollout_slots=8))
+    assert _rollout(slots, config) > _rollout(slots, replaced(config, rollout_slots=8))
+    assert choose(config, slots, int(0.1 * GIB)).speed.rollout_slots == 8
+    assert plain(config).tokens == plain(config).episodes * (200 + 128), "padded rows"
+    assert slots(config).tokens == slots(config).episodes * (200 + 127)
+
+
+def _rollout(estimate: Estimator, config) -> int:
+    return next(phase for phase in estimate(config).phases if phase.name == "rollout").size
+
+
 def test_without_bitsandbytes_its_optimizer_is_not_chosen(configured, monkeypatch):
     config = configured("--batch-size", 32, "--max-new-tokens", 128)
     assert "optim" in chosen(config, 0.1)

@@ -98,11 +98,13 @@ def test_adapters_are_the_first_advice_for_a_real_shape(configured):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_every_setting_that_saves_memory_lowers_the_estimate(configured, algorithm):
+    """Without LoRA: in this tiny model the adapters' activations take as much as the frozen weights save. A real shape
+    is in `test_adapters_are_the_first_advice_for_a_real_shape`."""
     config = configured("--minibatches", 1, algorithm=algorithm)
     estimate = estimator(load_inputs(config, Screen()), 2, CPU)
     most = estimate(config).peak
     assert most > sum(estimate(config).held.values()) > IMPORTED
-    for setting in ({"max_new_tokens": 2}, {"micro_batch_size": 1}, {"optim": "adamw_8bit"}, {"use_lora": True},
+    for setting in ({"max_new_tokens": 2}, {"micro_batch_size": 1}, {"optim": "adamw_8bit"},
                     {"gradient_checkpointing": True, "max_new_tokens": 64}):  # fmt: skip
         reference = estimate(replaced(config, max_new_tokens=64)).peak if len(setting) > 1 else most
         assert estimate(replaced(config, **setting)).peak < reference, setting

@@ -1,0 +1,30 @@
+"""Which rollout engine a run uses. Imports no model code, so that a plan is printed within seconds."""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf.utils.errors import UserError
+
+WITH_SLOTS = ("slots", "graph")  # engines that pack prompts and sample a number of completions at a time
+
+
+def choose_engine(engine: str, packs: bool, device: torch.device) -> str:
+    """Return the engine that samples: `engine`, or if it is "auto", the default of the model and the device.
+
+    The default is "graph" on a CUDA GPU and "slots" on a CPU, and "plain" for a model that does not support packing
+    (`packs` is False).
+    """
+    if engine != "auto":
+        return engine
+    if not packs:
+        return "plain"
+    return "graph" if device.type == "cuda" else "slots"
+
+
+def check_engine(engine: str, packs: bool, model: str, device: torch.device) -> None:
+    """Raise UserError if this model or device does not support the engine. `model` names the model in the error."""
+    if engine == "graph" and device.type != "cuda":
+        raise UserError("CUDA graphs require a CUDA GPU: --rollout-engine graph. Remove the flag")
+    if engine in WITH_SLOTS and not packs:
+        raise UserError(f"the attention of {model} cannot be replaced: --rollout-engine {engine}. Remove the flag")

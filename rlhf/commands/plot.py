@@ -25,8 +25,6 @@ def plot_command(argv: list[str] | None = None) -> None:
     folders = run_folders(config)
     records = [RunRecord.require(folder, "run") for folder in folders]
     group_runs([(run.algorithm, run) for run in records], config.plot.label)  # raises an error for wrong labels
-    for folder in folders:
-        RunRecord.require(folder, "run")
     check_libraries("matplotlib", "tensorboard")
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart

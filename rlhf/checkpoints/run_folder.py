@@ -82,8 +82,8 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
                 done = f"moved the finished run in {folder} to {_move_aside(folder)}"
         except OSError as error:  # on Windows, if another program uses a file in it
             raise UserError(
-                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}). Close the programs "
-                "that use it"
+                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}"
+                f"{replacing.users_of(folder)}). Close the programs that use it, such as TensorBoard"
             ) from None
     return lock, done
 

@@ -14,7 +14,7 @@ from rlhf.distributed.join import TIMEOUT_S, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_gpu_memory, reset_resident_peak, resident_peak
+from rlhf.utils.system import cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 
@@ -29,7 +29,8 @@ def installed(device: torch.device) -> int:
 def available(device: torch.device) -> int:
     """Returns the bytes available to this process: free memory, and the memory that it already holds."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - gpu_memory_margin(total)
     return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 

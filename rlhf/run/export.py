@@ -29,7 +29,7 @@ from rlhf.settings.training import Config
 from rlhf.setup.inputs import PUSH
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import disk_errors, update_dir_atomically, write_text
+from rlhf.utils.files import saving_tensors, update_dir_atomically, write_text
 from rlhf.utils.hub import push_failed, push_files
 from rlhf.utils.system import command
 
@@ -105,7 +105,7 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     whole = model.merge_and_unload()
 
     def write(staging: Path) -> None:
-        with disk_errors():
+        with saving_tensors(staging):
             whole.save_pretrained(staging, max_shard_size=ONE_FILE)
             tokenizer.save_pretrained(staging)
 

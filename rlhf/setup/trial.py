@@ -21,6 +21,7 @@ from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
+from rlhf.rollout.engine import default_engine
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of
@@ -90,7 +91,8 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield determinism(device)
     if config.model.load_in_4bit:
         yield nf4_layer_works(device)
-    if config.speed.rollout_engine in ("auto", "graph") and device.type == "cuda":
+    engine = config.speed.rollout_engine
+    if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
         yield graphs_do_not_hang()
     yield padding_changes_no_score(
         components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)

@@ -119,7 +119,7 @@ def test_every_flag_that_a_page_names_exists():
                "--nproc-per-node", "--num_processes", "--nnodes", "--node-rank", "--master-addr", "--master-port",
                "--shutdown-timeout", "--nodes", "--ntasks-per-node", "--model", "--model_args", "--tasks",
                "--apply_chat_template", "--batch_size", "--gen_kwargs", "--include_path", "--outfile", "--outtype",
-               "--jinja"}  # fmt: skip
+               "--jinja", "--upgrade"}  # fmt: skip
     for page in PAGES:
         text = LINK.sub("", page.read_text("utf-8"))
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags

@@ -145,6 +145,7 @@ def test_loaded_weights_and_incidents_map_no_files(build, tmp_path):
     from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
     trainer = build("--use-lora", "--critic", "separate")
+    trainer.evaluator.fix_text()
     (tmp_path / "saved").mkdir()
     save_trainer_state(trainer, tmp_path / "saved")
     save_file({"scores": torch.ones(2)}, tmp_path / "saved" / "tensors.safetensors")

@@ -73,7 +73,7 @@ def modelfile(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -
     ends = dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)])
     stops = [tokenizer.decode([token]) for token in ends if token is not None]
     stops = [stop for stop in stops if not set(stop) & {'"', "\n"}]  # Ollama cannot read them
-    return render("Modelfile", template=template, reason=reason, stops=stops, settings=settings)
+    return render("Modelfile", go=template, reason=reason, stops=stops, settings=settings)
 
 
 def go_template(tokenizer: PreTrainedTokenizerBase) -> str:

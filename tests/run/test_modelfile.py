@@ -38,7 +38,7 @@ WORDS_IN_GO = (
 )
 WORDS = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ '{{' + m.content + '}}' }}{% else %}"
-    "{{ 'User' if m.role == 'user' else 'Bot' }}: {{ m.content }}{% endif %}\n{% endfor %}"
+    "{{ 'User' if m.role == 'user' else 'Bot' }}: {{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Bot:{% endif %}"
 )
 WITH_BOS = "{{ bos_token }}" + WORDS.replace("'{{' + m.content + '}}'", "m.content")

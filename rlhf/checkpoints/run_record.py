@@ -294,7 +294,6 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent
     try:
         words, silent = ["git", "rev-parse", "HEAD"], subprocess.DEVNULL
-        found = subprocess.check_output(words, cwd=here, stderr=silent, encoding="utf-8")
+        return subprocess.check_output(words, cwd=here, stderr=silent, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.strip()

@@ -82,10 +82,12 @@ def test_reward_models_and_reports_have_the_umasks_permissions(
     ]
     reward_model.train.main([str(word) for word in words])
     both = [str(runs["ppo", 1]), str(runs["grpo", 1])]
-    compare_runs.main([*both, "--output", str(tmp_path / "comparison"), "--eval-prompts", "6"])
-    evaluate_generations.main([both[0], "--output", str(tmp_path / "evaluation"), "--eval-prompts", "6"])
+    compare_runs.main([*both, "--output", str(tmp_path / "comparison"), "--num-prompts", "4"])
+    evaluate_generations.main(
+        ["--model-path", both[0], "--output", str(tmp_path / "evaluation"), "--num-prompts", "4"]
+    )
     plot_training_progress.main([*both, "--output", str(tmp_path / "plots")])
     found = permissions(tmp_path)
     assert found == expected(found, umask)
-    assert {"rm/model.safetensors", "rm/metrics.json", "comparison/comparison.html"} <= found.keys()
-    assert sum(name.startswith("evaluation/") for name in found) > 0 < sum(name.startswith("plots/") for name in found)
+    written = {"rm/model.safetensors", "rm/metrics.json", "comparison/comparison.html", "evaluation/evaluation.json"}
+    assert written | {"plots.png", "plots.csv"} <= found.keys()

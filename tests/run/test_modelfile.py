@@ -118,8 +118,8 @@ def test_every_whole_model_of_a_run_has_a_modelfile_with_the_runs_sampling(runs,
         assert template == SMOLLM2_IN_GO
         lines = text.replace(template, "").splitlines()
         assert [line for line in lines if line and not line.startswith("#")] == [
-            "FROM ./model.gguf", 'TEMPLATE """"""', "PARAMETER temperature 0.7", "PARAMETER top_k 0", "PARAMETER top_p 1.0",
-            "PARAMETER min_p 0", "PARAMETER repeat_penalty 1", "PARAMETER num_predict 8",
+            "FROM ./model.gguf", 'TEMPLATE """"""', "PARAMETER temperature 0.7", "PARAMETER top_k 0",
+            "PARAMETER top_p 1.0", "PARAMETER min_p 0", "PARAMETER repeat_penalty 1", "PARAMETER num_predict 8",
             'PARAMETER stop "<|im_end|>"',
         ]  # fmt: skip
 

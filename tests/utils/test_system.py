@@ -23,7 +23,7 @@ from rlhf.models.device import available
 from rlhf.utils import system
 from rlhf.utils.console import quiet_imports
 from rlhf.utils.errors import RLHFWarning, UserError
-from rlhf.utils.files import update_dir_atomically
+from rlhf.utils.files import update_dir_atomically, write_text
 from tests.records import facts_of
 from tests.scripts.test_scripts import ROOT
 
@@ -200,6 +200,13 @@ def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp
     calls[:] = []
     with pytest.raises(PermissionError):
         system.replace(tmp_path / "b", tmp_path / "c")
+
+
+def test_files_have_the_same_line_ends_on_every_system(tmp_path, monkeypatch):
+    """In text mode, Windows writes CR LF."""
+    monkeypatch.setattr(Path, "write_text", None)
+    write_text(tmp_path / "Modelfile", "a\nb \udc80\n")
+    assert (tmp_path / "Modelfile").read_bytes() == b"a\nb \\udc80\n"
 
 
 IN_USE = PermissionError(errno.EACCES, "used by another process")

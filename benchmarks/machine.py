@@ -89,7 +89,7 @@ def driver() -> str | None:
     """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        printed = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return printed.stdout.split("\n")[0].strip() or None if printed.returncode == 0 else None

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     show(found, arguments.runs, len(topics), screen)
     if arguments.json is not None:
         facts = {"topics": topics, "rises": rises, "predictions": predictions, "correlations": found}
-        Path(arguments.json).write_text(json.dumps(facts, indent=2))
+        Path(arguments.json).write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         show(result, list(rises), len(topics), screen)
         facts[update] = {"topics": topics, "rises": rises, "predictions": predictions, "correlations": result}
     if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(facts, indent=2))
+        Path(arguments.json).write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

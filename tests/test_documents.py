@@ -117,8 +117,9 @@ def test_every_flag_that_a_page_names_exists():
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
                "--chat_template_path", "--x", "--no-x", "--no-index", "--find-links", "--check", "--dist",
                "--nproc-per-node", "--num_processes", "--nnodes", "--node-rank", "--master-addr", "--master-port",
-               "--shutdown-timeout", "--nodes", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
-               "--no-build-isolation"}  # fmt: skip
+                "--shutdown-timeout", "--nodes", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
+                "--no-build-isolation", "--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size",
+                "--gen_kwargs", "--include_path", "--outfile", "--outtype", "--jinja", "--upgrade"}  # fmt: skip
     for page in PAGES:
         text = LINK.sub("", page.read_text("utf-8"))
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags

@@ -26,7 +26,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import disk_errors, write_json
+from rlhf.utils.files import saving_tensors, write_json
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
 # name in tensors.safetensors -> field of the experience
@@ -72,7 +72,7 @@ def save_incident(
         tensors |= {name: getattr(batch, field) for name, field in LEARNED.items()}
     if completions.allowed_tokens is not None:
         tensors["nucleus"] = completions.allowed_tokens
-    with disk_errors():
+    with saving_tensors(folder):
         save_file({n: t.detach().cpu().clone() for n, t in tensors.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
         folder / INCIDENT_FILE,
@@ -97,7 +97,9 @@ class Incident:
         try:
             facts = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
             rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
-            return cls(folder, facts, rows, load_file(folder / TENSORS_FILE))
+            # cloned, because Windows cannot remove a file that is memory-mapped
+            tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS_FILE).items()}
+            return cls(folder, facts, rows, tensors)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(
                 f"no complete incident in this folder: --replay {name} ({error}). Use a folder "

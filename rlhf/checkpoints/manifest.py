@@ -11,15 +11,14 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.files import free_name, make_folder, staging_name
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
@@ -65,10 +64,9 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         write: writes the content of the checkpoint into a folder.
     """
     path = checkpoint_path(folder, update)
-    staging = path.with_name(path.name + UNFINISHED)
-    shutil.rmtree(staging, ignore_errors=True)
+    staging = staging_name(path.with_name(path.name + UNFINISHED))
     try:
-        staging.mkdir(parents=True)
+        make_folder(staging)
         write(staging)
         _write_manifest(staging, run, update)
         if path.exists():  # an invalid checkpoint of the same update, which was therefore trained again
@@ -76,7 +74,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         system.replace(staging, path)
         system.sync_folder(folder)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        system.remove_folder(staging, ignore_errors=True)
         raise
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
@@ -191,7 +189,7 @@ def _remove(path: Path) -> None:
     """Remove the files that a checkpoint's manifest lists, then folders that are empty."""
     named = read_manifest(path / DELETING)["files"]
     for name in (*named, DELETING):
-        (path / name).unlink(missing_ok=True)
+        system.retry_on_windows(lambda file=path / name: file.unlink(missing_ok=True))
     folders = {parent for name in named for parent in (path / name).parents if parent.is_relative_to(path)}
     for inner in sorted(folders | {path}, key=lambda folder: len(folder.parts), reverse=True):
         with contextlib.suppress(OSError):  # it holds other files

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.files import free_name
 from rlhf.utils.paths import resolve_path
 
 REPLACED = ".replaced"
@@ -26,14 +26,8 @@ OURS = re.compile(
     r"|README\.md|logs|samples|tokens|incidents"
     r"|(best|merged)(\.new)?|checkpoint-.*|.*\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
     r"|(added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json|(merges|vocab)\.txt|chat_template\.jinja"
-    r"|additional_chat_templates|[\w.]+\.model|.*\.new"
+    r"|additional_chat_templates|[\w.]+\.model|Modelfile|.*\.new(_\d+)?"
 )
-
-
-def free_name(path: Path) -> Path:
-    """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
-    names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
-    return next(name for name in names if not name.exists())
 
 
 def numbered_name(folder: Path) -> Path:
@@ -83,10 +77,16 @@ def remove_replaced(folder: Path) -> list[str]:
             kept.append(f"the replaced folder {older} was not removed: it contains {', '.join(foreign[:3])}")
             continue
         try:
-            shutil.rmtree(older)
+            system.remove_folder(older)
         except OSError as error:
-            kept.append(f"the replaced folder {older} was not removed: {error.strerror}")
+            kept.append(f"the replaced folder {older} was not removed: {error.strerror}{users_of(older)}")
     return kept
+
+
+def users_of(folder: Path) -> str:
+    """Return the end of an error message, with the programs that use files in `folder`; "" if none is found."""
+    programs = system.programs_using(folder)
+    return f"; it is used by {', '.join(programs)}" if programs else ""
 
 
 def restore_replaced(folder: Path) -> bool:
@@ -107,7 +107,7 @@ def remove_unfinished(folder: Path) -> None:
     named = re.compile(re.escape(folder.name) + r"\.unfinished-[0-9a-f]{8}")
     for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
         if named.fullmatch(path.name) and time.time() - path.stat().st_mtime > HOUR_S:
-            shutil.rmtree(path, ignore_errors=True)
+            system.remove_folder(path, ignore_errors=True)
 
 
 def replace_dir(staging: Path, folder: Path, keep: Path | None = None) -> None:
@@ -115,7 +115,7 @@ def replace_dir(staging: Path, folder: Path, keep: Path | None = None) -> None:
     to NAME.replaced. If the second rename fails, the first is undone and `staging` is unchanged."""
     older = None
     if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+        system.retry_on_windows(folder.rmdir)
     if folder.exists():
         older = keep or set_aside(folder)
         system.replace(folder, older)

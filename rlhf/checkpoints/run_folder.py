@@ -13,7 +13,7 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
-BEST_FOLDER, MERGED_FOLDER = "best", "merged"
+BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
@@ -83,8 +83,8 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
                 done = f"moved the finished run in {folder} to {_move_aside(folder)}"
         except OSError as error:  # on Windows, if another program uses a file in it
             raise UserError(
-                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}). Close the programs "
-                "that use it"
+                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}"
+                f"{replacing.users_of(folder)}). Close the programs that use it, such as TensorBoard"
             ) from None
     return lock, done
 

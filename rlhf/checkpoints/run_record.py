@@ -293,7 +293,7 @@ def _commit() -> str | None:
     """Return this project's commit; None if it is not a git checkout or git is not installed."""
     here = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        words, silent = ["git", "rev-parse", "HEAD"], subprocess.DEVNULL
+        return subprocess.check_output(words, cwd=here, stderr=silent, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()

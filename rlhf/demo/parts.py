@@ -22,6 +22,7 @@ from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.system import remove_folder
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
@@ -55,7 +56,7 @@ def _clear_incomplete(folder: Path, screen: Screen) -> None:
             f"unknown files in the folder of the demo's reward model ({', '.join(others[:3])}): {folder}. Move them "
             "elsewhere, or delete the folder"
         )
-    shutil.rmtree(folder)
+    remove_folder(folder)
     screen.say(f"removed an incomplete reward model: {folder}")
 
 

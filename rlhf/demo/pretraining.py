@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.rollout.completions import padded
+from rlhf.utils.files import saving_tensors
 
 PAD, TURN, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -170,8 +171,9 @@ def _batches(plan: Pretraining, tokenizer, seed: int) -> Iterator[tuple[torch.Te
 
 def save_start_model(model, tokenizer, folder: str | Path) -> None:
     """Save the weights in bfloat16 to halve the file. config.json has dtype float32, so that they load as float32."""
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with saving_tensors(Path(folder)):
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = "float32"

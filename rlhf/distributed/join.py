@@ -13,7 +13,7 @@ import socket
 from rlhf.distributed import group
 from rlhf.utils.errors import UserError
 from rlhf.utils.processes import connected, is_first, launched, rank, size
-from rlhf.utils.system import loopback_interface
+from rlhf.utils.system import connect_by_loopback
 
 TIMEOUT_S = 1800.0  # default of ddp_timeout in transformers
 # variables from which accelerate, transformers and TRL conclude that there are several processes
@@ -93,9 +93,8 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     if problems:
         raise UserError(problems)
     use_own_gpu()
-    if launched_on_one_machine() and loopback_interface() is not None:
-        # otherwise gloo looks up the host name, which may not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    if launched_on_one_machine():
+        connect_by_loopback()
     import torch
 
     on_gpu = torch.cuda.is_available()

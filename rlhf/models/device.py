@@ -14,9 +14,11 @@ from rlhf.distributed.join import TIMEOUT_S, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_gpu_memory, reset_resident_peak, resident_peak
+from rlhf.utils.system import cap_gpu_memory, command, gpu_memory_margin, reset_resident_peak, resident_peak
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
+# CUDA 13 supports GPUs from Turing (RTX 20) on; torch 2.14 is the last release with CUDA 12
+OLDER_WHEELS, OLDER_TORCH, TURING = "https://download.pytorch.org/whl/cu126", "torch<2.15", (7, 5)
 
 
 def installed(device: torch.device) -> int:
@@ -29,7 +31,8 @@ def installed(device: torch.device) -> int:
 def available(device: torch.device) -> int:
     """Returns the bytes available to this process: free memory, and the memory that it already holds."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - gpu_memory_margin(total)
     return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 
@@ -78,14 +81,15 @@ def unused_card() -> str | None:
 
     The reason is a torch without CUDA, an old driver, or a torch without kernels for this GPU's architecture.
     """
-    command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
+    newer = command("pip", "install", "--force-reinstall", "torch", "--index-url", CUDA_WHEELS)
+    older = command("pip", "install", "--force-reinstall", OLDER_TORCH, "--index-url", OLDER_WHEELS)
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             return None
         if torch.version.cuda is None:
             return (
                 f"this machine has an NVIDIA GPU, but the installed torch ({torch.__version__}) has no CUDA. "
-                f"Fix it with: {command}"
+                f"Fix it with: {newer} (RTX 20 or newer; older GPUs: {older})"
             )
         return (
             "this machine has an NVIDIA GPU, but its driver is too old for the installed torch "
@@ -96,7 +100,7 @@ def unused_card() -> str | None:
     if known and not min(known) <= major * 10 + minor <= max(known) // 10 * 10 + 9:
         return (
             f"the installed torch ({torch.__version__}) does not support this GPU (sm_{major}{minor}). "
-            f"Fix it with: {command}"
+            f"Fix it with: {newer if (major, minor) >= TURING else older}"
         )
     return None
 

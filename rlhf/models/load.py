@@ -50,6 +50,33 @@ def four_bit(dtype: torch.dtype | None) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
+NF4_ERROR = 0.2  # half of the largest gap between NF4's 16 values in [-1, 1] is 0.152
+
+
+@torch.no_grad()
+def nf4_error(device: torch.device) -> float:
+    """Quantize a layer with weights in [-1, 1] to NF4 on a device, and return the largest error of its output.
+
+    Raises UserError if bitsandbytes cannot do this. Its wheels have one library per CUDA version, and may have none
+    for the CUDA version of the installed torch.
+    """
+    weights = torch.linspace(-1, 1, 64).repeat(64, 1)
+    try:
+        from bitsandbytes.nn import Linear4bit
+
+        layer = Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+        layer.load_state_dict({"weight": weights})
+        found = layer.to(device)(torch.eye(64, device=device)).cpu()
+    except Exception as error:  # without its library, bitsandbytes raises errors of many classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cuda = f" and CUDA {torch.version.cuda}" if device.type == "cuda" else ""
+        raise UserError(
+            f"bitsandbytes cannot quantize on this device ({reason:.200}): --load-in-4bit. Install a release for "
+            f"torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or remove the flag"
+        ) from None
+    return float((found - weights.T).abs().max())
+
+
 def load_policy(
     name: str,
     *,
@@ -67,7 +94,10 @@ def load_policy(
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
     _disable_dropout(config)
-    model = _read_policy(name, config, four_bit(dtype) if load_in_4bit else None, device)
+    quantization = four_bit(dtype) if load_in_4bit else None
+    if quantization is not None:
+        nf4_error(device)
+    model = _read_policy(name, config, quantization, device)
     check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import disk_errors
+from rlhf.utils.files import saving_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"  # trainable weights of a separate critic backbone
@@ -30,7 +30,7 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
     if bad:
         raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}: {folder}. They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
-    with disk_errors():
+    with saving_tensors(folder):
         actor.policy.save_pretrained(folder, **more)
         tokenizer.save_pretrained(folder)
         if isinstance(actor, ActorCritic):

@@ -6,7 +6,6 @@ ignore the `question` and `system` columns, add a second EOS after SmolLM2's tem
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,9 +52,9 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import disk_errors, write_json
+from rlhf.utils.files import saving_tensors, write_json
 from rlhf.utils.processes import rank, size
-from rlhf.utils.system import sync_file
+from rlhf.utils.system import remove_folder, sync_file
 
 FEW_PAIRS = 20
 
@@ -285,7 +284,7 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path
     remove_unfinished(folder)
     staging = unfinished_name(folder)
     try:
-        with disk_errors():
+        with saving_tensors(staging):
             model.model.save_pretrained(staging)
             model.tokenizer.save_pretrained(staging)
         write_json(staging / METRICS_FILE, record)
@@ -294,6 +293,6 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path
             if file.is_file():
                 sync_file(file)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_folder(staging, ignore_errors=True)
         raise
     replace_dir(staging, folder, keep)

@@ -18,18 +18,19 @@ from transformers.tokenization_utils_base import (
 )
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_model
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import ONE_FILE
-from rlhf.run.model_card import CARD_FILE, Saved, model_card
+from rlhf.run.model_card import CARD_FILE, Saved, model_card, shortest_prompt
+from rlhf.run.modelfile import MODELFILE, modelfile
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import PUSH
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import disk_errors, update_dir_atomically, write_text
+from rlhf.utils.files import saving_tensors, update_dir_atomically, write_text
 from rlhf.utils.hub import push_failed, push_files
 from rlhf.utils.system import command, script_words
 
@@ -50,6 +51,9 @@ def export_run(config: Config, screen: Screen) -> None:
     saved = saved_models(folder, run)
     for one in saved.values():
         write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
+        if not one.is_adapter:
+            content = modelfile(load_tokenizer(str(one.folder)), run.flat_settings)
+            write_text(one.folder / MODELFILE, content)
     show_where(config, run, screen)
     if export.push_to_hub is not None:
         push(config, run, _chosen(saved, MERGED_FOLDER if export.merge_lora else export.export_from, PUSH), screen)
@@ -57,12 +61,14 @@ def export_run(config: Config, screen: Screen) -> None:
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
     """Return the models of a finished run that still exist, by name: "final", "best", "merged"."""
+    prompt = shortest_prompt(folder / SAMPLES_FOLDER)
     found = {
-        "final": Saved(folder, "final", run.spent.updates),
-        "best": Saved(folder / BEST_FOLDER, "best", run.best.update),
+        "final": Saved(folder, "final", run.spent.updates, prompt=prompt),
+        "best": Saved(folder / BEST_FOLDER, "best", run.best.update, prompt=prompt),
     }
     if run.merged is not None:
-        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, run.merged.which, run.merged.update, merged=True)
+        merged = run.merged
+        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, merged.which, merged.update, merged=True, prompt=prompt)
     return {name: one for name, one in found.items() if one.is_adapter or (one.folder / WEIGHTS_FILE).is_file()}
 
 
@@ -105,7 +111,7 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     whole = model.merge_and_unload()
 
     def write(staging: Path) -> None:
-        with disk_errors():
+        with saving_tensors(staging):
             whole.save_pretrained(staging, max_shard_size=ONE_FILE)
             tokenizer.save_pretrained(staging)
 

@@ -26,7 +26,7 @@ from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import atomic_write, write_json
 from rlhf.utils.requirements import check_libraries
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 LONGEST_PART = 120  # characters of the settings in a folder's name
 SCORE, KL, TIME = "score_rise_in_start_sd", "kl_last_10_updates", "seconds"
@@ -176,7 +176,7 @@ def resume_of(config: Config, argv: Sequence[str] | None) -> str:
     """Return the command that resumes a sweep: the same command with --resume, so that runs that were not started have
     the same settings."""
     words = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("--resume", "--overwrite")]
-    return command("python", ALGORITHMS[config.algorithm].script, *words, "--resume")
+    return command(*script_words(config.algorithm), *words, "--resume")
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
-from rlhf.checkpoints.run_folder import claim_output
+from rlhf.checkpoints.run_folder import SAMPLES_FOLDER, claim_output
 from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
@@ -127,7 +127,7 @@ def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: K
     tokens = TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
     return [
         TensorBoardLog(output / "logs"),
-        Samples(output / "samples", trainer.evaluation_prompts, tokenizer),
+        Samples(output / SAMPLES_FOLDER, trainer.evaluation_prompts, tokenizer),
         *([tokens] if config.record.record_tokens else []),
         ProgressLine(trainer, screen, controller),
         Incidents(trainer, config, screen),

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
 from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
+from rlhf.models.load import NF4_ERROR, nf4_error
 from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.graph_trial import try_graphs
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT
 from rlhf.utils.console import gib
@@ -164,6 +166,29 @@ def determinism(device: torch.device) -> Check:
         + "".join(f"; {what}" for what in against),
         not against,
         f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
+    )
+
+
+def nf4_layer_works(device: torch.device) -> Check:
+    """Check that bitsandbytes quantizes and multiplies a layer correctly on this device."""
+    error = nf4_error(device)
+    return Check(
+        "4-bit layer",
+        f"largest error of a layer with weights in [-1, 1]: {error:.3f} on {device.type}",
+        error <= NF4_ERROR,
+        "Install another release of bitsandbytes, or remove --load-in-4bit",
+    )
+
+
+def graphs_do_not_hang() -> Check:
+    """Sample with CUDA graphs in a separate process under a time limit: on some GPUs with some drivers, mostly of
+    laptops, a graph never ends. The processes of a run that hangs can only be killed."""
+    problem = try_graphs()
+    return Check(
+        "CUDA graphs",
+        problem or "sampling with CUDA graphs gives the tokens of sampling without them",
+        problem is None,
+        "Update the GPU's driver, or use --rollout-engine slots",
     )
 
 

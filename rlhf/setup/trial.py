@@ -21,10 +21,19 @@ from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
+from rlhf.rollout.engine import default_engine
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of
-from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
+from rlhf.setup.preflight import (
+    Check,
+    determinism,
+    graphs_do_not_hang,
+    nf4_layer_works,
+    padding_changes_no_score,
+    prompt_is_rendered,
+    start_checks,
+)
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
@@ -80,6 +89,11 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     device = base_of(components.policy).device
     yield prompt_is_rendered(components.tokenizer, components.prompts.train[0])
     yield determinism(device)
+    if config.model.load_in_4bit:
+        yield nf4_layer_works(device)
+    engine = config.speed.rollout_engine
+    if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
+        yield graphs_do_not_hang()
     yield padding_changes_no_score(
         components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)
     )

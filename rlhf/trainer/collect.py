@@ -30,6 +30,7 @@ from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank, size
+from rlhf.utils.system import release_gpu_cache
 
 
 class RolloutCollector:
@@ -65,7 +66,10 @@ class RolloutCollector:
             update: number of the update, from 1; 0 for evaluations.
             purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
         """
-        prompts, completions = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
+        prompts = [prompt for _, prompt in episodes]
+        release_gpu_cache()  # of the last update
+        completions = self.sample(episodes, update, purpose)
+        release_gpu_cache()  # of sampling
         logprobs, ref_logprobs, values = self.logprobs(completions, keep_forward=purpose == "rollout")
         return Rollout(completions, prompts, completions.texts(self.tokenizer), logprobs, ref_logprobs, values)
 

@@ -24,7 +24,7 @@ from rlhf.trainer.evaluation import Evaluation, FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import disk_errors
+from rlhf.utils.files import saving_tensors
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 
@@ -38,7 +38,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         for number, state in optimizer["state"].items()
         for name, value in _flat(state).items()
     }
-    with disk_errors():
+    with saving_tensors(folder):
         save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
     state = {
         "update": trainer.state.global_step,

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.processes import is_first, process_prefix, size
+from rlhf.utils.system import keep_ctrl_c
 
 LINE_EVERY_S = 4  # seconds between progress lines in a file or a pipe: with the step in between, at most 5
 
@@ -44,6 +45,8 @@ def quiet_imports() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows has links only in developer mode
+    keep_ctrl_c()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if size() > 1:  # if a process ends, torch prints a C++ stack trace; the error line has the reason
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import WINDOWS, replace, sync_file, sync_folder
+from rlhf.utils.system import (
+    WINDOWS,
+    add_umask_permissions,
+    remove_folder,
+    replace,
+    retry_on_windows,
+    sync_file,
+    sync_folder,
+)
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
@@ -32,8 +40,10 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON."""
-    atomic_write(file, lambda staging: staging.write_text(text, encoding="utf-8", errors="backslashreplace"))
+    """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON. Lines end with LF, also on Windows: a CR
+    would become a part of the template in a Modelfile."""
+    content = text.encode("utf-8", errors="backslashreplace")
+    atomic_write(file, lambda staging: staging.write_bytes(content))
 
 
 def write_json(file: Path, data: Any) -> None:
@@ -51,9 +61,12 @@ def json_ready(data: Any) -> Any:
 
 
 @contextmanager
-def disk_errors() -> Iterator[None]:
-    """Convert disk errors of the Rust code in safetensors and tokenizers, which raises other exceptions, to
-    OSError."""
+def saving_tensors(folder: Path) -> Iterator[None]:
+    """Every call that writes safetensors or tokenizer files into `folder` is made inside this context.
+
+    Converts disk errors of the Rust code in safetensors and tokenizers, which raises other exceptions, to OSError.
+    Gives the safetensors files the umask's permissions: safetensors creates them for their owner only.
+    """
     try:
         yield
     except OSError:
@@ -62,6 +75,26 @@ def disk_errors() -> Iterator[None]:
         if "os error" not in str(error):
             raise
         raise OSError(errno.EIO, str(error), "a file of weights or of the tokenizer") from None
+    for file in folder.glob("*.safetensors"):
+        add_umask_permissions(file)
+
+
+def free_name(path: Path) -> Path:
+    """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
+    names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
+    return next(name for name in names if not name.exists())
+
+
+def staging_name(path: Path) -> Path:
+    """Remove what an interrupted write left at `path`, and return `path`. If another program uses a file there, which
+    Windows then does not remove, return a free name next to it: the new write must not fail because of the old one."""
+    remove_folder(path, ignore_errors=True)
+    return free_name(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents. Raises FileExistsError if it exists."""
+    retry_on_windows(lambda: folder.mkdir(parents=True))  # a folder of this name that was just removed can linger
 
 
 def check_folder(output: str, flag: str = "--output") -> Path:
@@ -91,8 +124,7 @@ def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     `folder` contains a loadable model at any time, because the weights are one file and the other files do not change
     during a run.
     """
-    staging = folder.with_name(folder.name + ".new")
-    shutil.rmtree(staging, ignore_errors=True)
+    staging = staging_name(folder.with_name(folder.name + ".new"))
     write(staging)
     for file in staging.iterdir():  # a name can reach the disk before its content
         sync_file(file)
@@ -101,13 +133,14 @@ def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
         return
     for file in sorted(staging.iterdir()):
         replace(file, folder / file.name)
-    shutil.rmtree(staging)  # not empty if a file is a hard link to the file that it replaced
+    # it still has the files that are hard links to those that they replaced. The next update removes what remains
+    remove_folder(staging, ignore_errors=True)
 
 
 def hardlink_dir(source: Path, target: Path) -> None:
     """Copy a saved model. Weights are hard links to the same files, if the disk supports links, and use no space. This
     is safe because weight files are never modified: `update_dir_atomically` replaces them."""
-    target.mkdir(parents=True)
+    make_folder(target)
     for file in source.iterdir():
         try:
             if file.suffix != ".safetensors":

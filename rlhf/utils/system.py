@@ -8,17 +8,21 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rlhf.utils.errors import RLHFWarning
 
 WINDOWS = sys.platform == "win32"
+Result = TypeVar("Result")
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -72,19 +76,43 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def gpu_memory_margin(total: int) -> int:
+    """Return how many of the `total` bytes of a GPU torch must leave free: on Windows a sixteenth, and 0.5 to 1 GiB;
+    0 on other systems.
+
+    The CUDA context, cuBLAS and kernels that are loaded later use memory outside torch's allocator.
+    """
+    return min(max(total // 16, 2**29), 2**30) if WINDOWS else 0
+
+
 def cap_gpu_memory() -> bool:
-    """On Windows, limit torch to the GPU memory that is free now. Returns True if it did.
+    """On Windows, limit torch to the GPU memory that is free now, less a margin. Returns True if it did.
 
     If the GPU memory is full, the Windows driver moves data to system memory, and the run becomes many times slower
-    without an error. With the limit torch raises an out-of-memory error, which the run can handle. On other systems
-    the driver raises it.
+    without an error. With the limit torch releases its cached memory and tries again, then raises an out-of-memory
+    error, which the run can handle. On other systems the driver raises it.
     """
     import torch
 
     if not WINDOWS or not torch.cuda.is_available():
         return False
     free, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(free / total)
+    torch.cuda.set_per_process_memory_fraction(max(free - gpu_memory_margin(total), free // 2) / total)
+    return True
+
+
+def release_gpu_cache() -> bool:
+    """On Windows, return torch's unused cached GPU memory to the driver. Returns True if it did.
+
+    Call it when the shapes of the tensors change, between rollout and update: the cached blocks of the one do not fit
+    the other. They would stay reserved, and Windows would move data to system memory as soon as another program
+    needs GPU memory. On other systems an allocation that fails makes torch release them, so nothing is done.
+    """
+    import torch
+
+    if not WINDOWS or not torch.cuda.is_available():
+        return False
+    torch.cuda.empty_cache()
     return True
 
 
@@ -110,9 +138,13 @@ def send_stop(process: subprocess.Popen) -> None:
 # --- network ---------------------------------------------------------------------------------------------------------
 
 
-def loopback_interface() -> str | None:
-    """Return the name of the network interface that connects processes of this machine; None: unknown."""
-    return "lo" if sys.platform == "linux" else None
+def connect_by_loopback() -> None:
+    """Let the processes of one machine connect without its host name, which may not resolve. Sets environment
+    variables: on Linux the network interface of gloo, on Windows the address, for which launchers write the name."""
+    if WINDOWS:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    elif sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -204,20 +236,59 @@ def sync_folder(folder: Path) -> None:
 RETRY_S = 5.0  # seconds
 
 
-def replace(source: Path, target: Path) -> None:
-    """Rename a file or folder to `target`, atomically. A folder can only be renamed to a new name.
+def retry_on_windows(action: Callable[[], Result]) -> Result:
+    """Return the result of a file operation.
 
-    Windows refuses this while another program, such as a virus scanner, has one of the two open. It is then tried
-    again for some seconds.
+    Windows refuses to rename or remove a file that another program has open, such as a virus scanner or TensorBoard,
+    and lists a removed file until that program closes it. There, the operation is tried again for some seconds.
     """
     deadline = time.monotonic() + RETRY_S
     while True:
         try:
-            return os.replace(source, target)
-        except PermissionError:
-            if not WINDOWS or time.monotonic() > deadline:
+            return action()
+        except OSError as error:
+            in_use = isinstance(error, PermissionError) or error.errno == errno.ENOTEMPTY
+            if not WINDOWS or not in_use or time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file or folder to `target`, atomically. A folder can only be renamed to a new name."""
+    retry_on_windows(lambda: os.replace(source, target))
+
+
+def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder with its content, if it exists. With `ignore_errors` files that cannot be removed are kept."""
+    try:
+        retry_on_windows(lambda: shutil.rmtree(folder) if folder.exists() else None)
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
+def programs_using(folder: Path) -> list[str]:
+    """Return the other programs that have a file in a folder open, as "command (process 123)". Programs of other users
+    are not found."""
+    import psutil
+
+    found, inside = [], folder.resolve()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            if process.pid != os.getpid() and any(Path(f.path).is_relative_to(inside) for f in process.open_files()):
+                found.append(f"{' '.join(process.cmdline())[:80]} (process {process.pid})")
+    return found
+
+
+def add_umask_permissions(file: Path) -> None:
+    """Give a file that was created for its owner only the permissions that the umask allows. Windows has none."""
+    if WINDOWS:
+        return
+    mask = os.umask(0o077)  # the only way to read it is to set it
+    os.umask(mask)
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode | (0o666 & ~mask) != mode:
+        file.chmod(mode | (0o666 & ~mask))
 
 
 LOCKED = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error numbers if another process has the lock
@@ -251,6 +322,13 @@ def lock(file: Path) -> IO[bytes] | None:
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def keep_ctrl_c() -> None:
+    """On Windows, prevent Intel's Fortran runtime, which conda's numpy and scipy load, from ending the process at
+    Ctrl-C: the first Ctrl-C must save a checkpoint. Call it before they are imported."""
+    if WINDOWS:
+        os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
 
 
 def stop_signals() -> list[signal.Signals]:

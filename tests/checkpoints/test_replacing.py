@@ -131,7 +131,7 @@ def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_p
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(replacing.system, "replace", replace)
-        patch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
+        patch.setattr(training, "remove_folder", lambda *_, **__: None)  # a killed process does not clean up
         patch.setattr(training, "remove_replaced", lambda *_: (_ for _ in ()).throw(Killed))
         reward_model.train.main([*reward_words, "--rm-overwrite"])
     monkeypatch.setattr(replacing, "HOUR_S", -1)  # the unfinished folder of the killed process counts as old

@@ -23,14 +23,16 @@ from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.load import nf4_error
 from rlhf.models.save import VALUE_HEAD_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import to_dict
-from rlhf.setup import trial
+from rlhf.setup import preflight, trial
 from rlhf.setup.build import build_trainer, load_components
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
+    nf4_layer_works,
     pad_is_not_eos,
     padding_changes_no_score,
     prompt_is_rendered,
@@ -177,6 +179,48 @@ def test_every_run_starts_with_the_cheap_checks(configured, capsys, monkeypatch,
     SCRIPTS[algorithm].main(words(config))
     assert "checks:\n" not in capsys.readouterr().out
     assert (Path(config.run.output) / WEIGHTS_FILE).is_file()
+
+
+@pytest.mark.parametrize(("engine", "tried"), [("auto", True), ("graph", True), ("slots", False), ("plain", False)])
+def test_cuda_graphs_are_tried_if_the_run_would_use_them(configured, monkeypatch, capsys, engine, tried):
+    """A GPU on which they hang is simulated. The line names the engine that works."""
+    hangs = "sampling with CUDA graphs did not end within 120 s, so it probably hangs"
+    monkeypatch.setattr(preflight, "try_graphs", lambda: hangs)
+    monkeypatch.setattr(trial, "default_engine", lambda policy, device: "graph")
+    config = configured()
+    components = load_components(config, CPU, Screen())
+    config = dataclasses.replace(config, speed=dataclasses.replace(config.speed, rollout_engine=engine))
+    monkeypatch.setattr(trial, "build_trainer", lambda *_: None)
+    monkeypatch.setattr(trial, "update_checks", lambda *_: iter(()))
+    if not tried:
+        check_run(config, components, Screen())
+        assert "CUDA graphs" not in capsys.readouterr().out
+        return
+    with pytest.raises(UserError, match=r"1 of 7 checks failed \(CUDA graphs\)"):
+        check_run(config, components, Screen())
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"CUDA graphs FAILED {hangs}. Update the GPU's driver, or use --rollout-engine slots" in output
+    monkeypatch.setattr(preflight, "try_graphs", lambda: None)
+    check_run(config, components, Screen())
+
+
+def test_4_bit_runs_check_one_layer(loaded, monkeypatch):
+    """Weights of -1, -31/32, ..., 1 differ from NF4's values by at most half of its largest gap, 0.152."""
+    assert 0.14 < nf4_error(CPU) < 0.16
+    assert nf4_layer_works(CPU).ok and nf4_layer_works(CPU).found.endswith(" on cpu")
+    monkeypatch.setattr(preflight, "nf4_error", lambda device: 0.7)
+    assert not nf4_layer_works(CPU).ok
+
+    def forward(*_):
+        raise RuntimeError("Configured CUDA binary not found\nand 20 more lines")
+
+    monkeypatch.setattr("bitsandbytes.nn.Linear4bit.forward", forward)
+    with pytest.raises(UserError) as raised:
+        loaded("--use-lora", "--load-in-4bit")
+    assert str(raised.value).startswith(
+        "bitsandbytes cannot quantize on this device (Configured CUDA binary not found): "
+    )
+    assert "--load-in-4bit. Install a release for torch 2" in str(raised.value)
 
 
 def test_start_lists_all_failed_checks(loaded, monkeypatch):

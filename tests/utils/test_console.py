@@ -75,3 +75,24 @@ def test_gpu_architecture_missing_in_torch_gives_one_line(monkeypatch, capabilit
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])
     assert (device.unused_card() is not None) is bad
+
+
+@pytest.mark.parametrize(
+    ("capability", "command"),
+    [
+        ((12, 0), f"pip install --force-reinstall torch --index-url {device.CUDA_WHEELS}"),
+        ((7, 5), f"pip install --force-reinstall torch --index-url {device.CUDA_WHEELS}"),
+        ((7, 0), f"pip install --force-reinstall 'torch<2.15' --index-url {device.OLDER_WHEELS}"),
+        ((6, 1), f"pip install --force-reinstall 'torch<2.15' --index-url {device.OLDER_WHEELS}"),
+    ],
+)
+def test_gpus_before_rtx_20_get_a_torch_with_cuda_12(monkeypatch, capability, command):
+    """CUDA 13 does not support them. The hint for a torch without CUDA has both commands."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])
+    assert device.unused_card().endswith(f"Fix it with: {command}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert command in device.unused_card()

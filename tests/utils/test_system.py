@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -15,8 +16,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf.checkpoints.manifest import find_checkpoints, write_checkpoint
+from rlhf.checkpoints.run_folder import claim_output
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.models.device import available
 from rlhf.utils import system
-from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.console import quiet_imports
+from rlhf.utils.errors import RLHFWarning, UserError
+from rlhf.utils.files import update_dir_atomically, write_text
+from tests.records import facts_of
 from tests.scripts.test_scripts import ROOT
 
 # prints the number of page faults when 64 MiB are filled for the second time
@@ -113,15 +121,66 @@ def test_on_windows_ctrl_break_is_a_stop_signal(windows, monkeypatch):
     assert system.stop_signals() == [system.signal.SIGINT, 21]
 
 
-def test_gpu_memory_is_capped_on_windows_only(monkeypatch):
-    """The cap is the free memory: beyond it, Windows moves GPU memory into the machine's memory."""
+@pytest.mark.parametrize(
+    ("free", "total", "limit"), [(9, 12, 8.25), (7, 8, 6.5), (4, 4, 3.5), (30, 32, 29), (0.6, 8, 0.3)]
+)
+def test_gpu_memory_is_capped_on_windows_only(monkeypatch, free, total, limit):
+    """The cap in GiB is the free memory less a sixteenth of the GPU, and 0.5 to 1 GiB: the CUDA context and kernels
+    that are loaded later are not torch's, and beyond the free memory Windows moves data into the machine's memory."""
     fractions = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * 2**30, 12 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free * 2**30, total * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**30)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     assert system.cap_gpu_memory() is False and fractions == []
+    assert available(torch.device("cuda")) == pytest.approx((free + 1) * 2**30)
     monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.cap_gpu_memory() is True and fractions == [0.75]
+    assert system.cap_gpu_memory() is True and fractions == [pytest.approx(limit / total)]
+    margin = min(max(total / 16, 0.5), 1)
+    assert available(torch.device("cuda")) == pytest.approx((free + 1 - margin) * 2**30)
+
+
+def test_gpu_cache_is_released_between_rollout_and_update_on_windows_only(build, monkeypatch):
+    """Twice per update: before sampling, and before the log-probs."""
+    released = []
+    trainer = build()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(sampled[:]))
+    sampled, sample = [], trainer.collector.sample
+    monkeypatch.setattr(trainer.collector, "sample", lambda *parts: sampled.append(1) or sample(*parts))
+    trainer.collector.collect(trainer.prompts_of(1), 1)
+    assert released == [] and sampled == [1]
+    monkeypatch.setattr(system, "WINDOWS", True)
+    trainer.collector.collect(trainer.prompts_of(1), 1)
+    assert released == [[1], [1, 1]]
+
+
+def test_ctrl_c_is_not_taken_by_the_fortran_runtime_on_windows(monkeypatch):
+    """Set before the libraries are imported, unless the user has set it."""
+    name = "FOR_DISABLE_CONSOLE_CTRL_HANDLER"
+    monkeypatch.delenv(name, raising=False)
+    quiet_imports()
+    assert name not in os.environ
+    monkeypatch.setattr(system, "WINDOWS", True)
+    quiet_imports()
+    assert os.environ[name] == "1" == os.environ["HF_HUB_DISABLE_SYMLINKS_WARNING"]
+    monkeypatch.setenv(name, "0")
+    quiet_imports()
+    assert os.environ[name] == "0"
+
+
+def test_processes_of_one_machine_connect_without_the_host_name(monkeypatch):
+    for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "desktop-7f3k")
+    monkeypatch.setattr(system.sys, "platform", "linux")
+    system.connect_by_loopback()
+    assert (os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]) == ("desktop-7f3k", "desktop-7f3k")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    system.connect_by_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setattr(system, "WINDOWS", True)
+    system.connect_by_loopback()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp_path):
@@ -141,6 +200,109 @@ def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp
     calls[:] = []
     with pytest.raises(PermissionError):
         system.replace(tmp_path / "b", tmp_path / "c")
+
+
+def test_files_have_the_same_line_ends_on_every_system(tmp_path, monkeypatch):
+    """In text mode, Windows writes CR LF."""
+    monkeypatch.setattr(Path, "write_text", None)
+    write_text(tmp_path / "Modelfile", "a\nb \udc80\n")
+    assert (tmp_path / "Modelfile").read_bytes() == b"a\nb \\udc80\n"
+
+
+IN_USE = PermissionError(errno.EACCES, "used by another process")
+NOT_EMPTY = OSError(errno.ENOTEMPTY, "a removed file is still listed")
+
+
+@pytest.mark.parametrize("error", [IN_USE, NOT_EMPTY], ids=["in use", "not empty"])
+def test_on_windows_removing_a_folder_in_use_is_retried(windows, monkeypatch, tmp_path, error):
+    original, calls = shutil.rmtree, []
+
+    def rmtree(folder):
+        calls.append(folder)
+        if len(calls) < 4:
+            raise error
+        original(folder)
+
+    monkeypatch.setattr(system.shutil, "rmtree", rmtree)
+    (tmp_path / "old").mkdir()
+    system.remove_folder(tmp_path / "old")
+    assert not (tmp_path / "old").exists() and len(calls) == 4
+
+
+def keep_folder_in_use(monkeypatch, folder: Path) -> None:
+    """Let a folder be one that a program uses for longer than the retries."""
+    original = shutil.rmtree
+
+    def rmtree(path):
+        if Path(path) == folder:
+            raise IN_USE
+        original(path)
+
+    monkeypatch.setattr(system, "RETRY_S", 0.0)
+    monkeypatch.setattr(system.shutil, "rmtree", rmtree)
+
+
+def test_on_windows_a_left_over_in_use_does_not_stop_a_checkpoint(windows, monkeypatch, tmp_path):
+    left_over = tmp_path / "checkpoint-2.unfinished"
+    left_over.mkdir()
+    keep_folder_in_use(monkeypatch, left_over)
+    for update in (1, 2):
+        write_checkpoint(tmp_path, "a", update, 2, lambda folder: (folder / "weights").write_text("w"))
+    assert list(find_checkpoints(tmp_path, "a").valid) == [1, 2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", left_over.name]
+
+
+def test_on_windows_a_left_over_in_use_does_not_stop_saving_the_best_model(windows, monkeypatch, tmp_path):
+    left_over = tmp_path / "best.new"
+    left_over.mkdir()
+    keep_folder_in_use(monkeypatch, left_over)
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text("new")
+
+    for _ in range(2):
+        update_dir_atomically(tmp_path / "best", write)
+    assert (tmp_path / "best" / "weights").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best.new"]
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """Another program that has a file in the folder `run` open, as TensorBoard has the logs."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events").write_text("scalars")
+    words = [sys.executable, "-c", f"file = open({str(tmp_path / 'run' / 'events')!r}); print(1, flush=True); input()"]
+    program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program.stdout.readline()
+    yield program
+    program.kill()
+    program.wait()
+
+
+def test_programs_that_use_a_folder_are_named(reader, tmp_path):
+    (found,) = system.programs_using(tmp_path / "run")
+    assert found.startswith(sys.executable) and found.endswith(f"(process {reader.pid})")
+    assert system.programs_using(tmp_path / "other") == []
+
+
+def test_overwrite_names_the_program_that_uses_the_old_run(reader, monkeypatch, tmp_path):
+    """Windows does not rename the logs while TensorBoard has them open."""
+    with RunLog(tmp_path / "run", **facts_of()):
+        pass
+    original = os.replace
+
+    def replace(source, target):
+        if Path(source).name == "events":
+            raise IN_USE
+        original(source, target)
+
+    monkeypatch.setattr(system, "RETRY_S", 0.0)
+    monkeypatch.setattr(system.os, "replace", replace)
+    named = rf"cannot be moved: --output .*\(process {reader.pid}\)\). Close the programs"
+    with pytest.raises(UserError, match=named):
+        claim_output(tmp_path / "run", overwrite=True, is_default=False)
+    assert (tmp_path / "run" / "run.json").is_file(), "what was moved is moved back"
 
 
 def test_on_other_systems_replacing_is_not_retried(monkeypatch, tmp_path):

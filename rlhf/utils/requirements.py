@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf.utils.errors import raise_if
@@ -31,3 +33,9 @@ def check_libraries() -> None:
                 f'wrong version of trl ({version}): {REQUIREMENTS.name}. Fix it with: pip install "{line}"'
             )
     raise_if(problems)
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise UserError, with the pip command, if the library of a tracker of --report-to is missing. Imports none."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    raise_if([f"{name} is not installed: --report-to {name}. Install it with: pip install {name}" for name in missing])

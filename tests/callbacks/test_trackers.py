@@ -1,0 +1,293 @@
+"""Tests the trackers of --report-to with the real libraries, offline: what was sent is read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import train_ppo
+from rlhf.callbacks import trackers
+from rlhf.callbacks.trackers import Trackers, arguments_of, numbers_of
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.settings import training
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.requirements import check_trackers
+
+INSTALLED = [name for name in training.TRACKERS if importlib.util.find_spec(name) is not None]
+
+
+class Interrupted(BaseException):
+    """Stands for a signal that a process cannot catch."""
+
+
+# --- without the libraries -------------------------------------------------------------------------------------------
+
+
+def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monkeypatch):
+    monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as raised:
+        train_ppo.main(run_flags("--report-to", "wandb", "mlflow"))
+    assert raised.value.problems == [
+        f"{name} is not installed: --report-to {name}. Install it with: pip install {name}"
+        for name in ("wandb", "mlflow")
+    ]
+    check_trackers(())
+
+
+def test_names_of_trackers_are_checked(configured):
+    with pytest.raises(UserError, match=r"report_to is wandbb: --report-to\. Did you mean wandb\?"):
+        configured("--report-to", "wandbb")
+    assert configured("--report-to", "tensorboard", "mlflow").record.report_to == ("tensorboard", "mlflow")
+    assert configured().record.report_to is None and configured("--report-to", "none").record.report_to is None
+    assert tuple(trackers.TRACKERS) == training.TRACKERS
+
+
+def test_the_configuration_is_every_setting_of_this_project(configured):
+    config = configured("--learning-rate", "0.25", "--kl-target", "5/sequence")
+    settings = arguments_of(config).to_dict()
+    assert settings["learning_rate"] == 0.25 and settings["kl_target"] == ["5/sequence"]
+    assert {"recipe", "algorithm", "actor_model", "gamma", "seed", "report_to"} <= settings.keys()
+    assert "per_device_train_batch_size" not in settings and arguments_of(config).run_name == "run"
+
+
+def test_numbers_of_figures_are_finite_and_intervals_have_two():
+    figures = {"a": 1.5, "unit": "nats", "rise": [0.1, 0.2], "missing": None, "nan": float("nan"), "phases": [{}]}
+    assert numbers_of(figures) == {"a": 1.5, "rise/low": 0.1, "rise/high": 0.2}
+
+
+class Fails:
+    """A tracker that fails after some calls."""
+
+    def __init__(self, after: int):
+        self.left, self.got = after, []
+
+    def _call(self, *given):
+        self.got.append(given)
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("no route to host\nmore lines")
+
+    def start(self, *given):
+        self._call("start")
+
+    def log(self, metrics, state):
+        self._call("log", state.global_step)
+
+    def table(self, columns, rows, state):
+        self._call("table", state.global_step)
+
+    def finish(self, figures, failed, state):
+        self._call("finish", failed)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, capsys, after):
+    failing, fine = Fails(after), Fails(100)
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: failing, "trackio": lambda: fine})
+    trainer = build("--num-iterations", 2, "--eval-every", 2, "--report-to", "wandb", "trackio")
+    with Trackers(trainer.config, Screen()) as callback:
+        trainer.add_callback(callback)
+        trainer.train()
+    assert trainer.state.global_step == 2 and len(failing.got) == after + 1
+    assert fine.got == [("start",), ("log", 0), ("table", 0), ("log", 1), ("log", 2), ("log", 2), ("table", 2),
+                        ("finish", False)]  # fmt: skip
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("warning: wandb failed (ConnectionError: no route to host): --report-to. Nothing more") == 1
+
+
+def test_a_failed_run_is_marked_as_failed(configured, monkeypatch):
+    fine = Fails(100)
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: fine})
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    with pytest.raises(Interrupted), Trackers(configured("--report-to", "wandb"), Screen()) as callback:
+        callback.on_train_begin(trainer)
+        raise Interrupted
+    assert fine.got == [("start",), ("finish", True)]
+
+
+def test_only_the_first_process_sends(configured, monkeypatch):
+    monkeypatch.setattr(trackers, "is_first", lambda: False)
+    assert Trackers(configured("--report-to", "wandb"), Screen()).names == []
+
+
+# --- with the libraries ----------------------------------------------------------------------------------------------
+
+
+def needs(name: str):
+    return pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed (the extra `tracking`)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tracked")
+
+
+@pytest.fixture(scope="module")
+def tracked(start_model, reward_folder, pairs_file, folder) -> Path:
+    """Return the folder of a run that was interrupted in update 4, resumed from the checkpoint of update 2, and sent
+    to all installed trackers."""
+    from rlhf.trainer.loop import OnPolicyLoop
+
+    words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output",
+             folder / "my_run", "--batch-size", 4, "--num-iterations", 5, "--max-new-tokens", 8, "--eval-every", 3,
+             "--save-every", 2, "--prompt-length", 100, "--eval-prompts", 6, "--allow-weak-reward-model",
+             "--learning-rate", "0.001", "--report-to", *INSTALLED]  # fmt: skip
+    update_step = OnPolicyLoop.update_step
+
+    def interrupted(self, number):
+        if number == 4:
+            raise Interrupted
+        return update_step(self, number)
+
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true",
+                   "TRACKIO_DIR": str(folder / "trackio"),
+                   "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}"}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with patch.context() as stopped, pytest.raises(Interrupted):
+            stopped.setattr(OnPolicyLoop, "update_step", interrupted)
+            train_ppo.main([str(word) for word in words])
+        train_ppo.main(["--resume", "--output", str(folder / "my_run"), "--save-every", "1"])
+        yield folder / "my_run"
+
+
+def expected(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_records(file: Path) -> list:
+    """Return the records of an offline run: blocks of 32 KiB with parts of records, as in LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, parts, found = file.read_bytes(), 7, b"", []
+    while place < len(data):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            found.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return found
+
+
+@pytest.mark.ci
+@needs("wandb")
+def test_wandb_has_settings_metrics_tables_and_results(tracked, folder):
+    run, sessions = RunRecord.read(tracked), sorted((folder / "wandb").glob("offline-run-*"))
+    assert len(sessions) == 2 and all(session.name.endswith(run.id) for session in sessions)
+    records = [wandb_records(next(session.glob("*.wandb"))) for session in sessions]
+    begun = next(r.run for r in records[0] if r.WhichOneof("record_type") == "run")
+    assert (begun.run_id, begun.display_name, begun.project) == (run.id, "my_run", trackers.PROJECT)
+    rows = [
+        [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+         for r in of_session if r.WhichOneof("record_type") == "history"]
+        for of_session in records
+    ]  # fmt: skip
+    sent = [(row["train/global_step"], row["loss"]) for session in rows for row in session if "loss" in row]
+    losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
+    assert [step for step, _ in sent] == [1, 2, 3, 3, 4, 5], "update 3 is trained again, and sent again"
+    assert all(value == pytest.approx(losses[step]) for step, value in sent)
+    evaluated = [row["train/global_step"] for session in rows for row in session if "eval/score" in row]
+    assert evaluated == [0, 3, 3, 5]
+    config = {k: v["value"] for k, v in yaml.safe_load((sessions[1] / "files" / "config.yaml").read_text()).items()
+              if isinstance(v, dict) and "value" in v}  # fmt: skip
+    assert {name: config[name] for name in run.flat_settings} == run.flat_settings
+    summary = json.loads((sessions[1] / "files" / "wandb-summary.json").read_text())
+    assert summary["score_after"] == pytest.approx(run.figures["score_after"])
+    assert summary["loss"] == pytest.approx(losses[5])
+    table = json.loads(next((sessions[1] / "files" / "media" / "table").rglob("*.json")).read_text())
+    assert table["columns"][:3] == ["prompt", "completion", "score"] and len(table["data"]) == 6
+
+
+@pytest.mark.ci
+@needs("trackio")
+def test_trackio_has_settings_metrics_tables_and_results(tracked):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run = RunRecord.read(tracked)
+    assert SQLiteStorage.get_runs(trackers.PROJECT) == ["my_run"], "the resumed run continues the same run"
+    rows = SQLiteStorage.get_logs(trackers.PROJECT, "my_run")
+    losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
+    sent = sorted((row["step"], row["loss"]) for row in rows if "loss" in row)
+    assert [step for step, _ in sent] == [1, 2, 3, 3, 4, 5]
+    assert all(value == pytest.approx(losses[step]) for step, value in sent)
+    config = SQLiteStorage.get_run_config(trackers.PROJECT, "my_run")
+    assert {name: config[name] for name in run.flat_settings} == run.flat_settings
+    tables = [row["samples"]["_value"] for row in rows if "samples" in row]
+    assert len(tables) == 4 and all(len(table) == 6 for table in tables)
+    (figures,) = [row for row in rows if "figures/score_after" in row]
+    assert figures["figures/score_after"] == pytest.approx(run.figures["score_after"]) and figures["step"] == 5
+
+
+@pytest.mark.ci
+@needs("mlflow")
+def test_mlflow_has_settings_metrics_tables_and_results(tracked):
+    import mlflow
+
+    run, client = RunRecord.read(tracked), mlflow.MlflowClient()
+    (found,) = client.search_runs(["0"])
+    assert (found.info.run_name, found.info.status) == ("my_run", "FINISHED")
+    assert found.data.tags[trackers.RUN_TAG] == run.id
+    assert found.data.params == {name: str(value) for name, value in {**run.flat_settings, "save_every": 2}.items()}, (
+        "the parameters of the first session"
+    )
+    losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
+    sent = sorted((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss"))
+    assert {step for step, _ in sent} == {1, 2, 3, 4, 5}
+    assert all(value == pytest.approx(losses[step]) for step, value in sent)
+    assert found.data.metrics["score_after"] == pytest.approx(run.figures["score_after"])
+    names = sorted(Path(file.path).name for file in client.list_artifacts(found.info.run_id, trackers.SAMPLES))
+    assert names == [f"update-{update:06d}.json" for update in (0, 3, 5)]
+    table = mlflow.load_table(f"{trackers.SAMPLES}/update-000003.json", run_ids=[found.info.run_id])
+    assert list(table.columns)[:3] == ["prompt", "completion", "score"] and len(table) == 6, "not sent twice"
+
+
+@pytest.mark.ci
+@needs("trackio")
+def test_a_run_from_python_sends_its_results(start_model, folder, tracked, monkeypatch):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    from rlhf.api import make_trainer
+    from rlhf.config import make_config
+
+    config = make_config(actor_model=str(start_model), rm_model=None, output=str(folder / "from_python"), batch_size=2,
+                         max_new_tokens=6, num_iterations=2, report_to=["trackio"])  # fmt: skip
+    trainer = make_trainer(
+        config, ["a cat?", "a dog?"], [lambda completions, **_: [1.0 * len(c) for c in completions]]
+    )
+    final = trainer.train()
+    rows = SQLiteStorage.get_logs(trackers.PROJECT, "from_python")
+    (figures,) = [row for row in rows if "figures/score_after" in row]
+    assert figures["figures/score_after"] == pytest.approx(final["eval/score"])
+    assert not any((folder / "from_python").iterdir()), "nothing else is written"
+
+
+@pytest.mark.ci
+@needs("wandb")
+def test_without_a_login_wandb_is_one_warning(build, monkeypatch, tmp_path, capsys):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    trainer = build("--num-iterations", 1, "--report-to", "wandb")
+    with Trackers(trainer.config, Screen()) as callback:
+        trainer.add_callback(callback)
+        trainer.train()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert trainer.state.global_step == 1 and "warning: wandb failed (" in printed

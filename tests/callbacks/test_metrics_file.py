@@ -11,6 +11,7 @@ from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.checkpoints.run_folder import METRICS_LOG
 from rlhf.trainer.progress import Progress
 from tests.conftest import attach
+from tests.documents import python_block
 from tests.kills import scalars
 
 
@@ -72,3 +73,14 @@ def test_a_skipped_update_has_its_reason_and_numbers_that_are_not_finite_are_nul
         {"update": 1, "updates/dropped": 2.0, "dropped": "the loss is nan"},
         {"update": 2, "loss": None},
     ]
+
+
+def test_the_code_of_the_page_reads_the_file(tmp_path, monkeypatch):
+    (tmp_path / "ppo_training_output").mkdir()
+    callback = begin(tmp_path / "ppo_training_output" / METRICS_LOG, 0)
+    callback.write(0, {"eval/score": 0.5})
+    callback.write(1, {"loss": 0.25})
+    monkeypatch.chdir(tmp_path)
+    made: dict = {}
+    exec(python_block("metrics.jsonl"), made)
+    assert made["scores"] == [(0, 0.5)]

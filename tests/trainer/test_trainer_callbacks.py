@@ -11,6 +11,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.trainer.events import HostEvents
 from tests.conftest import attach
+from tests.documents import python_block
 
 
 class Recorder(TrainerCallback):
@@ -65,7 +66,7 @@ def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
         ("step_begin", 2), ("log", 3), ("step_end", 3), ("log", 3), ("evaluate", 3), ("save", 3),
         ("train_end", 3),
     ]  # fmt: skip
-    event, most, epoch, first, logged = recorder.states[-1]
+    _, most, epoch, first, logged = recorder.states[-1]
     assert (most, first, logged) == (3, True, 6) and epoch == trainer.sampler.epochs(3) > 0
     assert [step for step, _ in recorder.evaluations] == [0, 2, 3]
     assert recorder.evaluations[-1][1] == trainer.evaluations[-1].metrics()
@@ -101,6 +102,15 @@ def test_a_trainer_callback_stops_the_run_after_the_update_which_is_saved(build,
     assert [e.update for e in trainer.evaluations] == [0, 2], "the final weights are evaluated, once"
     assert list(find_checkpoints(folder, log.record.id).valid) == [2]
     assert metrics["eval/score"] == trainer.evaluations[-1].score
+
+
+def test_the_callback_of_the_page_stops_above_its_score():
+    made: dict = {}
+    exec(python_block("StopAtScore"), made)
+    control = TrainerControl()
+    for score, stops in ((0.9, False), (1.1, True)):
+        made["StopAtScore"]().on_evaluate(None, None, control, {"eval/score": score})
+        assert control.should_training_stop is stops
 
 
 def test_a_run_that_is_not_stopped_ends_as_planned(build):

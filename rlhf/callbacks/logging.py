@@ -27,7 +27,7 @@ SOME_UPDATES = 10  # equal scores over this many updates are not a coincidence
 def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
     """Return the charts of TensorBoard's tab "Custom Scalars": title -> tags in it."""
     per = trainer.kl_targets.targets[0].per
-    target = ["kl_target"] if trainer.config.kl.steered else []
+    target = ["kl_divergence/target"] if trainer.config.kl.steered else []
     functions = trainer.evaluator.functions
     unseen = [tag_of(name, "value") for name in functions.names] if functions is not None else []
     unseen += ["eval/gold"] if trainer.evaluator.gold is not None else []

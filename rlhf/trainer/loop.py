@@ -224,7 +224,7 @@ class OnPolicyLoop:
         metrics |= {
             **self.resampler.metrics(update, times, tokens),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
-            **({"kl_target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
+            **({"kl_divergence/target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
             "updates/dropped": float(self.progress.skipped),
             "memory/peak_gib": self.progress.peak_memory / 2**30,

@@ -40,7 +40,10 @@ def test_a_line_per_update_and_evaluation_has_the_values_of_tensorboard(build):
         here = [(row["update"], row[tag]) for row in rows if tag in row]
         assert [update for update, _ in here] == [update for update, _ in points], tag
         assert all(math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(here, points, strict=True)), tag
-    assert rows[1]["kl_target"] == 6.0 and {"rewards/mean", "policy/entropy", "learning_rate"} <= rows[1].keys()
+    assert (
+        rows[1]["kl_divergence/target"] == 6.0
+        and {"rewards/mean", "policy/entropy", "learning_rate"} <= rows[1].keys()
+    )
 
 
 def test_a_resumed_run_cuts_the_file_back_to_its_checkpoint(tmp_path):

@@ -51,7 +51,7 @@ def test_the_first_charts_are_score_unseen_metrics_kl_entropy_and_length(build, 
     assert found == {
         "score": {"rewards/mean", "eval/score"},
         "metrics that training never sees": {"eval/gold"},
-        "KL and its target, nats per sequence": {"kl_divergence", "kl_target"},
+        "KL and its target, nats per sequence": {"kl_divergence", "kl_divergence/target"},
         "entropy, nats per token": {"policy/entropy"},
         "completion length, tokens": {"completions/mean_length", "eval/reply_length"},
     }
@@ -60,7 +60,7 @@ def test_the_first_charts_are_score_unseen_metrics_kl_entropy_and_length(build, 
 def test_charts_name_the_evaluation_functions_and_the_unit_of_the_target(build):
     per_token = build("--kl-target", "0.05/token", "--eval-func", "length_penalty")
     charts = charts_of(per_token)
-    assert charts["KL and its target, nats per token"] == ["kl_divergence/token", "kl_target"]
+    assert charts["KL and its target, nats per token"] == ["kl_divergence/token", "kl_divergence/target"]
     assert charts["metrics that training never sees"] == ["eval/length_penalty"]
     fixed = charts_of(build("--kl-schedule", "fixed"))
     assert fixed["KL, nats per sequence"] == ["kl_divergence"] and "metrics that training never sees" not in fixed

@@ -13,6 +13,8 @@ from rlhf.trainer.events import HostEvents
 from tests.conftest import attach
 from tests.documents import python_block
 
+OTHER_ALGORITHMS = [name for name in ALGORITHMS if name != "ppo"]
+
 
 class Recorder(TrainerCallback):
     """Records the events, each with the step, and what it receives."""
@@ -53,7 +55,7 @@ class Recorder(TrainerCallback):
         self._record("train_end", state)
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.ci) for a in OTHER_ALGORITHMS)])
 def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
     trainer, recorder = build("--num-iterations", 3, "--eval-every", 2, algorithm=algorithm), Recorder()
     trainer.add_callback(recorder)

@@ -54,7 +54,8 @@ class TensorBoardLog(Callback):
         }
         self.writer.add_custom_scalars({"most important": charts})
         settings = flat_settings(to_dict(trainer.config))
-        rows = [[name, as_text(value)] for name, value in settings.items()]
+        first = ("recipe", "algorithm")
+        rows = [[name, as_text(settings[name])] for name in dict.fromkeys((*first, *settings))]
         self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done)
 
     @cached_property
@@ -79,8 +80,10 @@ class TensorBoardLog(Callback):
         self.on_update_end(evaluation.update, evaluation.metrics())
         prompts = self.trainer.evaluation_prompts
         columns, rows = sample_table(evaluation, prompts)
-        some = [rows[i * evaluation.samples] for i in shown_prompts(len(prompts), self.trainer.config.run.seed)]
-        self.writer.add_text("samples", table_text(columns, some), evaluation.update)
+        width = columns.index("kl")  # in a wider table TensorBoard breaks the numbers
+        drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)
+        some = [rows[i * evaluation.samples][:width] for i in drawn]
+        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update)
 
     def on_train_end(self):
         self.writer.close()

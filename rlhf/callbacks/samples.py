@@ -50,10 +50,10 @@ def markdown(text: str) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a Markdown table. Numbers have three decimals."""
+    """Return a Markdown table. Numbers have two decimals."""
 
     def cell(value: Any) -> str:
-        return markdown(f"{value:.3f}" if isinstance(value, float) else str(value))
+        return markdown(f"{value:.2f}" if isinstance(value, float) else str(value))
 
     lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -18,7 +18,7 @@ from transformers.integrations import MLflowCallback, TrackioCallback, WandbCall
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.samples import sample_table
 from rlhf.checkpoints.run_record import flat_settings
-from rlhf.settings.fields import to_dict
+from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.processes import is_first
@@ -32,7 +32,7 @@ SAMPLES = "samples"  # the name of the tables
 def arguments_of(config: Config) -> SimpleNamespace:
     """Return what transformers' callbacks read of TrainingArguments, with this project's settings as the
     configuration. trackio's Spaces are private, and are not published at the end."""
-    settings = flat_settings(to_dict(config))
+    settings = flat_settings(to_dict(replaced(config, resume=False, resume_anyway=False)))  # as in run.json
     return SimpleNamespace(
         to_dict=lambda: dict(settings),
         run_name=Path(config.run.output).resolve().name,

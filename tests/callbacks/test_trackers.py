@@ -20,6 +20,7 @@ from rlhf.settings import training
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.requirements import check_trackers
+from tests.scripts.test_scripts import ROOT, run
 
 INSTALLED = [name for name in training.TRACKERS if importlib.util.find_spec(name) is not None]
 
@@ -126,40 +127,66 @@ def needs(name: str):
     return pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed (the extra `tracking`)")
 
 
+# a run; with a number as its first argument, it ends at the start of this update
+TRAIN = """
+import sys
+import train_ppo
+from rlhf.trainer.loop import OnPolicyLoop
+stop, update_step = int(sys.argv[1]), OnPolicyLoop.update_step
+OnPolicyLoop.update_step = lambda self, number: sys.exit(9) if number == stop else update_step(self, number)
+train_ppo.main(sys.argv[2:])
+"""
+FROM_PYTHON = """
+import sys
+from rlhf.config import make_config
+from rlhf.api import make_trainer
+start, reward, output = sys.argv[1:]
+config = make_config(actor_model=start, rm_model=reward, output=output, batch_size=2, max_new_tokens=6,
+                     num_iterations=2, report_to=["trackio"])
+length = lambda completions, **_: [1.0 * len(text) for text in completions]
+print(make_trainer(config, ["a cat?", "a dog?"], [length]).train()["eval/score"])
+"""
+READ_TRACKIO = """
+import json, sys
+from trackio.sqlite_storage import SQLiteStorage
+project, run = sys.argv[1:]
+print(json.dumps([SQLiteStorage.get_runs(project), SQLiteStorage.get_logs(project, run),
+                  SQLiteStorage.get_run_config(project, run)]))
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("tracked")
 
 
 @pytest.fixture(scope="module")
-def tracked(start_model, reward_folder, pairs_file, folder) -> Path:
-    """Return the folder of a run that was interrupted in update 4, resumed from the checkpoint of update 2, and sent
-    to all installed trackers."""
-    from rlhf.trainer.loop import OnPolicyLoop
+def python(folder):
+    """Return a function that runs code in a separate process, because the libraries read their environment once."""
+    environment = {
+        "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true",
+        "TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
+    }  # fmt: skip
 
+    def execute(code: str, *words: object, status: int = 0) -> str:
+        done = run(["-c", code, *map(str, words)], folder, **environment)
+        assert done.returncode == status, done.stderr
+        return done.stdout
+
+    return execute
+
+
+@pytest.fixture(scope="module")
+def tracked(start_model, reward_folder, pairs_file, folder, python) -> Path:
+    """Return the folder of a run that ended in update 4, was resumed from the checkpoint of update 2, and sent to all
+    installed trackers."""
     words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output",
              folder / "my_run", "--batch-size", 4, "--num-iterations", 5, "--max-new-tokens", 8, "--eval-every", 3,
              "--save-every", 2, "--prompt-length", 100, "--eval-prompts", 6, "--allow-weak-reward-model",
              "--learning-rate", "0.001", "--report-to", *INSTALLED]  # fmt: skip
-    update_step = OnPolicyLoop.update_step
-
-    def interrupted(self, number):
-        if number == 4:
-            raise Interrupted
-        return update_step(self, number)
-
-    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true",
-                   "TRACKIO_DIR": str(folder / "trackio"),
-                   "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}"}  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        with patch.context() as stopped, pytest.raises(Interrupted):
-            stopped.setattr(OnPolicyLoop, "update_step", interrupted)
-            train_ppo.main([str(word) for word in words])
-        train_ppo.main(["--resume", "--output", str(folder / "my_run"), "--save-every", "1"])
-        yield folder / "my_run"
+    python(TRAIN, 4, *words, status=9)
+    python(TRAIN, 0, "--resume", "--output", folder / "my_run", "--save-every", "1")
+    return folder / "my_run"
 
 
 def expected(run: Path) -> list[dict]:
@@ -216,17 +243,14 @@ def test_wandb_has_settings_metrics_tables_and_results(tracked, folder):
 
 @pytest.mark.ci
 @needs("trackio")
-def test_trackio_has_settings_metrics_tables_and_results(tracked):
-    from trackio.sqlite_storage import SQLiteStorage
-
+def test_trackio_has_settings_metrics_tables_and_results(tracked, python):
     run = RunRecord.read(tracked)
-    assert SQLiteStorage.get_runs(trackers.PROJECT) == ["my_run"], "the resumed run continues the same run"
-    rows = SQLiteStorage.get_logs(trackers.PROJECT, "my_run")
+    runs, rows, config = json.loads(python(READ_TRACKIO, trackers.PROJECT, "my_run"))
+    assert runs == ["my_run"], "the resumed run continues the same run"
     losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
     sent = sorted((row["step"], row["loss"]) for row in rows if "loss" in row)
     assert [step for step, _ in sent] == [1, 2, 3, 3, 4, 5]
     assert all(value == pytest.approx(losses[step]) for step, value in sent)
-    config = SQLiteStorage.get_run_config(trackers.PROJECT, "my_run")
     assert {name: config[name] for name in run.flat_settings} == run.flat_settings
     tables = [row["samples"]["_value"] for row in rows if "samples" in row]
     assert len(tables) == 4 and all(len(table) == 6 for table in tables)
@@ -236,9 +260,10 @@ def test_trackio_has_settings_metrics_tables_and_results(tracked):
 
 @pytest.mark.ci
 @needs("mlflow")
-def test_mlflow_has_settings_metrics_tables_and_results(tracked):
+def test_mlflow_has_settings_metrics_tables_and_results(tracked, folder, monkeypatch):
     import mlflow
 
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     run, client = RunRecord.read(tracked), mlflow.MlflowClient()
     (found,) = client.search_runs(["0"])
     assert (found.info.run_name, found.info.status) == ("my_run", "FINISHED")
@@ -259,21 +284,11 @@ def test_mlflow_has_settings_metrics_tables_and_results(tracked):
 
 @pytest.mark.ci
 @needs("trackio")
-def test_a_run_from_python_sends_its_results(start_model, folder, tracked, monkeypatch):
-    from trackio.sqlite_storage import SQLiteStorage
-
-    from rlhf.api import make_trainer
-    from rlhf.config import make_config
-
-    config = make_config(actor_model=str(start_model), rm_model=None, output=str(folder / "from_python"), batch_size=2,
-                         max_new_tokens=6, num_iterations=2, report_to=["trackio"])  # fmt: skip
-    trainer = make_trainer(
-        config, ["a cat?", "a dog?"], [lambda completions, **_: [1.0 * len(c) for c in completions]]
-    )
-    final = trainer.train()
-    rows = SQLiteStorage.get_logs(trackers.PROJECT, "from_python")
+def test_a_run_from_python_sends_its_results(start_model, reward_folder, folder, python, tracked):
+    score = float(python(FROM_PYTHON, start_model, reward_folder, folder / "from_python").split()[-1])
+    _, rows, config = json.loads(python(READ_TRACKIO, trackers.PROJECT, "from_python"))
     (figures,) = [row for row in rows if "figures/score_after" in row]
-    assert figures["figures/score_after"] == pytest.approx(final["eval/score"])
+    assert figures["figures/score_after"] == pytest.approx(score) and config["batch_size"] == 2
     assert not any((folder / "from_python").iterdir()), "nothing else is written"
 
 

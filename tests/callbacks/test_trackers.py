@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 import train_ppo
 from rlhf.callbacks import trackers
@@ -212,31 +211,31 @@ def wandb_records(file: Path) -> list:
     return found
 
 
+def values(items) -> dict:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
 @pytest.mark.ci
 @needs("wandb")
 def test_wandb_has_settings_metrics_tables_and_results(tracked, folder):
     run, sessions = RunRecord.read(tracked), sorted((folder / "wandb").glob("offline-run-*"))
     assert len(sessions) == 2 and all(session.name.endswith(run.id) for session in sessions)
-    records = [wandb_records(next(session.glob("*.wandb"))) for session in sessions]
-    begun = next(r.run for r in records[0] if r.WhichOneof("record_type") == "run")
-    assert (begun.run_id, begun.display_name, begun.project) == (run.id, "my_run", trackers.PROJECT)
-    rows = [
-        [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
-         for r in of_session if r.WhichOneof("record_type") == "history"]
-        for of_session in records
-    ]  # fmt: skip
-    sent = [(row["train/global_step"], row["loss"]) for session in rows for row in session if "loss" in row]
+    records = [record for session in sessions for record in wandb_records(next(session.glob("*.wandb")))]
+    first = next(r.run for r in records if r.WhichOneof("record_type") == "run")
+    assert (first.run_id, first.display_name, first.project) == (run.id, "my_run", trackers.PROJECT)
+    rows = [values(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
+    sent = [(row["train/global_step"], row["loss"]) for row in rows if "loss" in row]
     losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
     assert [step for step, _ in sent] == [1, 2, 3, 3, 4, 5], "update 3 is trained again, and sent again"
     assert all(value == pytest.approx(losses[step]) for step, value in sent)
-    evaluated = [row["train/global_step"] for session in rows for row in session if "eval/score" in row]
-    assert evaluated == [0, 3, 3, 5]
-    config = {k: v["value"] for k, v in yaml.safe_load((sessions[1] / "files" / "config.yaml").read_text()).items()
-              if isinstance(v, dict) and "value" in v}  # fmt: skip
+    assert [row["train/global_step"] for row in rows if "eval/score" in row] == [0, 3, 3, 5]
+    axes = [r.metric for r in records if r.WhichOneof("record_type") == "metric" and r.metric.glob_name == "*"]
+    assert {axis.step_metric for axis in axes} == {"train/global_step"}
+    config = [values(r.config.update) for r in records if r.WhichOneof("record_type") == "config"][-1]
     assert {name: config[name] for name in run.flat_settings} == run.flat_settings
-    summary = json.loads((sessions[1] / "files" / "wandb-summary.json").read_text())
-    assert summary["score_after"] == pytest.approx(run.figures["score_after"])
-    assert summary["loss"] == pytest.approx(losses[5])
+    summary = {n: v for r in records if r.WhichOneof("record_type") == "summary"
+               for n, v in values(r.summary.update).items()}  # fmt: skip
+    assert {name: summary[name] for name in run.figures} == run.figures and summary["loss"] == pytest.approx(losses[5])
     table = json.loads(next((sessions[1] / "files" / "media" / "table").rglob("*.json")).read_text())
     assert table["columns"][:3] == ["prompt", "completion", "score"] and len(table["data"]) == 6
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.callbacks.kl import KLControl
+from rlhf.callbacks.trackers import Trackers
 from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
+from rlhf.run.figures import results_of
 from rlhf.settings.training import Config
 from rlhf.setup.build import build_trainer, load_models
 from rlhf.setup.fit import fit
@@ -23,6 +25,7 @@ from rlhf.setup.pass_rates import keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
+from rlhf.utils.requirements import check_trackers
 
 Prompts = Sequence[GivenPrompt]
 
@@ -50,6 +53,7 @@ def make_trainer(
         eval_functions: functions with the signature of reward functions, used instead of --eval-func in `config`:
             metrics eval/NAME of every evaluation, which training never sees.
     """
+    check_trackers(config.record.report_to or ())
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
     inputs = load_inputs(config, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
@@ -61,6 +65,8 @@ def make_trainer(
         controller = kl_controller(config, trainer.updates)
         held = config.critic.critic_warmup
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
+    if config.record.report_to is not None:
+        trainer.add_callback(Trackers(config, screen, results=lambda: results_of(trainer)))
     for callback in callbacks:  # after KLControl, so that a beta which they set is not overwritten
         trainer.add_callback(callback)
     return trainer

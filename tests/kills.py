@@ -22,6 +22,7 @@ from pathlib import Path
 
 # events: the first update; the start and the end of a save and of an update of best/
 FIRST, SAVE, BEST = b"f", (b"(", b")"), (b"[", b"]")
+METRICS_LOG, MEASURED = "metrics.jsonl", ("time/", "throughput/", "memory/")
 AIMS = (SAVE, None, SAVE, BEST)
 
 
@@ -122,6 +123,12 @@ def scalars(logs: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(p.step, p.value) for p in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def metrics_of(run: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl, without what differs between two identical runs."""
+    lines = (run / METRICS_LOG).read_text(encoding="utf-8").splitlines()
+    return [{tag: v for tag, v in json.loads(line).items() if not tag.startswith(MEASURED)} for line in lines]
+
+
 def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     """True if a killed run has no best/, or if best/ loads and is the policy of one of the run's evaluations."""
     from peft import load_peft_weights
@@ -173,9 +180,11 @@ def differing(one: Path, other: Path) -> list[str]:
             tensors, others = load_file(here / file), load_file(there / file)
             same = tensors.keys() == others.keys() and all(torch.equal(tensors[n], others[n]) for n in tensors)
             problems += [] if same else [f"{there.name}/{file} differs"]
+    if metrics_of(one) != metrics_of(other):
+        problems.append(f"{METRICS_LOG} differs")
     curves, others = (scalars(run / "logs") for run in (one, other))
     for tag in curves.keys() | others.keys():
-        if tag.startswith(("time/", "throughput/", "memory/")):
+        if tag.startswith(MEASURED):
             continue
         problems += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has duplicate points"]
     return problems

@@ -135,6 +135,7 @@ class Checkpoints(Callback):
         if size() > 1:
             self.log.add(processes=shares_of(self.trainer))
         on_first(lambda: self.write(update))
+        self.trainer.hosted.call("on_save")
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import cached_property
 from pathlib import Path
@@ -10,23 +11,52 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
+from rlhf.callbacks.samples import markdown, sample_table, table_text
+from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.sampler import shorten
-from rlhf.settings.types import kl_text
-from rlhf.trainer.eval_metrics import shown
+from rlhf.settings.fields import as_text, to_dict
+from rlhf.settings.types import KL_METRICS, kl_text
+from rlhf.trainer.eval_metrics import shown, tag_of
+from rlhf.trainer.evaluation import shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
 SOME_UPDATES = 10  # equal scores over this many updates are not a coincidence
 
 
+def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
+    """Return the charts of TensorBoard's tab "Custom Scalars": title -> tags in it."""
+    per = trainer.kl_targets.targets[0].per
+    target = ["kl_divergence/target"] if trainer.config.kl.steered else []
+    functions = trainer.evaluator.functions
+    unseen = [tag_of(name, "value") for name in functions.names] if functions is not None else []
+    unseen += ["eval/gold"] if trainer.evaluator.gold is not None else []
+    return {
+        "score": ["rewards/mean", "eval/score"],
+        **({"metrics that training never sees": unseen} if unseen else {}),
+        f"KL{' and its target' if target else ''}, nats per {per}": [KL_METRICS[per], *target],
+        "entropy, nats per token": ["policy/entropy"],
+        "completion length, tokens": ["completions/mean_length", "eval/reply_length"],
+    }
+
+
 class TensorBoardLog(Callback):
-    """Writes every metric to TensorBoard. The x axis counts updates."""
+    """Writes every metric to TensorBoard, the settings, and some samples of every evaluation. The x axis counts
+    updates."""
 
     def __init__(self, folder: Path):
-        self.folder, self.done, self.progress = folder, 0, None
+        self.folder, self.done, self.trainer = folder, 0, None
 
     def on_train_begin(self, trainer):
-        self.done, self.progress = trainer.state.global_step, trainer.progress
+        self.done, self.trainer = trainer.state.global_step, trainer
+        charts = {
+            title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts_of(trainer).items()
+        }
+        self.writer.add_custom_scalars({"most important": charts})
+        settings = flat_settings(to_dict(trainer.config))
+        first = ("recipe", "algorithm")
+        rows = [[name, as_text(settings[name])] for name in dict.fromkeys((*first, *settings))]
+        self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done)
 
     @cached_property
     def writer(self) -> SummaryWriter:
@@ -43,11 +73,17 @@ class TensorBoardLog(Callback):
             self.writer.add_scalar(name, value, update)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.writer.add_text("dropped", str(reason), update)
-        self.writer.add_scalar("updates/dropped", self.progress.skipped, update)
+        self.writer.add_text("dropped", markdown(str(reason)), update)
+        self.writer.add_scalar("updates/dropped", self.trainer.progress.skipped, update)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
+        prompts = self.trainer.evaluation_prompts
+        columns, rows = sample_table(evaluation, prompts)
+        width = columns.index("kl")  # in a wider table TensorBoard breaks the numbers
+        drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)
+        some = [rows[i * evaluation.samples][:width] for i in drawn]
+        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update)
 
     def on_train_end(self):
         self.writer.close()

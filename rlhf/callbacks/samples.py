@@ -1,16 +1,62 @@
-"""Saves the completions of every evaluation, and those of updates whose reward functions log columns."""
+"""Saves completions: those of every evaluation, and of updates whose reward functions log columns; tables of them."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.console import visible
+
+
+def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[list[str], list[list]]:
+    """Return the columns of a table of an evaluation, and its rows: one for each completion. The prompt is its last
+    message. `prompts` are the evaluation prompts."""
+    columns = {
+        "prompt": [as_utf8(p.example.messages[-1]["content"]) for p in prompts for _ in range(evaluation.samples)],
+        "completion": evaluation.texts,
+        "score": evaluation.scores,
+        **({"gold": evaluation.gold} if evaluation.gold else {}),
+        **evaluation.values,
+        "kl": evaluation.kl,
+        "length": evaluation.lengths,
+        "ended": evaluation.ended,
+    }
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+LONGEST_CELL = 1_000  # characters of a text in a Markdown table
+_SPECIAL = re.compile(r"([\\`*_\[\]#|])")
+
+
+def as_utf8(text: str) -> str:
+    """Return the text with lone surrogates, which a data file can contain, as escape sequences."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def markdown(text: str) -> str:
+    """Return text as one line of Markdown that is shown as it is, also in a cell of a table. A long text is cut."""
+    shown = visible(as_utf8(text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."))
+    return _SPECIAL.sub(r"\\\1", html.escape(shown, quote=False)).replace("\n", "<br>").replace("\t", " ")
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table. Numbers have two decimals."""
+
+    def cell(value: Any) -> str:
+        return markdown(f"{value:.2f}" if isinstance(value, float) else str(value))
+
+    lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Samples(Callback):

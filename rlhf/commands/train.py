@@ -20,7 +20,7 @@ from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.imports import import_libraries
-from rlhf.utils.requirements import check_libraries
+from rlhf.utils.requirements import check_libraries, check_trackers
 
 if TYPE_CHECKING:
     from rlhf.data.prompts import Selection
@@ -116,6 +116,7 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     from rlhf.run.resume_checks import check_resume
     from rlhf.setup.inputs import check_inputs, check_run_folder
 
+    check_trackers(config.record.report_to or ())
     if config.run.resume:
         return check_resume(config) if config.run.seeds is None else None
     if config.run.seeds is None:

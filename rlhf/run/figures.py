@@ -10,7 +10,8 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.eval_metrics import per_prompt, tag_of
-from rlhf.trainer.evaluation import Evaluation, scored
+from rlhf.trainer.evaluation import Evaluation, gold_qualities, scored
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.intervals import over_prompts
 
 LAST_UPDATES = 10
@@ -84,6 +85,12 @@ def compare(
     return figures | eval_figures(before, after, seed)
 
 
+def results_of(trainer: OnPolicyLoop) -> dict[str, float | list[float] | None]:
+    """Return the results of a trainer whose training has ended, as `compare` does, without gold quality."""
+    before, after = trainer.evaluations[0], trainer.evaluations[-1]
+    return compare(before, after, trainer.evaluation_prompts, None, trainer.config.run.seed)
+
+
 def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float | list[float]]:
     """Return the figures of the evaluation functions with a value in both evaluations: eval/NAME_before and _after,
     their paired interval eval/NAME_rise_interval, and for pass@k eval/NAME/pass_at_K_before and _after."""
@@ -128,5 +135,5 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
 
 def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
     """Return the gold quality of each completion, in [0, 1]."""
-    questions = [p.example.messages[-1]["content"] for p in prompts for _ in range(evaluation.samples)]
-    return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
+    rows = [prompt for prompt in prompts for _ in range(evaluation.samples)]
+    return gold_qualities(rows, evaluation.texts, evaluation.ended, gold)

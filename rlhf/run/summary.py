@@ -19,12 +19,11 @@ from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget, kl_text
-from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import interval
-from rlhf.utils.rng import rng_for
 from rlhf.utils.system import command, script_words
 
 
@@ -117,7 +116,7 @@ def show_samples(
 ) -> None:
     """Print a table of completions before and after training, for up to `most` randomly drawn evaluation prompts: the
     first completion of each."""
-    drawn = sorted(rng_for(seed, 0, "show").permutation(len(prompts))[:most].tolist())
+    drawn = shown_prompts(len(prompts), seed, most)
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:

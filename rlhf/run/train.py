@@ -13,14 +13,17 @@ from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
+from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
-from rlhf.checkpoints.run_folder import SAMPLES_FOLDER, claim_output
+from rlhf.callbacks.trackers import Trackers
+from rlhf.checkpoints.run_folder import METRICS_LOG, SAMPLES_FOLDER, claim_output
 from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Selection, fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
+from rlhf.demo.parts import gold_of
 from rlhf.distributed.group import agree, from_first, in_turn, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import start_device
@@ -60,14 +63,22 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     if config.run.scan:
         return scan_run(asked, components, screen)
     agree(lambda: check_start(config, components))
-    with screen, start_run(config, components, updates, screen, pass_rates) as log, GracefulStop(screen.say) as stop:
+    with (
+        screen,
+        start_run(config, components, updates, screen, pass_rates) as log,
+        GracefulStop(screen.say) as stop,
+        Trackers(config, screen, log.record.id) as trackers,
+    ):
         trainer = agree(lambda: build_trainer(config, components))
+        trainer.evaluator.gold = gold_of(config)
         attach_callbacks(trainer, config, log, screen, stop)
+        trainer.add_callback(trackers)
         agree(lambda: resume_run(trainer, config, log, screen))
         require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
         agree(trainer.train)
         require_equal_weights(trainer.model, "the last update")
         on_first(lambda: finish(trainer, config, log, screen))
+        trackers.finish(log.record.figures)
     if is_first():  # the others need not wait: an upload may take longer than --ddp-timeout
         export_run(config, screen)
 
@@ -127,6 +138,7 @@ def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: K
     tokens = TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
     return [
         TensorBoardLog(output / "logs"),
+        MetricsFile(output / METRICS_LOG),
         Samples(output / SAMPLES_FOLDER, trainer.evaluation_prompts, tokenizer),
         *([tokens] if config.record.record_tokens else []),
         ProgressLine(trainer, screen, controller),

@@ -360,6 +360,10 @@ class TrainingSettings(TypedDict, total=False):
     scan_prompts: int
     """Largest number of training prompts that --scan samples, the same number of each topic."""
 
+    report_to: Sequence[str] | str | None
+    """Trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio, mlflow
+    (docs/trackers.md)."""
+
     record_tokens: bool
     """Save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens."""
 

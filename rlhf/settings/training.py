@@ -17,6 +17,7 @@ from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renamin
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
+TRACKERS = ("wandb", "trackio", "mlflow")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "reply_length", "eos_rate")  # eval/NAME of every evaluation
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
@@ -616,8 +617,14 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Token record, for a page of the tokens of a run (evaluate with --tokens RUN)"""
+    """Trackers, and the token record for a page of the tokens of a run (evaluate with --tokens RUN)"""
 
+    report_to: tuple[str, ...] | None = setting(
+        None,
+        "trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio, mlflow "
+        "(docs/trackers.md)",
+        choices=("tensorboard", *TRACKERS),
+    )
     record_tokens: bool = setting(
         False,
         "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_completion
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts, ids_alone, paragraphs_of
+from rlhf.demo.tasks import Gold
 from rlhf.distributed.group import gather
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
@@ -31,6 +32,7 @@ from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.eval_metrics import figures_of, tag_of
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import rank, size
+from rlhf.utils.rng import rng_for
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Evaluation:
     values: dict[str, list[float | None]] = field(default_factory=dict)  # of each evaluation function
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
     extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
+    gold: list[float] = field(default_factory=list)  # gold quality of each completion; empty without a gold judge
 
     @property
     def score(self) -> float:
@@ -69,6 +72,7 @@ class Evaluation:
         """Returns the metrics by TensorBoard tag. docs/metrics.md describes them."""
         return {
             "eval/score": self.score,
+            **({"eval/gold": fmean(self.gold)} if self.gold else {}),
             "eval/kl_divergence": fmean(self.kl),
             "eval/kl_divergence/token": sum(self.kl) / sum(self.lengths),
             "eval/perplexity": self.perplexity,
@@ -114,6 +118,18 @@ class Evaluation:
 def scored(scores: Sequence[float | None]) -> list[float]:
     """Returns the scores of the completions that have one."""
     return [score for score in scores if score is not None]
+
+
+def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
+    """Returns the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
+    run."""
+    return sorted(rng_for(seed, 0, "show").permutation(count)[:most].tolist())
+
+
+def gold_qualities(prompts: Iterable[Prompt], texts: Sequence[str], ended: Sequence[bool], gold: Gold) -> list[float]:
+    """Returns the gold quality of each completion, in [0, 1]. `prompts` has one entry per completion."""
+    questions = [prompt.example.messages[-1]["content"] for prompt in prompts]
+    return [gold(*row) for row in zip(questions, texts, ended, strict=True)]
 
 
 def fixed_text(
@@ -192,6 +208,7 @@ class PolicyEvaluator:
         self.prompts, self.topic_tags = prompts, topic_tags
         self.text: FixedText | None = None
         self.functions: Rewards | None = None
+        self.gold: Gold | None = None  # the demo's judge, which training never sees
 
     def add_functions(self, functions: Rewards) -> None:
         """Evaluates these functions, too. Training never calls them."""
@@ -259,4 +276,5 @@ class PolicyEvaluator:
             values=values,
             figures={name: figures_of(found, run.eval_samples, run.seed) for name, found in values.items()},
             extra={**given.extra, **log.extra},
+            gold=gold_qualities(prompts, texts, ended, self.gold) if self.gold is not None else [],
         )

@@ -1,4 +1,4 @@
-"""The events of a training run, and the callbacks that receive them."""
+"""The events of a training run, and the callbacks that receive them: this project's, and those of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rlhf.distributed.group import agree
+from rlhf.distributed.group import agree, gather
 from rlhf.utils.errors import UserError
 
 # in the order of a run; rlhf.callbacks.base.Callback documents each one
@@ -52,6 +52,26 @@ class Events:
             method = earlier or getattr(callback, event, callback if is_function else None)
             if method is not None:
                 method(*details)
+
+
+class HostEvents:
+    """Calls the TrainerCallbacks of transformers that TRL's trainer has."""
+
+    def __init__(self, host: Any):
+        """`host` is a trainer of transformers: it has the arguments, the state and the control of the callbacks."""
+        self.host = host
+
+    def call(self, event: str, **details: Any) -> None:
+        """Call the method `event` of every TrainerCallback. If one sets `control.should_training_stop` in any process,
+        it is set in all of them."""
+        host = self.host
+        host.control = getattr(host.callback_handler, event)(host.args, host.state, host.control, **details)
+        host.control.should_training_stop = any(gather(host.control.should_training_stop))
+
+    @property
+    def stopped(self) -> bool:
+        """True if a callback has requested the end of the training."""
+        return self.host.control.should_training_stop
 
 
 def is_of_transformers(callback: Any) -> bool:

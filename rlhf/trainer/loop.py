@@ -13,10 +13,10 @@ from time import perf_counter
 from accelerate import PartialState
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
-from transformers.trainer_callback import ProgressCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.kl_control import kl_controller
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
@@ -36,7 +36,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
-from rlhf.trainer.events import Events, is_of_transformers
+from rlhf.trainer.events import Events, HostEvents, is_of_transformers
 from rlhf.trainer.metrics import mean_metrics, rollout_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -97,20 +97,15 @@ class OnPolicyLoop:
         tokenizer, planned = self.processing_class, self.sampler.updates
         host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
-        for printer in (PrinterCallback, ProgressCallback):
-            host.remove_callback(printer)  # rlhf.callbacks.logging prints to the console
-        host.state.max_steps = planned
-        self.host, self.model, self.accelerator = host, host.model, host.accelerator
-        self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
-        self.args, self.state, self.control = host.args, host.state, host.control
+        self.host, self.model, self.accelerator, self.args = host, host.model, host.accelerator, host.args
+        self.hosted, self.kl_targets = HostEvents(host), kl_controller(config, planned)
+        self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
 
     def _construct_components(self) -> None:
         """Construct the collector, the optimizer of the policy, and the evaluator."""
         config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
-        self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
-        self.learner = PolicyOptimizer(
-            config, host, self.algorithm, budget, self.collector.cached_forward, self.progress
-        )
+        self.collector = collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
+        self.learner = PolicyOptimizer(config, host, self.algorithm, budget, collector.cached_forward, self.progress)
         self.resampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
@@ -126,9 +121,10 @@ class OnPolicyLoop:
 
     @property
     def updates(self) -> int:
-        """The number of updates in the run: as planned, or fewer if dynamic sampling has spent --episodes before."""
+        """The number of updates in the run: as planned, or fewer if --episodes are spent or a callback ends it."""
         planned, budget = self.sampler.updates, self.config.run.episodes
-        return planned if budget is None or self.episodes < budget else min(planned, self.state.global_step)
+        ends = self.hosted.stopped or (budget is not None and self.episodes >= budget)
+        return min(planned, self.state.global_step) if ends else planned
 
     def add_callback(self, callback) -> None:
         """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
@@ -155,7 +151,7 @@ class OnPolicyLoop:
         self.trained = True
         reset_peak_memory(self.accelerator.device)
         copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
-        self.control = self.host.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self.hosted.call("on_train_begin")
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
@@ -163,12 +159,13 @@ class OnPolicyLoop:
         while (update := self.state.global_step + 1) <= self.updates:
             metrics = self.update_step(update)
             self.events.call("on_update_done", update)
-        self.control = self.host.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.hosted.call("on_train_end")
         self.events.call("on_train_end")
         return {**metrics, **self.evaluations[-1].metrics()}
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
+        self.hosted.call("on_step_begin")
         times, experience = [perf_counter()], None
         rollout = self.collector.collect(self.prompts_of(update), update)
         times.append(perf_counter())
@@ -225,6 +222,7 @@ class OnPolicyLoop:
         metrics |= {
             **self.resampler.metrics(update, times, tokens),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
+            **({"kl_divergence/target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
             "updates/dropped": float(self.progress.skipped),
             "memory/peak_gib": self.progress.peak_memory / 2**30,
@@ -242,7 +240,7 @@ class OnPolicyLoop:
         self.state.epoch = self.sampler.epochs(update)
 
     def _close(self, update: int) -> None:
-        self.control = self.host.callback_handler.on_step_end(self.args, self.state, self.control)
+        self.hosted.call("on_step_end")
         self._finish_epoch(update)
         if update % self.config.run.eval_every == 0 or update == self.updates:
             self.evaluate()
@@ -251,6 +249,7 @@ class OnPolicyLoop:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
         before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
+            self.hosted.call("on_epoch_end")
             self.events.call("on_epoch_end", passes, mean_metrics(self.this_epoch))
             self.this_epoch = []
 
@@ -272,6 +271,7 @@ class OnPolicyLoop:
         self.evaluations.append(result)
         self.update_peak_memory()
         self.host.log(result.metrics())
+        self.hosted.call("on_evaluate", metrics=result.metrics())
         self.events.call("on_evaluation", result)
         return result.metrics()
 

@@ -14,7 +14,8 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from transformers.trainer_callback import ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rlhf.algorithms.table import ALGORITHMS
@@ -202,5 +203,8 @@ def make_host(
         host = PPOHost(config, policy, tokenizer, updates, reference, train, rewards)
     else:
         host = GRPOHost(config, policy, tokenizer, updates)
+    for printer in (PrinterCallback, ProgressCallback):
+        host.remove_callback(printer)  # rlhf.callbacks.logging prints to the console
+    host.state.max_steps = updates
     host.state.is_world_process_zero = is_first()  # TRL sees one process; callbacks of transformers read this
     return host

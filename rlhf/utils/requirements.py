@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import re
 import tomllib
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf.utils.errors import UserError, raise_if
@@ -66,3 +68,15 @@ def check_libraries(*names: str) -> None:
                 f'wrong version of trl ({version}): {NAME} requires {line}. Fix it with: pip install "{line}"'
             )
     raise_if(problems)
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise UserError, with the pip command, if the library of a tracker of --report-to is missing. Imports none."""
+    line_of = {re.match(r"[\w.-]+", line)[0]: line for line in requirements("tracking")}
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    raise_if(
+        [
+            f'{name} is not installed: --report-to {name}. Install it with: pip install "{line_of[name]}"'
+            for name in missing
+        ]
+    )

@@ -477,11 +477,14 @@ FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
 SWEPT = {"sweep", "print_json"}  # tests/run/test_sweep.py, tests/commands/test_result_line.py
+TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA}
+    elsewhere = {
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA
+    }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 

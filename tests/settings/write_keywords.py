@@ -29,7 +29,7 @@ PLAIN = {bool: "bool", int: "int", float: "float"}
 
 def annotation(setting: Setting) -> str:
     """Returns the type annotation of a setting in `make_config`. Types of this project are given as text."""
-    if setting.choices:
+    if setting.choices and not setting.is_list:
         return "Literal[" + ", ".join(f'"{choice}"' for choice in setting.choices) + "]"
     if setting.is_list:
         item = PLAIN.get(typing.get_args(setting.base_type)[0], "str")

@@ -1,0 +1,209 @@
+"""The trackers of --report-to: Weights & Biases, trackio and MLflow, through transformers' integrations.
+
+transformers' callbacks start the run in the tracker. What is sent differs from theirs: this project's settings instead
+of TrainingArguments, the TensorBoard tags without a prefix, samples, and the results. docs/trackers.md lists it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers.integrations import MLflowCallback, TrackioCallback, WandbCallback
+
+from rlhf.callbacks.base import Callback
+from rlhf.callbacks.samples import sample_table
+from rlhf.checkpoints.run_record import flat_settings
+from rlhf.settings.fields import replaced, to_dict
+from rlhf.settings.training import Config
+from rlhf.utils.console import Screen
+from rlhf.utils.processes import is_first
+
+PROJECT = "rlhf-workstation"  # the default project in wandb and trackio
+STEP = "train/global_step"  # the metric that transformers' WandbCallback defines as the x axis
+RUN_TAG = "rlhf_run"  # the tag of a run in MLflow with the id in its run.json
+SAMPLES = "samples"  # the name of the tables
+
+
+def arguments_of(config: Config) -> SimpleNamespace:
+    """Return what transformers' callbacks read of TrainingArguments, with this project's settings as the
+    configuration. trackio's Spaces are private, and are not published at the end."""
+    settings = flat_settings(to_dict(replaced(config, resume=False, resume_anyway=False)))  # as in run.json
+    return SimpleNamespace(
+        to_dict=lambda: dict(settings),
+        run_name=Path(config.run.output).resolve().name,
+        output_dir=config.run.output,
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        hub_private_repo=True,
+        trackio_space_id=None,  # trackio reads TRACKIO_SPACE_ID
+        trackio_bucket_id=None,
+        trackio_static_space_id=False,
+    )
+
+
+def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among the figures; of an interval its ends, as NAME/low and NAME/high."""
+    found = {}
+    for name, value in figures.items():
+        ends = value if isinstance(value, list) and len(value) == 2 else []
+        found |= {f"{name}/{end}": bound for end, bound in zip(("low", "high"), ends, strict=False)} or {name: value}
+    return {n: v for n, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+
+
+class WandbTracker(WandbCallback):
+    """A run of Weights & Biases. Its id is that of the run.json, so that a resumed run continues it."""
+
+    def start(self, args: Any, state: Any, run_id: str | None) -> None:
+        if self._wandb.run is None:  # otherwise the program has started a run, which is used
+            project = os.environ.get("WANDB_PROJECT", PROJECT)
+            self._wandb.init(project=project, name=args.run_name, id=run_id, resume="allow")
+        self.setup(args, state, model=None)
+
+    def log(self, metrics: dict[str, float], state: Any) -> None:
+        self._wandb.log({**metrics, STEP: state.global_step})
+
+    def table(self, columns: list[str], rows: list[list], state: Any) -> None:
+        table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+        self._wandb.log({SAMPLES: table, STEP: state.global_step})
+
+    def finish(self, figures: dict[str, Any] | None, failed: bool, state: Any) -> None:
+        self._wandb.run.summary.update(figures or {})
+        self._wandb.finish(exit_code=int(failed))
+
+
+class TrackioTracker(TrackioCallback):
+    """A run of trackio. A resumed run continues the run with the same name in the project."""
+
+    def start(self, args: Any, state: Any, run_id: str | None) -> None:
+        self.setup(args, state, model=None)
+
+    def log(self, metrics: dict[str, float], state: Any) -> None:
+        self._trackio.log(metrics, step=state.global_step)
+
+    def table(self, columns: list[str], rows: list[list], state: Any) -> None:
+        table = self._trackio.Table(columns=columns, data=rows)
+        self._trackio.log({SAMPLES: table}, step=state.global_step)
+
+    def finish(self, figures: dict[str, Any] | None, failed: bool, state: Any) -> None:
+        if figures:  # trackio has no summary
+            self.log({f"figures/{name}": value for name, value in numbers_of(figures).items()}, state)
+        self._trackio.finish()
+
+
+class MLflowTracker(MLflowCallback):
+    """A run of MLflow. A resumed run continues the run whose tag has the id of the run.json."""
+
+    def start(self, args: Any, state: Any, run_id: str | None) -> None:
+        same = f"tags.{RUN_TAG} = '{run_id}'"
+        found = run_id and self._ml_flow.search_runs(
+            filter_string=same, search_all_experiments=True, output_format="list", max_results=1
+        )
+        self.tables: set[str] = set()
+        if found:
+            number = self._ml_flow.start_run(run_id=found[0].info.run_id).info.run_id
+            listed = self._ml_flow.artifacts.list_artifacts(run_id=number, artifact_path=SAMPLES)
+            self.tables = {file.path for file in listed}
+            args = SimpleNamespace(run_name=args.run_name, to_dict=dict)  # MLflow refuses to change a parameter
+        self.setup(args, state, model=None)
+        if run_id is not None:
+            self._ml_flow.set_tag(RUN_TAG, run_id)
+
+    def log(self, metrics: dict[str, float], state: Any) -> None:
+        self.on_log(None, state, None, logs=metrics)
+
+    def table(self, columns: list[str], rows: list[list], state: Any) -> None:
+        file = f"{SAMPLES}/update-{state.global_step:06d}.json"
+        if file not in self.tables:  # MLflow would append the rows
+            self._ml_flow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), file)
+
+    def finish(self, figures: dict[str, Any] | None, failed: bool, state: Any) -> None:
+        if figures:
+            self._ml_flow.log_metrics(numbers_of(figures), step=state.global_step)
+            self._ml_flow.log_dict(figures, "figures.json")
+        self._ml_flow.end_run("FAILED" if failed else "FINISHED")
+
+
+TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
+
+
+class Trackers(Callback):
+    """Sends a run to its trackers. If a tracker fails, it prints one warning and sends nothing more to that tracker:
+    training never depends on a tracker. Of several processes, only the first one sends.
+
+    As a context manager, it marks the run as failed if an error ends the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        screen: Screen,
+        run_id: str | None = None,
+        results: Callable[[], dict[str, Any]] | None = None,
+    ):
+        """
+        Args:
+            config: the settings of the run, with the names of the trackers.
+            screen: prints the warnings.
+            run_id: the id in run.json; None: the run cannot be resumed.
+            results: returns the results at the end of the training; None: `finish` is called with them.
+        """
+        self.config, self.screen, self.run_id, self.results = config, screen, run_id, results
+        self.names = [name for name in TRACKERS if name in (config.record.report_to or ()) and is_first()]
+        self.trackers: dict[str, Any] = {}
+
+    def on_train_begin(self, trainer):
+        self.trainer, args = trainer, arguments_of(self.config)
+        for name in self.names:
+            self._attempt(name, lambda name=name: self._start(name, args))
+
+    def _start(self, name: str, args: SimpleNamespace) -> None:
+        tracker = TRACKERS[name]()
+        tracker.start(args, self.trainer.state, self.run_id)
+        self.trackers[name] = tracker
+
+    def on_update_end(self, update, metrics):
+        self._each(lambda tracker: tracker.log(metrics, self.trainer.state))
+
+    def on_update_skipped(self, update, rollout, batch, reason):
+        skipped = {"updates/dropped": float(self.trainer.progress.skipped)}
+        self._each(lambda tracker: tracker.log(skipped, self.trainer.state))
+
+    def on_evaluation(self, evaluation):
+        metrics, state = evaluation.metrics(), self.trainer.state
+        columns, rows = sample_table(evaluation, self.trainer.evaluation_prompts) if self.trackers else ([], [])
+        self._each(lambda tracker: tracker.log(metrics, state))
+        self._each(lambda tracker: tracker.table(columns, rows, state))
+
+    def on_train_end(self):
+        if self.results is not None and self.trackers:
+            self.finish(self.results())
+
+    def finish(self, figures: dict[str, Any] | None = None, failed: bool = False) -> None:
+        """Send the results, and end the runs in the trackers."""
+        self._each(lambda tracker: tracker.finish(figures, failed, self.trainer.state))
+        self.trackers.clear()
+
+    def _each(self, action: Callable[[Any], None]) -> None:
+        for name, tracker in list(self.trackers.items()):
+            self._attempt(name, lambda tracker=tracker: action(tracker))
+
+    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker's library raises whatever its own libraries raise
+            self.trackers.pop(name, None)
+            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            self.screen.say(
+                f"warning: {name} failed ({type(error).__name__}: {reason:.200}): --report-to. Nothing more is sent "
+                "to it, and training continues"
+            )
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.finish(failed=kind is not None)

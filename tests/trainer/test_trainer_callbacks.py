@@ -1,0 +1,140 @@
+"""Tests that TrainerCallbacks of transformers get their events with a real state, and can stop a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback, TrainerControl
+
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.manifest import find_checkpoints
+from rlhf.trainer.events import HostEvents
+from tests.conftest import attach
+from tests.documents import python_block
+
+OTHER_ALGORITHMS = [name for name in ALGORITHMS if name != "ppo"]
+
+
+class Recorder(TrainerCallback):
+    """Records the events, each with the step, and what it receives."""
+
+    def __init__(self):
+        self.events, self.states, self.logs, self.evaluations = [], [], [], []
+
+    def _record(self, event, state):
+        self.events.append((event, state.global_step))
+        self.states.append((event, state.max_steps, state.epoch, state.is_world_process_zero, len(state.log_history)))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        assert kwargs["model"] is not None and kwargs["processing_class"] is not None
+        self._record("train_begin", state)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._record("step_begin", state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._record("step_end", state)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logs.append((state.global_step, logs))
+        self._record("log", state)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.evaluations.append((state.global_step, metrics))
+        self._record("evaluate", state)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self._record("epoch_end", state)
+
+    def on_save(self, args, state, control, **kwargs):
+        assert Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir()
+        self._record("save", state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._record("train_end", state)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.ci) for a in OTHER_ALGORITHMS)])
+def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
+    trainer, recorder = build("--num-iterations", 3, "--eval-every", 2, algorithm=algorithm), Recorder()
+    trainer.add_callback(recorder)
+    with attach(trainer):
+        trainer.train()
+    assert recorder.events == [
+        ("train_begin", 0), ("log", 0), ("evaluate", 0),
+        ("step_begin", 0), ("log", 1), ("step_end", 1),
+        ("step_begin", 1), ("log", 2), ("step_end", 2), ("log", 2), ("evaluate", 2),
+        ("step_begin", 2), ("log", 3), ("step_end", 3), ("log", 3), ("evaluate", 3), ("save", 3),
+        ("train_end", 3),
+    ]  # fmt: skip
+    _, most, epoch, first, logged = recorder.states[-1]
+    assert (most, first, logged) == (3, True, 6) and epoch == trainer.sampler.epochs(3) > 0
+    assert [step for step, _ in recorder.evaluations] == [0, 2, 3]
+    assert recorder.evaluations[-1][1] == trainer.evaluations[-1].metrics()
+    assert dict(recorder.logs)[1]["rewards/mean"] == trainer.state.log_history[1]["rewards/mean"]
+
+
+def test_an_epoch_ends_after_the_update_that_completes_it(build):
+    trainer, recorder = build("--num-iterations", "none", "--epochs", 1, "--max-prompts", 8), Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    assert [e for e in recorder.events if e[0] == "epoch_end"] == [("epoch_end", trainer.state.global_step)]
+
+
+class StopsIn(TrainerCallback):
+    """Requests the end of the training in one event of one update."""
+
+    def __init__(self, event: str, update: int):
+        self.update = update
+        setattr(self, event, self.stop)
+
+    def stop(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.update
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_step_end", "on_evaluate"])
+def test_a_trainer_callback_stops_the_run_after_the_update_which_is_saved(build, event):
+    trainer = build("--num-iterations", 6, "--eval-every", 2)
+    trainer.add_callback(StopsIn(event, 2))
+    with attach(trainer) as log:
+        metrics = trainer.train()
+    folder = Path(trainer.config.run.output)
+    assert trainer.state.global_step == trainer.updates == 2
+    assert [e.update for e in trainer.evaluations] == [0, 2], "the final weights are evaluated, once"
+    assert list(find_checkpoints(folder, log.record.id).valid) == [2]
+    assert metrics["eval/score"] == trainer.evaluations[-1].score
+
+
+def test_the_callback_of_the_page_stops_above_its_score():
+    made: dict = {}
+    exec(python_block("StopAtScore"), made)
+    control = TrainerControl()
+    for score, stops in ((0.9, False), (1.1, True)):
+        made["StopAtScore"]().on_evaluate(None, None, control, {"eval/score": score})
+        assert control.should_training_stop is stops
+
+
+def test_a_run_that_is_not_stopped_ends_as_planned(build):
+    trainer = build("--num-iterations", 3)
+    trainer.add_callback(StopsIn("on_log", 7))
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_stop_in_one_process_is_a_stop_in_all(monkeypatch):
+    """The other process has requested the stop."""
+
+    class Host:
+        args = state = None
+        control = TrainerControl()
+
+        class callback_handler:
+            @staticmethod
+            def on_log(args, state, control, **_):
+                return control
+
+    monkeypatch.setattr("rlhf.trainer.events.gather", lambda value: [value, True])
+    events = HostEvents(Host())
+    events.call("on_log", logs={})
+    assert events.stopped

@@ -13,6 +13,7 @@ from rlhf.utils.files import check_folder
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
 BEST_FOLDER, MERGED_FOLDER = "best", "merged"
+PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:

@@ -71,12 +71,13 @@ def make_trainer(
     components = load_models(config, inputs, device, screen)
     components, pass_rates = keep_by_pass_rate(config, components, screen, folder)
     config = with_horizon(config, planned_updates(config, components.prompts.train))
+    if folder is not None:
+        check_start(config, components)
     trainer = build_trainer(config, components)
     if folder is None:
         attach_in_memory(trainer, screen, progress)
         trainer.session = partial(in_memory, trainer, screen, progress)
     else:
-        check_start(config, components)
         trainer.session = partial(in_folder, trainer, components, pass_rates, screen, progress)
     for callback in callbacks:  # after KL control, so that a beta which they set is not overwritten
         trainer.add_callback(callback)

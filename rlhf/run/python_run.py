@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def recorded(
         settings["reward_weights"] = None if reward_weights is None else tuple(map(float, reward_weights))
     if eval_functions is not None:
         settings["eval_func"] = tuple(map(name_in_settings, as_list(eval_functions)))
-    return replaced(config, **settings)
+    return replace(replaced(config, **settings), in_python=True)
 
 
 def as_list(functions: Functions) -> list[RewardFunction | nn.Module]:
@@ -125,7 +126,11 @@ def in_folder(
     """Session of a trainer with an output folder: starts or resumes its run, attaches the callbacks of a script's run,
     and at the end saves the model, the results and the model card. Ctrl-C ends the run after a checkpoint."""
     config, shown = trainer.config, screen if progress else Screen(quiet=True)
-    with screen, start_run(config, components, trainer.updates, screen, pass_rates) as log, GracefulStop() as stop:
+    with (
+        screen,
+        start_run(config, components, trainer.updates, screen, pass_rates) as log,
+        GracefulStop(screen.say) as stop,
+    ):
         if not config.run.resume:
             on_first(lambda: write_prompts(Path(config.run.output), trainer))
         others, trainer.events.callbacks = trainer.events.callbacks, []

@@ -39,6 +39,7 @@ class CommandLine:
     examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
     # group of settings that the command does not use -> commands that use it
     foreign: dict[str, str] = field(default_factory=dict)
+    of_training: Collection[str] = ()  # names of settings that only the training scripts have
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
 
     @property
@@ -68,13 +69,17 @@ class CommandLine:
 
     def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
         """Return one error line for each flag that the command does not have."""
-        known, others = _flags_of(parser), self._foreign_flags()
-        return [
-            f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
-            if flag in others
-            else f"unknown flag {flag}: command line. {hint(flag, known, others)}"
-            for flag in flags
-        ]
+        known, foreign, of_training = _flags_of(parser), self._foreign_flags(), spellings(self.of_training)
+
+        def line(flag: str) -> str:
+            if flag in foreign:
+                fix = "Remove it here (a shared --config file may set it)"
+                return f"{flag} belongs to {foreign[flag]}: command line. {fix}"
+            if flag in of_training:
+                return f"{flag} belongs to the training scripts: command line. Remove it here"
+            return f"unknown flag {flag}: command line. {hint(flag, known, foreign)}"
+
+        return [line(flag) for flag in flags]
 
     def _wrong_words(self, words: list[str], parser: argparse.ArgumentParser) -> list[str]:
         """Return one error line for each word that is neither a flag nor a value. For `NAME=VALUE`, as in verl, it

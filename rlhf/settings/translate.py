@@ -157,6 +157,7 @@ def hint(name: str, known: Iterable[str], of_others: Iterable[str] = ()) -> str:
     known, is_flag = list(known), name.startswith("--")
     settings = {word.strip("-").replace("-", "_") for word in (*known, *of_others)}
     plain = name.replace("-", "_").strip("_").removeprefix("no_")
+    other = "--help-all lists all settings; docs/coming_from_trl.md lists other trainers' names"
     parts = plain.split(".")
     for key in dict.fromkeys([plain, ".".join(parts[-2:]), parts[-1]]):
         found = ELSEWHERE.get(key, ()) if key not in settings else f"{{{key}}}"
@@ -165,7 +166,8 @@ def hint(name: str, known: Iterable[str], of_others: Iterable[str] = ()) -> str:
             if set(SETTING.findall(text)) <= settings:
                 start = "Use " if text.startswith(("{", "--")) else ""
                 return start + _with_settings(text, is_flag)
-    other = "--help-all lists all settings; docs/coming_from_trl.md lists other trainers' names"
+        if found or family:
+            other = "Not offered, because this command has no such setting. --help-all lists all settings"
     return did_you_mean(name, known, other).strip()
 
 
@@ -259,6 +261,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "reward_model_path": "{rm_model}",
     "total_episodes": "{episodes}",
     "num_total_batches": "{num_iterations}",
+    "world_size": LAUNCHER,
     "local_batch_size": "{batch_size}",
     "local_mini_batch_size": "{minibatches} (optimizer steps per pass)",
     "local_rollout_forward_batch_size": "{rollout_slots} for sampling, {micro_batch_size} for log-probabilities",

@@ -44,7 +44,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder, **changed)
-        rows = [row["columns"] for row in incident.rows] if settings["prompts"] == IN_PYTHON else None
+        rows = [row["columns"] for row in incident.rows] if settings.get("prompts") == IN_PYTHON else None
         device = start_device(screen, config.run.deterministic)
         components = load_components(config, device, screen, prompts=rows, evaluation_prompts=rows)
         screen.facts(replay(build_trainer(config, components), incident))

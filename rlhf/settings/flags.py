@@ -39,8 +39,8 @@ class CommandLine:
     examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
     # group of settings that the command does not use -> commands that use it
     foreign: dict[str, str] = field(default_factory=dict)
-    of_training: Collection[str] = ()  # names of settings that only the training scripts have
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
+    of_training: Collection[str] = ()  # names of settings that only the training scripts have
 
     @property
     def settings(self) -> dict[str, Setting]:

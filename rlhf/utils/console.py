@@ -93,8 +93,13 @@ class Screen:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # for example on a cp1252 console
         self.in_notebook = Console().is_jupyter
-        quiet = quiet or not is_first()
-        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=quiet, force_jupyter=False)
+        self.console = Console(
+            highlight=False,
+            soft_wrap=not sys.stdout.isatty(),
+            quiet=quiet or not is_first(),
+            force_jupyter=False,
+            force_terminal=False if self.in_notebook else None,  # the kernel sets FORCE_COLOR
+        )
         self._live: Live | None = None
         self._output: Any = None  # handle of the notebook output with the progress line
         self._last_line = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf.utils.errors import raise_if
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
-FOR_TESTS = ("pytest", "pytest-xdist", "ruff", "hypothesis")
+FOR_TESTS = ("pytest", "pytest-xdist", "ruff", "hypothesis", "nbclient", "nbformat", "ipykernel")
 FOR_FOUR_BIT = "bitsandbytes"  # optional; checked by `rlhf.models.load.four_bit`
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from rlhf.distributed.join import use_own_gpu
 
@@ -10,19 +12,20 @@ use_own_gpu()  # before bitsandbytes is imported, which initializes CUDA
 
 from torch import nn
 
-from rlhf.algorithms.kl_control import kl_controller
-from rlhf.callbacks.kl import KLControl
-from rlhf.callbacks.trackers import Trackers
+from rlhf.algorithms.kl_control import with_horizon
 from rlhf.data.examples import GivenPrompt
+from rlhf.data.sampler import planned_updates
+from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
-from rlhf.run.figures import results_of
+from rlhf.run.python_run import attach_in_memory, in_folder, in_memory, prepared, recorded
 from rlhf.settings.training import Config
 from rlhf.setup.build import build_trainer, load_models
 from rlhf.setup.fit import fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
+from rlhf.setup.trial import check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.requirements import check_trackers
@@ -38,10 +41,12 @@ def make_trainer(
     callbacks: Sequence = (),
     evaluation_prompts: Prompts | None = None,
     eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
+    output: str | Path | None = None,
+    progress: bool = True,
 ) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with the methods `train()`, `evaluate()`, `save_model(folder)` and
-    `load_model(folder)`. The run length and the seed come from `config`. Only `save_model` writes files. Raises
-    UserError.
+    `load_model(folder)`. The run length and the seed come from `config`. Without `output`, only `save_model` writes
+    files. Raises UserError.
 
     Args:
         prompts: texts, chats (lists of {"role", "content"}), or rows as in a data file.
@@ -52,22 +57,31 @@ def make_trainer(
             fewer than 20 prompts, the training prompts are also used for evaluation.
         eval_functions: functions with the signature of reward functions, used instead of --eval-func in `config`:
             metrics eval/NAME of every evaluation, which training never sees.
+        output: folder of the run, instead of that in `config`. `train()` writes there what a script's run writes:
+            run.json, TensorBoard, checkpoints, samples, incidents, best/ and the final model. With `resume` in
+            `config`, it resumes the run in that folder.
+        progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
     """
     check_trackers(config.record.report_to or ())
-    screen = Screen()
+    screen, folder = Screen(), None if output is None else Path(output)
     device = start_device(screen, config.run.deterministic)
+    if folder is not None:
+        asked = recorded(config, folder, rewards, reward_weights, eval_functions)
+        config = from_first(lambda: prepared(asked, screen))
     inputs = load_inputs(config, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-    config = fit(config, inputs, device, screen)
+    config = config if config.run.resume and folder is not None else fit(config, inputs, device, screen)
     components = load_models(config, inputs, device, screen)
-    components, _ = keep_by_pass_rate(config, components, screen)
+    components, pass_rates = keep_by_pass_rate(config, components, screen, folder)
+    config = with_horizon(config, planned_updates(config, components.prompts.train))
+    if folder is not None:
+        check_start(config, components)
     trainer = build_trainer(config, components)
-    if config.kl.steered:
-        controller = kl_controller(config, trainer.updates)
-        held = config.critic.critic_warmup
-        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
-    if config.record.report_to is not None:
-        trainer.add_callback(Trackers(config, screen, results=lambda: results_of(trainer)))
-    for callback in callbacks:  # after KLControl, so that a beta which they set is not overwritten
+    if folder is None:
+        attach_in_memory(trainer, screen, progress)
+        trainer.session = partial(in_memory, trainer, screen, progress)
+    else:
+        trainer.session = partial(in_folder, trainer, components, pass_rates, screen, progress)
+    for callback in callbacks:  # after KL control, so that a beta which they set is not overwritten
         trainer.add_callback(callback)
     return trainer
 

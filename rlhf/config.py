@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Unpack
@@ -18,7 +19,8 @@ from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import only
+from rlhf.settings.translate import ambiguous_names, only
+from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
 from rlhf.utils.errors import UserError, raise_if
@@ -41,7 +43,8 @@ def make_config(
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = lower_layers(recipe, row, {}, "make_config")
-    return _built(row, [*layers, layer], normal_name(recipe))
+    config = _built(row, [*layers, layer], normal_name(recipe))
+    return replace(config, written=ambiguous_names([layer]), in_python=True)
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -126,7 +129,8 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
     stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
         layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
-    return _built(row, [*layers, *given.layers, combination], recipe, user, given.problems)
+    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems)
+    return replace(config, written=ambiguous_names(given.layers))
 
 
 # settings of the command that resumes a run, which are not restored from the run
@@ -162,6 +166,11 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     stored.require_algorithm(row.name, folder)
     aside = {*OF_THE_COMMAND, *(["seed"] if run["seeds"] is not None else [])}
     layer = {name: value for name, value in stored_layer(stored.settings).items() if name not in aside}
+    if layer["prompts"][0] == IN_PYTHON and stored.status != "finished":
+        raise UserError(
+            f"this run was started in Python: --resume, --output {folder}. Resume it there, with make_config(..., "
+            "resume=True) and the same make_trainer(...)"
+        )
     rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
     untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
     only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]

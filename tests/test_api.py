@@ -102,8 +102,60 @@ def test_without_rewards_argument_the_configured_rewards_are_used(config):
 
 def test_train_refuses_arguments_and_names_their_setting(config):
     trainer = make_trainer(config(), ["a cat?"], [words])
-    with pytest.raises(UserError, match=r"train\(\) takes no arguments: .*num_epochs.*make_config\(epochs=\)"):
-        trainer.train(["a cat?"], num_epochs=10)
+    with pytest.raises(UserError, match=r"train\(\) takes no arguments: prompts, num_epochs, callbacks\. ") as caught:
+        trainer.train(["a cat?"], num_epochs=10, callbacks=[print])
+    fix = "Write make_config(epochs=10), make_trainer(config, prompts=..., callbacks=...) and then train()"
+    assert str(caught.value).endswith(fix)
+    with pytest.raises(UserError, match=r"make_config\(resume=True\), make_trainer\(config, output=\.\.\.\) and"):
+        trainer.train(resume_from_checkpoint="./checkpoint-10")
+    assert trainer.train()["eval/score"] > 0, "a refused call changes nothing"
+
+
+def test_metrics_have_the_names_of_the_token_level_ppo_too(config):
+    epochs = []
+    trainer = make_trainer(
+        config(), ["a cat?", "a dog?"], [words], callbacks=[lambda _, metrics: epochs.append(metrics)]
+    )
+    for metrics in (trainer.train(), *epochs):
+        assert metrics["avg_reward"] == metrics["rewards/mean"] and metrics["policy_loss"] == metrics["policy/loss"]
+        assert metrics["kl_div"] == metrics["kl_divergence"] and metrics["value_loss"] == metrics["value/loss"]
+        assert "avg_reward" in metrics and metrics.get("avg_reward") == metrics["avg_reward"]
+        assert not {"avg_reward", "policy_loss", "value_loss", "kl_div"} & set(metrics), "a logger writes each once"
+        assert "entropy" not in metrics and metrics.get("entropy") is None and metrics.get("entropy", 1.0) == 1.0
+    assert len(epochs) == 2
+    group = make_trainer(config("grpo"), ["a cat?", "a dog?"], [words]).train()
+    assert "value_loss" not in group
+    with pytest.raises(KeyError, match="value_loss"):
+        group["value_loss"]
+
+
+def test_progress_is_printed_and_can_be_turned_off(config, start_model, tmp_path, capsys):
+    tiny = {"actor_model": str(start_model), "output": str(tmp_path / "run"), "max_new_tokens": 6}
+    tiny |= {"per_device_train_batch_size": 1, "num_iterations": 2, "ppo_epochs": 1}
+    make_trainer(make_config(**tiny), ["a cat?"], [words]).train()
+    printed = capsys.readouterr().out
+    assert "PPO: 2 updates x 1 = 2 episodes" in printed and "num_iterations 2: 2 updates; TRL's" in printed
+    assert "per_device_train_batch_size 1: 1 prompts per update" in printed
+    assert "update 2/2 | score" in printed and "evaluation after update 2: score" in printed
+    quiet = make_trainer(config(), ["a cat?", "a dog?"], [words], evaluation_prompts=["a fox?"], progress=False)
+    quiet.train()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress):
+    settings = {"kl_target": "0.000001/sequence", "kl_coef": 0.5, "kl_horizon": 10**9, "learning_rate": 0.1}
+    settings |= {"num_iterations": 4}
+    trainer = make_trainer(config(**settings), ["a cat?", "a dog?"], [words], progress=progress)
+    trainer.train()
+    assert "times its target. Beta was doubled to" in capsys.readouterr().out and trainer.kl_coef >= 1.0
+    with pytest.raises(UserError, match=r"a rollback needs checkpoints: rollback_on_kl\. Add output="):
+        make_trainer(config(rollback_on_kl=True, save_every=1, keep=5), ["a cat?"], [words])
+
+
+def test_an_error_is_one_line_in_a_notebook():
+    assert UserError("a: b. c")._render_traceback_() == ["error: a: b. c"]
+    assert UserError(["one", "two"])._render_traceback_() == ["error: one", "error: two"]
 
 
 def test_errors_in_prompts_and_settings(config):

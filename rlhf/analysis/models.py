@@ -15,12 +15,13 @@ from rlhf.checkpoints.model_folder import (
     base_of_adapter,
     find_model,
 )
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
+from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.console import listed
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
@@ -46,6 +47,12 @@ class ModelRef:
     run: RunRecord | None = None  # the run that it belongs to
     which: str = ""  # "final", "best", either of them with ", merged", a checkpoint's name, or "" without a run
     update: int | None = None  # update after which these weights were saved
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run that it belongs to."""
+        source = Path(self.source)
+        return source if (source / RUN_FILE).is_file() else source.parent
 
     @property
     def label(self) -> str:
@@ -156,6 +163,10 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
                     + _hint(name)
                 )
     raise_if(list(problems.values()))
+    if measure.prompts is None and here.get("prompts") == IN_PYTHON:
+        first_run = next(m for m in models if m.run is not None)
+        folder = str(first_run.run_folder / PROMPTS_FOLDER)
+        given |= OF_THE_FILE | {"prompts": folder, "dataset_split": "test", "split": "0/0/100"}
     return config_of_run(run, **given)
 
 

@@ -106,9 +106,10 @@ class Incident:
                 "RUN/incidents/update-NUMBER"
             ) from None
 
-    def config(self, output: str) -> Config:
-        """Return the run's configuration with another output folder, and without evaluation functions."""
-        changed = {"output": output, "resume": False, "replay": str(self.folder), "eval_func": ()}
+    def config(self, output: str, **changed: Any) -> Config:
+        """Return the run's configuration with another output folder, without evaluation functions, and with other
+        `changed` settings."""
+        changed |= {"output": output, "resume": False, "replay": str(self.folder), "eval_func": ()}
         return config_of_settings(self.facts["algorithm"], self.facts["settings"], **changed)
 
     def rollout(self, trainer: Any) -> Rollout:

@@ -49,7 +49,10 @@ class KLGuard(Callback):
     them. Training continues with the next update's number.
     """
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog, screen: Screen):
+    def __init__(
+        self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog | None, screen: Screen
+    ):
+        """`log` is that of the run's folder; None: there is no folder, and --rollback-on-kl is off."""
         self.trainer, self.config, self.controller, self.log, self.screen = trainer, config, controller, log, screen
         self.in_a_row = 0
 

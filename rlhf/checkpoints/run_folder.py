@@ -15,6 +15,7 @@ from rlhf.utils.files import check_folder
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
 BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
 METRICS_LOG = "metrics.jsonl"
+PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:

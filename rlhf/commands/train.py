@@ -144,7 +144,7 @@ def show_plan_without_parts(config: Config, screen: Screen) -> None:
             ("algorithm", config.algorithm.upper()),
             ("recipe", config.recipe),
             ("demo parts", f"not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}"),
-            ("budget", budget),
+            ("budget", "; ".join([budget, *config.meanings])),
             ("output", run.output),
         ]
     )

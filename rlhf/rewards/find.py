@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, function_name
-from rlhf.settings.types import FROM_TRL
+from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.files import files_print
@@ -102,6 +103,12 @@ def find_rule(
         return _built_in(name, keywords)
     if name.startswith(FROM_TRL):
         return _of_trl(name, longest, flag)
+    if name.startswith(FROM_PYTHON):
+        function = name.removeprefix(FROM_PYTHON)
+        raise UserError(
+            f"the function {function} was defined in a Python program or a notebook: {flag}. Save it in a file, and "
+            f"add {flag} FILE.py:{function}"
+        )
     path, colon, attribute = name.rpartition(":")
     if not colon:
         wanted = _of_file(Path(name).expanduser()) or (
@@ -207,6 +214,25 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
     if not callable(rule):
         raise UserError(f"{attribute!r} in {path!r} is not callable: {flag} {name}. Name a function or a class")
     return rule
+
+
+def name_in_settings(function: RewardFunction | nn.Module) -> str:
+    """Return the value of --reward-func that finds a function given in Python: a built-in name, trl:NAME or
+    FILE.py:NAME. If none does, because the function is defined in the program itself, in a notebook or inside another
+    function, return python:NAME."""
+    from rlhf.rewards.arguments import name_of
+
+    name, module = name_of(function), sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or getattr(module, name, None) is not function:
+        return FROM_PYTHON + name
+    if name in BUILT_IN and module.__name__.startswith("rlhf."):
+        return name
+    if module.__name__.startswith("trl.rewards"):
+        return FROM_TRL + name
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":  # loading the program's file would run the program
+        return FROM_PYTHON + name
+    return f"{Path(os.path.relpath(file)).as_posix() if Path(file).is_relative_to(Path.cwd()) else file}:{name}"
 
 
 def code_print(rule: str) -> str | None:

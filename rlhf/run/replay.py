@@ -15,6 +15,7 @@ from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.next_commands import names_code, replay_command
 from rlhf.settings.training import Config
+from rlhf.settings.types import FROM_PYTHON, IN_PYTHON
 from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
@@ -33,15 +34,20 @@ def replay_incident(config: Config, screen: Screen) -> None:
         raise UserError(
             f"this incident is from {short_name(of)}: --replay {config.run.replay}. Replay it with that command"
         )
-    rules = flat_settings(incident.facts["settings"]).get("reward_func", [])
-    if set(names_code(rules)) - set(config.reward.reward_func):
+    settings, given = flat_settings(incident.facts["settings"]), config.reward.reward_func
+    rules, changed = settings.get("reward_func", []), {}
+    if any(rule.startswith(FROM_PYTHON) for rule in rules):  # they can only be found under other names
+        changed = {"reward_func": given}
+    if (changed and len(given) != len(rules)) or (not changed and set(names_code(rules)) - set(given)):
         raise UserError(
-            f"reward code must be given on the command line: --replay, {', '.join(names_code(rules))} in "
+            f"reward code must be given on the command line: --replay, {', '.join(r for r in rules if ':' in r)} in "
             f"{incident.folder / INCIDENT_FILE}. Replay with: {replay_command(of, config.run.replay, rules)}"
         )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
-        config = incident.config(folder)
-        components = load_components(config, start_device(screen, config.run.deterministic), screen)
+        config = incident.config(folder, **changed)
+        rows = [row["columns"] for row in incident.rows] if settings.get("prompts") == IN_PYTHON else None
+        device = start_device(screen, config.run.deterministic)
+        components = load_components(config, device, screen, prompts=rows, evaluation_prompts=rows)
         screen.facts(replay(build_trainer(config, components), incident))
 
 

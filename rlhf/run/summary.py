@@ -206,7 +206,9 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
 
 def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
     """Return rows of (label, command) that train the other algorithms with the same settings and number of episodes.
-    An algorithm without such a command is omitted."""
+    An algorithm without such a command is omitted. There are none for a run that was started in Python."""
+    if config.in_python:
+        return []
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
     return [(f"train {name.upper()}, same budget", line) for name, line in found.items() if line is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from rlhf.run.resume_checks import check_same_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
+from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components, build_trainer, load_models, prepare_demo_components
 from rlhf.setup.fit import estimator_of, fit, what_helps
 from rlhf.setup.inputs import check_export, check_run_folder, placing
@@ -111,9 +113,21 @@ def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -
     finish_run(config, trainer, log, screen)
 
 
-def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
+def attach_callbacks(
+    trainer: OnPolicyLoop,
+    config: Config,
+    log: RunLog,
+    screen: Screen,
+    stop: GracefulStop,
+    others: Sequence = (),
+    progress: bool = True,
+) -> None:
     """Attach the callbacks that every run has. KL control comes after the progress line, because the line prints the
-    beta that the update used."""
+    beta that the update used.
+
+    `others` are the user's callbacks: after KL control, so that a beta which they set is not overwritten, and before
+    the checkpoints, which save their state. Without `progress` the lines of updates and evaluations are not printed.
+    """
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
@@ -121,12 +135,15 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
     if is_first():
         for callback in writers(trainer, config, screen, controller):
-            trainer.add_callback(callback)
+            if progress or not isinstance(callback, ProgressLine):
+                trainer.add_callback(callback)
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     held = config.critic.critic_warmup
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
     if config.kl.steered:
         trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
+    for callback in others:
+        trainer.add_callback(callback)
     checkpoints = Checkpoints(trainer, config, log, screen, stop)
     trainer.recovery = checkpoints.recovery
     trainer.add_callback(checkpoints)
@@ -201,7 +218,7 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
         data=data,
         plan=budget(config, updates),
         prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
-        on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
+        on_hub=[n for n in (config.model.actor_model, config.data.prompts) if n != IN_PYTHON and is_on_hub(n)],
     )
 
 

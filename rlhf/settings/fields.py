@@ -7,7 +7,6 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -25,9 +24,6 @@ MOST_DIGITS = 30
 Layer = dict[str, tuple[Any, str]]  # name -> (value, the place where it was set)
 UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the error message
 LONGEST_SHOWN = 80  # characters of a value in an error message
-# names in other trainers -> settings here; used in hints only
-ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "max_new_tokens"}
-ELSEWHERE |= {"dynamic_filtering": "dynamic_sampling", "max_num_gen_batches": "dynamic_sampling"}
 
 
 def setting(
@@ -271,18 +267,3 @@ def to_dict(config: Any) -> dict[str, Any]:
         return [plain(v) for v in value] if isinstance(value, tuple) else value
 
     return plain(config)
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return how to fix an unknown name: the closest known name, or for float16 (a setting of other trainers) the
-    available precisions."""
-    words = {word.lstrip("-") for word in known}
-    if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
-        return (
-            "Use bfloat16 (--bf16) or float32 (--no-bf16). float16 is not available, because its gradients underflow"
-        )
-    meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
-    if meant in words | {word.replace("-", "_") for word in words}:
-        return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
-    other = "--help-all lists all settings; docs/coming_from_trl.md lists other trainers' names"
-    return did_you_mean(name, known, other).strip()

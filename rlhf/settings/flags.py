@@ -18,10 +18,10 @@ from rlhf.settings.fields import (
     Layer,
     Setting,
     as_text,
-    hint,
     range_text,
     settings_of,
 )
+from rlhf.settings.translate import hint
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import script_words
 
@@ -41,6 +41,7 @@ class CommandLine:
     # group of settings that the command does not use -> commands that use it
     foreign: dict[str, str] = field(default_factory=dict)
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
+    of_training: Collection[str] = ()  # names of settings that only the training scripts have
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -65,17 +66,32 @@ class CommandLine:
             if s.positional and words:  # words after a flag
                 layer[s.name], words = ([*layer.get(s.name, ([],))[0], *words], "command line"), []
         flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
-        return layer, [*wrong, *self._wrong_flags(flags, parser), *([] if flags else map(_wrong_word, words))]
+        return layer, [*wrong, *self._wrong_flags(flags, parser), *([] if flags else self._wrong_words(words, parser))]
 
     def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
         """Return one error line for each flag that the command does not have."""
-        known, others = [s for action in parser._actions for s in action.option_strings], self._foreign_flags()
-        return [
-            f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
-            if flag in others
-            else f"unknown flag {flag}: command line. {hint(flag, known)}"
-            for flag in flags
-        ]
+        known, foreign, of_training = _flags_of(parser), self._foreign_flags(), spellings(self.of_training)
+
+        def line(flag: str) -> str:
+            if flag in foreign:
+                fix = "Remove it here (a shared --config file may set it)"
+                return f"{flag} belongs to {foreign[flag]}: command line. {fix}"
+            if flag in of_training:
+                return f"{flag} belongs to the training scripts: command line. Remove it here"
+            return f"unknown flag {flag}: command line. {hint(flag, known, foreign)}"
+
+        return [line(flag) for flag in flags]
+
+    def _wrong_words(self, words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+        """Return one error line for each word that is neither a flag nor a value. For `NAME=VALUE`, as in verl, it
+        contains the flag."""
+        lines = []
+        for word in words:
+            name, equals, _ = word.partition("=")
+            fix = hint(f"--{name.lstrip('+')}", _flags_of(parser), self._foreign_flags()) if equals else ""
+            fix = fix or "--help-all prints them"
+            lines.append(f"unexpected word {word!r}: command line. Settings are given as flags. {fix}")
+        return lines
 
     def _with_plain_booleans(self, argv: list[str]) -> list[str]:
         """If the command has a positional setting, replace `--x` by `--x=true` before a word that is not a boolean
@@ -172,8 +188,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: command line. --help-all prints all flags")
 
 
-def _wrong_word(word: str) -> str:
-    return f"unexpected word {word!r}: command line. Settings are given as flags; --help-all prints them"
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
 
 
 class _Given(argparse.Action):

@@ -9,32 +9,46 @@ from rlhf.settings.merge import values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
-from rlhf.settings.types import FROM_TRL
+from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.utils.system import command, script_words
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
     """Return the reward functions that are defined in a file of the user, FILE.py:NAME."""
-    return [rule for rule in rules if ":" in rule and not rule.startswith(FROM_TRL)]
+    return [rule for rule in rules if ":" in rule and not rule.startswith((FROM_TRL, FROM_PYTHON))]
 
 
 def code_words(rules: Iterable[str], evaluation: Iterable[str] = ()) -> list[str]:
     """Return the --reward-func and the --eval-func arguments, each if one of its functions is the user's code. Such
-    code must be on the command line: a run folder alone never makes it run.
+    code must be on the command line: a run folder alone never makes it run. For a function that was defined in Python,
+    the argument is the form that the user must complete.
 
     Args:
         rules: the reward functions.
         evaluation: the evaluation functions.
     """
-    flags = {"--reward-func": list(rules), "--eval-func": list(evaluation)}
-    return [word for flag, named in flags.items() if names_code(named) for word in (flag, *named)]
+    named = {"--reward-func": rules, "--eval-func": evaluation}
+    flags = {flag: [rule.replace(FROM_PYTHON, "FILE.py:") for rule in found] for flag, found in named.items()}
+    return [word for flag, words in flags.items() if names_code(words) for word in (flag, *words)]
 
 
 def resume_command(config: Any, *more: str) -> str:
     """Return the command that resumes a run, or the runs of several seeds. All other settings are in run.json. `more`
-    are additional arguments."""
+    are additional arguments. A run that was started in Python is resumed there."""
+    if config.in_python:
+        return python_resume(*more)
     run, code = config.run, code_words(config.reward.reward_func, config.reward.eval_func)
     return resume_line(config.algorithm, run.output, run.seeds, code, *more)
+
+
+def python_resume(*more: str) -> str:
+    """Return how to resume a run that was started in Python. `more` as in `resume_command`."""
+    given, values = {"resume": "True"}, (*more[1:], "--")
+    for word, value in zip(more, values, strict=False):
+        if word.startswith("--"):
+            given[word[2:].replace("-", "_")] = "True" if value.startswith("--") else value
+    keywords = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"make_config(..., {keywords}) and the same make_trainer(...)"
 
 
 def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, code: Sequence[str], *more: str) -> str:

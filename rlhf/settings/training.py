@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
+from rlhf.settings.translate import meanings
 from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renaming, Split, SweepWord
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
@@ -671,6 +672,9 @@ class Config(Command):
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
+    # names with another meaning in TRL that the user wrote -> their spelling
+    written: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -686,6 +690,12 @@ class Config(Command):
     run: RunSettings = field(default_factory=RunSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     export: ExportSettings = field(default_factory=ExportSettings)
+
+    @property
+    def meanings(self) -> list[str]:
+        """Notes on the names in `written` whose values are in effect."""
+        values = {"num_iterations": self.run.num_iterations, "per_device_train_batch_size": self.batch.batch_size}
+        return meanings(self.written, values)
 
     @property
     def separate_critic(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
+FROM_PYTHON = "python:"  # before the name of a function that a program or a notebook defines, in run.json only
+IN_PYTHON = "(given in Python)"  # the setting prompts of a run whose prompts are a list; they are in RUN/prompts
 KL_METRICS = {"sequence": "kl_divergence", "token": "kl_divergence/token"}  # unit -> metric, as logged
 
 

@@ -7,6 +7,7 @@ algorithms therefore differ in nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -33,11 +34,12 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
+from rlhf.settings.translate import refused_arguments
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
-from rlhf.trainer.metrics import mean_metrics, rollout_metrics
+from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
@@ -76,6 +78,7 @@ class OnPolicyLoop:
         self.recovery: Callable[[bool], str] = lambda by_score: (
             "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
         )
+        self.session: Callable[[], AbstractContextManager] = nullcontext  # entered by train(): rlhf.run.python_run
         self.algorithm = ALGORITHMS[config.algorithm].build(config)
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
@@ -134,21 +137,18 @@ class OnPolicyLoop:
         else:
             self.events.add(callback)
 
-    # --- the run -----------------------------------------------------------------------------------------------------
-
     def train(self, *unexpected, **named) -> dict[str, float]:
-        """Run all updates. Returns the metrics of the last update and of the last evaluation.
-
-        Arguments are accepted only to raise a helpful UserError. Raises RunError if training fails.
-        """
+        """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
+        training fails. Arguments are accepted only to raise a helpful UserError."""
         if unexpected or named:
-            raise UserError(
-                f"train() takes no arguments: {', '.join([*map(repr, map(type, unexpected)), *named])}. Pass prompts "
-                "and callbacks to make_trainer(), and the run length to make_config(epochs=) or (num_iterations=)"
-            )
+            raise UserError(refused_arguments(unexpected, named))
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
-        self.trained = True
+        with self.session():
+            self.trained = True
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
         reset_peak_memory(self.accelerator.device)
         copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
         self.hosted.call("on_train_begin")
@@ -161,7 +161,7 @@ class OnPolicyLoop:
             self.events.call("on_update_done", update)
         self.hosted.call("on_train_end")
         self.events.call("on_train_end")
-        return {**metrics, **self.evaluations[-1].metrics()}
+        return Metrics(metrics | self.evaluations[-1].metrics())
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""

@@ -68,7 +68,32 @@ def speed_metrics(times: Sequence[float], tokens: int, episodes: int, resampling
     }
 
 
-def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_metrics(updates: Sequence[dict[str, float]]) -> Metrics:
     """Returns the mean of each metric over the updates that logged it."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
-    return {name: fmean(m[name] for m in updates if name in m) for name in names}
+    return Metrics({name: fmean(m[name] for m in updates if name in m) for name in names})
+
+
+# names of the MLX token-level PPO (docs/reference_systems.md) -> metrics here
+ALIASES = {
+    "avg_reward": "rewards/mean",
+    "policy_loss": "policy/loss",
+    "value_loss": "value/loss",
+    "kl_div": "kl_divergence",
+}
+
+
+class Metrics(dict[str, float]):
+    """Metrics by name, which can also be read by the names in ALIASES. Only the first names are listed, so that a
+    logger writes each metric once."""
+
+    def __missing__(self, name: str) -> float:
+        if name in ALIASES and ALIASES[name] in self:
+            return self[ALIASES[name]]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or super().__contains__(ALIASES.get(name, name))
+
+    def get(self, name: str, default: float | None = None) -> float | None:
+        return super().get(name, super().get(ALIASES.get(name, name), default))

@@ -1,4 +1,5 @@
-"""Console output: lines, tables and one live progress line, in any console encoding. Silences library messages."""
+"""Console output: lines, tables and one live progress line, in any console encoding and in notebooks. Silences library
+messages."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -84,15 +86,25 @@ def visible(text: str) -> str:
 class Screen:
     """Prints text without interpreting markup. Characters that the console's encoding lacks are printed as "?".
 
-    Of several processes, only the first one prints.
+    Of several processes, only the first one prints. In a notebook, lines are printed as plain text, which a cell shows
+    in one output; rich would add one HTML output per line.
     """
 
-    def __init__(self):
+    def __init__(self, quiet: bool = False):
+        """With `quiet`, nothing is printed."""
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # for example on a cp1252 console
-        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_first())
+        self.in_notebook = Console().is_jupyter
+        self.console = Console(
+            highlight=False,
+            soft_wrap=not sys.stdout.isatty(),
+            quiet=quiet or not is_first(),
+            force_jupyter=False,
+            force_terminal=False if self.in_notebook else None,  # the kernel sets FORCE_COLOR
+        )
         self._live: Live | None = None
+        self._output: Any = None  # handle of the notebook output with the progress line
         self._last_line = 0.0
 
     def __enter__(self) -> Screen:
@@ -126,9 +138,13 @@ class Screen:
         self.console.print(grid)
 
     def progress(self, text: str, last: bool = False) -> None:
-        """Show a progress line. A terminal redraws it in place. Otherwise it is printed every few seconds, and the
-        last one always."""
-        if self.console.is_terminal:
+        """Show a progress line. A terminal redraws it in place, and a notebook replaces one output. Otherwise it is
+        printed every few seconds, and the last one always."""
+        if self.in_notebook:
+            self._show_in_notebook(visible(text))
+            if last:
+                self.end_progress()
+        elif self.console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
@@ -141,10 +157,22 @@ class Screen:
 
     def end_progress(self) -> None:
         """End the live progress line. Later output starts below it, and the next progress line is printed at once."""
-        self._last_line = 0.0
+        self._last_line, self._output = 0.0, None
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _show_in_notebook(self, text: str) -> None:
+        """Replace the text of the cell's progress output, or add that output."""
+        if self.console.quiet:
+            return
+        from IPython.display import display  # installed where a notebook runs
+
+        content = {"text/plain": text}
+        if self._output is None:
+            self._output = display(content, raw=True, display_id=True)
+        else:
+            self._output.update(content, raw=True)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -38,6 +38,10 @@ class UserError(Exception):
     def __str__(self) -> str:
         return "\n".join(self.problems)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and notebooks print instead of a traceback."""
+        return self.report().split("\n")
+
     def report(self) -> str:
         lines = [f"error: {problem}" for problem in self.problems[:MAX_PRINTED]]
         if len(self.problems) > MAX_PRINTED:

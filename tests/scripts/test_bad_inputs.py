@@ -465,7 +465,7 @@ CONFIGURATION = [
     Row(19, "value warm-up without a critic", "--critic-warmup 2", r"--critic-warmup.*train_ppo\.py", main=GRPO),
     Row(15, "dynamic sampling without groups", "--dynamic-sampling 2",
         r"--dynamic-sampling.*train_grpo\.py and train_rloo\.py"),
-    Row(15, "dynamic sampling by OpenRLHF's name", "--dynamic-filtering", r"Did you mean --dynamic-sampling\?",
+    Row(15, "dynamic sampling by OpenRLHF's name", "--dynamic-filtering", r"\. Use --dynamic-sampling$",
         main=GRPO),
     Row(15, "a negative number of draws", "--dynamic-sampling -1",
         r"dynamic_sampling is -1: --dynamic-sampling\. It must be at least 0", main=GRPO),
@@ -812,12 +812,12 @@ MORE_ERRORS = [
     Row(85, "an empty folder of data", folder_of_data,
         r"no data files in this folder: --prompts .*saved\. Data files end with \.jsonl, "),
     Row(86, "many bad rows", data(*['{"prompt": ""}'] * 9), r"(error: prompt is empty: .*\n){5}and 4 more$"),
-    Row(87, "names of other trainers", "--lr 1 --beta 1 --report-to none --sync-ref-model 1",
-        r"unknown flag --lr: command line\. Did you mean --learning-rate\?\n"
-        r"error: unknown flag --beta: command line\. Did you mean --kl-coef\?\n"
-        r"error: unknown flag --report-to: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
+    Row(87, "names of other trainers", "--lr 1 --beta 1 --never-seen none --sync-ref-model 1",
+        r"unknown flag --lr: command line\. Use --learning-rate\n"
+        r"error: unknown flag --beta: command line\. Use --kl-coef\n"
+        r"error: unknown flag --never-seen: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
         r"lists other trainers' names\n"
-        r"error: unknown flag --sync-ref-model: command line\. --help-all .* docs/coming_from_trl\.md .* names$"),
+        r"error: unknown flag --sync-ref-model: command line\. Not offered, because the reference model is always"),
     Row(88, "a scan and a check", "--scan --check",
         r"a scan looks at the start model before a run and then stops: --scan with --check\. Remove one of them"),
     Row(88, "one pass rate", "--keep-pass-rate 0.2",

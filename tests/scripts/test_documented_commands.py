@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
 from tests.documents import ROOT, all_commands, python_block
@@ -100,16 +101,18 @@ def test_commands_that_other_tests_run_name_flags_and_values_that_exist():
 
 @pytest.mark.ci
 def test_the_example_in_python_runs(project):
-    """The page's code with two updates of short completions."""
+    """The page's code with two updates of short completions: a trainer that writes nothing, and one with a folder."""
     (project / "example.py").write_text(
         "from rlhf import config\nmake = config.make_config\n"
         "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'max_new_tokens': 8})\n"
-        + python_block("make_trainer")
+        + python_block("class Watch")
+        + python_block("my_whole_run")
     )
     done = run(["example.py"], project)
     assert done.returncode == 0, done.stderr
     assert "epoch 1: score" in done.stdout and "update 2" in done.stdout
     assert (project / "my_python_run" / "model" / "model.safetensors").is_file()
+    assert RunRecord.read(project / "my_whole_run").status == "finished"
 
 
 @pytest.mark.ci

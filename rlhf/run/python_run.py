@@ -1,0 +1,170 @@
+"""A run that a Python program or a notebook starts: its console output, and with an output folder a run's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.algorithms.kl_control import kl_controller, with_horizon
+from rlhf.callbacks.kl import KLControl, KLGuard
+from rlhf.callbacks.logging import ProgressLine, SameScores
+from rlhf.callbacks.trackers import Trackers
+from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import agree, on_first, require_equal
+from rlhf.distributed.weights import require_equal_weights
+from rlhf.rewards.find import name_in_settings
+from rlhf.run.export import export_run
+from rlhf.run.figures import results_of
+from rlhf.run.resume import prepare_resume, resume_run
+from rlhf.run.resume_checks import fitted_as, is_extended
+from rlhf.run.train import attach_callbacks, finish, start_run
+from rlhf.settings.fields import replaced
+from rlhf.settings.training import Config
+from rlhf.settings.types import IN_PYTHON
+from rlhf.setup.build import Components
+from rlhf.setup.inputs import check_export, check_run_folder
+from rlhf.setup.pass_rates import PassRates
+from rlhf.setup.plan import budget_line
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import write_text
+from rlhf.utils.processes import is_first
+from rlhf.utils.signals import GracefulStop
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rlhf.rewards.functions import RewardFunction
+
+    Functions = Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module
+
+
+# --- the settings of a run with a folder -----------------------------------------------------------------------------
+
+
+def recorded(
+    config: Config,
+    output: Path,
+    rewards: Functions | None,
+    reward_weights: Sequence[float] | None,
+    eval_functions: Functions | None,
+) -> Config:
+    """Return the settings that run.json stores: with the output folder, and the names of what was given in Python
+    instead of the settings that it replaces. Raises UserError."""
+    settings: dict[str, Any] = {"output": str(output), "prompts": IN_PYTHON, "split": None, "seeds": None}
+    if rewards is not None:
+        if config.critic_from_reward_model:
+            raise UserError(
+                "the critic starts from the reward model, which rewards= replaces: critic='reward-model', output=. "
+                "Use critic='separate', or the reward model of the configuration"
+            )
+        settings |= {"rm_model": None, "reward_func": tuple(map(name_in_settings, as_list(rewards)))}
+        settings["reward_weights"] = None if reward_weights is None else tuple(map(float, reward_weights))
+    if eval_functions is not None:
+        settings["eval_func"] = tuple(map(name_in_settings, as_list(eval_functions)))
+    return replace(replaced(config, **settings), in_python=True)
+
+
+def as_list(functions: Functions) -> list[RewardFunction | nn.Module]:
+    """Return one or several functions as a list."""
+    return [functions] if callable(functions) else list(functions)
+
+
+def prepared(config: Config, screen: Screen) -> Config:
+    """Check the output folder before anything is loaded. With `resume`, return the settings with which the run
+    continues. Raises UserError if the folder cannot be used, or if the run is finished or has other settings."""
+    check_run_folder(config)
+    check_export(config)
+    if not config.run.resume:
+        return config
+    output = config.run.output
+    run = RunRecord.require(Path(output), "output")
+    config = with_horizon(fitted_as(config, run), run.plan.updates)
+    if run.status == "finished" and not is_extended(config, run):
+        raise UserError(
+            f"this run is already finished: make_config(resume=True), {output}. Load its model with "
+            f"load_model({output!r}), or train further with resume_anyway=True and a larger num_iterations"
+        )
+    return prepare_resume(config, screen)
+
+
+# --- sessions: what train() opens and closes -------------------------------------------------------------------------
+
+
+@contextmanager
+def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator[None]:
+    """Session of a trainer that writes no files. Ends the progress line, also after an error."""
+    with screen:
+        show_budget(trainer, screen, progress)
+        yield
+
+
+def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
+    """Attach the callbacks of a trainer that writes no files: progress, KL control and the warnings of a run."""
+    config, controller = trainer.config, kl_controller(trainer.config, trainer.updates)
+    if config.run.rollback_on_kl:
+        raise UserError("a rollback needs checkpoints: rollback_on_kl. Add output='./folder' to make_trainer()")
+    if is_first():
+        if progress:
+            trainer.add_callback(ProgressLine(trainer, screen, controller))
+        trainer.add_callback(SameScores(trainer, screen))
+    if config.kl.steered:
+        held = config.critic.critic_warmup
+        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
+        trainer.add_callback(KLGuard(trainer, config, controller, None, screen))
+    if config.record.report_to is not None:
+        trainer.add_callback(Trackers(config, screen, results=lambda: results_of(trainer)))
+
+
+@contextmanager
+def in_folder(
+    trainer: OnPolicyLoop, components: Components, pass_rates: PassRates | None, screen: Screen, progress: bool
+) -> Iterator[None]:
+    """Session of a trainer with an output folder: starts or resumes its run, attaches the callbacks of a script's run,
+    and at the end saves the model, the results and the model card. Ctrl-C ends the run after a checkpoint."""
+    config, shown = trainer.config, screen if progress else Screen(quiet=True)
+    with (
+        screen,
+        start_run(config, components, trainer.updates, screen, pass_rates) as log,
+        GracefulStop(screen.say) as stop,
+        Trackers(config, screen, log.record.id) as trackers,
+    ):
+        if not config.run.resume:
+            on_first(lambda: write_prompts(Path(config.run.output), trainer))
+        others, trainer.events.callbacks = trainer.events.callbacks, []
+        attach_callbacks(trainer, config, log, screen, stop, others, progress)
+        trainer.add_callback(trackers)
+        agree(lambda: resume_run(trainer, config, log, screen))
+        require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+        show_budget(trainer, screen, progress)
+        yield
+        require_equal_weights(trainer.model, "the last update")
+        on_first(lambda: finish(trainer, config, log, shown))
+        trackers.finish(log.record.figures)
+    if is_first():
+        export_run(config, shown)
+
+
+def show_budget(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
+    """Print the length of the run as in the plan of a script, if progress is shown."""
+    if progress:
+        screen.say(f"{trainer.config.algorithm.upper()}: {budget_line(trainer.config, trainer.sampler.updates)}")
+
+
+def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
+    """Write the rows of the prompts into the run's folder, from which they are evaluated later."""
+    (folder / PROMPTS_FOLDER).mkdir()
+    for name, prompts in (("train", trainer.train_prompts), ("evaluation", trainer.evaluation_prompts)):
+        write_text(folder / PROMPTS_FOLDER / f"{name}.jsonl", "".join(map(as_line, prompts)))
+
+
+def as_line(prompt: Prompt) -> str:
+    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text."""
+    return json.dumps(prompt.example.columns, ensure_ascii=True, default=str) + "\n"

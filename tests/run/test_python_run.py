@@ -1,0 +1,208 @@
+"""Tests runs with a folder that are started in Python: their files, resuming, incidents, and the commands that read
+them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import compare_runs
+import evaluate_generations
+import plot_training_progress
+import train_ppo
+from rlhf.api import make_trainer
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config
+from rlhf.rewards.find import name_in_settings
+from rlhf.rewards.functions import length_penalty
+from rlhf.settings.next_commands import resume_command
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.signals import TrainingInterrupted
+
+PROMPTS = [{"prompt": f"What is number {i}?", "answer": str(i)} for i in range(8)]
+HELD_OUT = [{"prompt": f"What is river {i}?", "answer": "x"} for i in range(4)]
+
+
+def words(completions, **kwargs):
+    """The number of words, with noise from Python's random numbers, whose state a checkpoint must restore."""
+    return [len(text.split()) + random.random() for text in completions]
+
+
+@pytest.fixture
+def made(start_model, tmp_path, monkeypatch):
+    """Return a function that makes a tiny trainer with the output folder `run`."""
+    monkeypatch.chdir(tmp_path)
+    tiny = {
+        "actor_model": str(start_model),
+        "batch_size": 2,
+        "max_new_tokens": 6,
+        "num_iterations": 4,
+        "ppo_epochs": 1,
+    }
+    tiny |= {"eval_every": 2, "save_every": 2, "learning_rate": 1e-3}
+
+    def make(rewards=words, callbacks=(), output="run", algorithm="ppo", **settings):
+        config = make_config(algorithm=algorithm, **tiny | settings)
+        return make_trainer(
+            config, PROMPTS, rewards, callbacks=callbacks, evaluation_prompts=HELD_OUT, output=output, progress=False
+        )
+
+    return make
+
+
+class Interrupts:
+    """Sends Ctrl-C to this process in one update. Its state counts the updates of the whole run."""
+
+    def __init__(self, update: int | None = None):
+        self.update, self.count = update, 0
+
+    def on_update_end(self, update, metrics):
+        self.count += 1
+        if update == self.update:
+            signal.raise_signal(signal.SIGINT)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def without_time(metrics: dict) -> dict:
+    return {n: v for n, v in metrics.items() if not n.startswith(("time/", "throughput/", "memory/"))}
+
+
+def test_a_run_folder_has_the_files_of_a_scripts_run(made):
+    made(algorithm="grpo", K=2).train()
+    names = {path.relative_to("run").parts[0] for path in Path("run").rglob("*")}
+    assert {"run.json", "README.md", "model.safetensors", "best", "checkpoint-2", "checkpoint-4", "logs", "samples",
+            "prompts", "tokenizer.json"} <= names  # fmt: skip
+    run = RunRecord.read(Path("run"))
+    assert run.status == "finished" and run.spent.updates == 4 and run.best is not None
+    assert run.flat_settings["prompts"] == "(given in Python)" and run.flat_settings["rm_model"] is None
+    rows = [json.loads(line) for line in Path("run/prompts/evaluation.jsonl").read_text().splitlines()]
+    assert rows == HELD_OUT and len(Path("run/prompts/train.jsonl").read_text().splitlines()) == 8
+    assert "(given in Python)" in Path("run/README.md").read_text()
+
+
+def test_without_output_nothing_is_written(made, tmp_path):
+    made(output=None, num_iterations=1).train()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_resumed_run_is_bit_identical(made):
+    random.seed(0)
+    whole, counted = made(output="whole", callbacks=[watch := Interrupts()]).train(), watch.count
+    random.seed(0)
+    stopped = r"stopped after update 2 of 4\. A checkpoint was saved\. Resume with: make_config\(\.\.\., resume=True\)"
+    with pytest.raises(TrainingInterrupted, match=stopped):
+        made(callbacks=[Interrupts(2)]).train()
+    assert RunRecord.read(Path("run")).status == "stopped"
+    random.seed(1)
+    resumed = made(callbacks=[watch := Interrupts()], resume=True).train()
+    assert same_weights(Path("run"), Path("whole")) and same_weights(Path("run/best"), Path("whole/best"))
+    assert without_time(resumed) == without_time(whole) and watch.count == counted == 4
+    runs = [RunRecord.read(Path(name)) for name in ("run", "whole")]
+    assert runs[0].best.evaluations[-1]["score"] == runs[1].best.evaluations[-1]["score"]
+    assert len(runs[0].sessions) == 1
+
+
+def test_a_run_whose_callback_failed_is_resumed_from_its_checkpoint(made):
+    class Fails:
+        def on_update_end(self, update, metrics):
+            assert update < 4, "a mistake"
+
+    random.seed(0)
+    with pytest.raises(AssertionError, match="a mistake"):
+        made(callbacks=[Fails()]).train()
+    assert RunRecord.read(Path("run")).reason == "AssertionError: a mistake\nassert 4 < 4"
+    made(resume=True).train()
+    random.seed(0)
+    made(output="whole").train()
+    assert same_weights(Path("run"), Path("whole"))
+
+
+def test_what_cannot_be_resumed_is_one_line(made):
+    with pytest.raises(UserError, match=r"folder not found: output run\."):
+        made(resume=True)
+    made(num_iterations=2).train()
+    with pytest.raises(UserError, match=r"already finished: make_config\(resume=True\), run\. .*load_model\('run'\)"):
+        made(num_iterations=2, resume=True)
+    with pytest.raises(UserError, match=r"already contains a finished run: --output run"):
+        made()
+    with pytest.raises(UserError, match=r"learning_rate was 0\.001 in this run and is 0\.1 now"):
+        made(num_iterations=2, learning_rate=0.1, resume=True)
+    made(resume=True, resume_anyway=True).train()
+    assert RunRecord.read(Path("run")).spent.updates == 4, "trained further"
+    run = RunRecord.read(Path("run"))
+    run.__class__(**{**vars(run), "status": "stopped"}).write(Path("run"))
+    with pytest.raises(UserError, match=r"this run was started in Python: --resume, --output run\. Resume it there"):
+        train_ppo.main(["--resume", "--output", "run"])
+
+
+def test_a_skipped_update_is_saved_and_replayed(made, capsys, tmp_path):
+    def nothing(prompts, completions, **_):
+        """NaN for the training prompts, which skips an update. An evaluation would end the run."""
+        return [float("nan") if "number" in prompt else 1.0 for prompt in prompts]
+
+    with pytest.raises(RunError, match=r"3 updates in a row were skipped.*then resume with: make_config"):
+        made(nothing).train()
+    incident = Path("run/incidents/update-000003")
+    assert (incident / "incident.json").is_file()
+    with pytest.raises(UserError, match=r"reward code must be given .*: --replay, python:nothing in .* --reward-func "
+                       r"FILE\.py:nothing"):  # fmt: skip
+        train_ppo.main(["--replay", str(incident)])
+    (tmp_path / "mine.py").write_text("def nothing(completions, **_):\n    return [0.5] * len(completions)\n")
+    train_ppo.main(["--replay", str(incident), "--reward-func", "mine.py:nothing"])
+    assert "scores of nothing" in capsys.readouterr().out
+
+
+@pytest.mark.ci
+def test_the_commands_read_a_run_of_python(made, capsys, tmp_path):
+    """Two algorithms with the same prompts are compared. The function is defined in this test, so the commands ask
+    for a file."""
+
+    def letters(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    for algorithm, more in (("ppo", {}), ("grpo", {"K": 2})):
+        made(letters, output=algorithm, algorithm=algorithm, **more).train()
+    asked = "the function letters was defined in a Python program or a notebook: --reward-func. Save it in a file"
+    with pytest.raises(UserError, match=asked):
+        evaluate_generations.main(["--model-path", "ppo"])
+    (tmp_path / "mine.py").write_text(
+        "def letters(completions, **_):\n    return [float(len(t)) for t in completions]\n"
+    )
+    reward = ["--reward-func", "mine.py:letters"]
+    evaluate_generations.main(["--model-path", "ppo", *reward, "--output", "evaluated"])
+    assert "4 drawn at random from 4 held-out prompts" in capsys.readouterr().out
+    compare_runs.main(["ppo", "grpo", *reward, "--output", "compared"])
+    printed = capsys.readouterr().out
+    assert "PPO" in printed and "GRPO" in printed and "have changed since" not in printed
+    plot_training_progress.main(["ppo", "grpo", "--output", "plot.png"])
+    assert Path("plot.png").is_file()
+
+
+def test_names_of_functions_in_run_json():
+    assert name_in_settings(length_penalty) == "length_penalty"
+    assert name_in_settings(lambda completions: []) == "python:<lambda>"
+    assert name_in_settings(words).endswith("tests/run/test_python_run.py:words")
+    from trl.rewards import think_format_reward
+
+    assert name_in_settings(think_format_reward) == "trl:think_format_reward"
+
+
+def test_the_command_that_resumes_a_run_of_python():
+    more = ("--resume-anyway", "--learning-rate", "1e-06")
+    printed = "make_config(..., resume=True, resume_anyway=True, learning_rate=1e-06) and the same make_trainer(...)"
+    assert resume_command(make_config(), *more) == printed

@@ -12,14 +12,14 @@ from typing import Any, Unpack
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import folders_of
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, flat_settings
-from rlhf.settings.fields import Layer, at_commas, hint, name_table, settings_of
+from rlhf.settings.fields import Layer, at_commas, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import ambiguous_names, only
+from rlhf.settings.translate import ambiguous_names, hint, only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training

@@ -86,7 +86,7 @@ def gpu_memory_margin(total: int) -> int:
 
 
 def cap_gpu_memory() -> bool:
-    """On Windows, limit torch to the GPU memory that it has and what is free now, less a margin. Returns True if it did.
+    """On Windows, limit torch to the GPU memory that it has and what is free, less a margin. Returns True if it did.
 
     If the GPU memory is full, the Windows driver moves data to system memory, and the run becomes many times slower
     without an error. With the limit torch releases its cached memory and tries again, then raises an out-of-memory

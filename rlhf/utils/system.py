@@ -86,7 +86,7 @@ def gpu_memory_margin(total: int) -> int:
 
 
 def cap_gpu_memory() -> bool:
-    """On Windows, limit torch to the GPU memory that is free now, less a margin. Returns True if it did.
+    """On Windows, limit torch to the GPU memory that it has and what is free, less a margin. Returns True if it did.
 
     If the GPU memory is full, the Windows driver moves data to system memory, and the run becomes many times slower
     without an error. With the limit torch releases its cached memory and tries again, then raises an out-of-memory
@@ -97,7 +97,8 @@ def cap_gpu_memory() -> bool:
     if not WINDOWS or not torch.cuda.is_available():
         return False
     free, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(max(free - gpu_memory_margin(total), free // 2) / total)
+    more = max(free - gpu_memory_margin(total), free // 2)
+    torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + more) / total, 1.0))
     return True
 
 

@@ -122,20 +122,21 @@ def test_on_windows_ctrl_break_is_a_stop_signal(windows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("free", "total", "limit"), [(9, 12, 8.25), (7, 8, 6.5), (4, 4, 3.5), (30, 32, 29), (0.6, 8, 0.3)]
+    ("free", "total", "limit"), [(9, 12, 8.25), (7, 8, 6.5), (3, 4, 2.5), (30, 32, 29), (0.6, 8, 0.3)]
 )
 def test_gpu_memory_is_capped_on_windows_only(monkeypatch, free, total, limit):
-    """The cap in GiB is the free memory less a sixteenth of the GPU, and 0.5 to 1 GiB: the CUDA context and kernels
-    that are loaded later are not torch's, and beyond the free memory Windows moves data into the machine's memory."""
+    """The cap is what torch has (1 GiB here) and the free memory less a sixteenth of the GPU, and 0.5 to 1 GiB: the
+    CUDA context and kernels that are loaded later are not torch's. Beyond it, Windows moves data into the machine's
+    memory."""
     fractions = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free * 2**30, total * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 2**30)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     assert system.cap_gpu_memory() is False and fractions == []
     assert available(torch.device("cuda")) == pytest.approx((free + 1) * 2**30)
     monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.cap_gpu_memory() is True and fractions == [pytest.approx(limit / total)]
+    assert system.cap_gpu_memory() is True and fractions == [pytest.approx((limit + 1) / total)]
     margin = min(max(total / 16, 0.5), 1)
     assert available(torch.device("cuda")) == pytest.approx((free + 1 - margin) * 2**30)
 

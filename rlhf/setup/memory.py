@@ -272,9 +272,8 @@ class _Run:
                 each = shape.saved_by_layer(tokens, self.element, attention, targets)
                 inputs = FLOAT * tokens * shape.hidden
                 parts[name] = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
-        layers = 1 if m.gradient_checkpointing else self.given.policy.layers
         gaps = GAPS * FLOAT * self.given.policy.hidden + self.element * self.given.policy.outputs(targets or ())
-        return parts | {"heap fragmentation": on_cpu * layers * tokens * gaps}
+        return parts | {"heap fragmentation": on_cpu * self.given.policy.layers * tokens * gaps}
 
     def backward(self, episodes: int, tokens: int, completion: int) -> dict[str, int]:
         """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where
@@ -291,9 +290,10 @@ class _Run:
         several = episodes < self.config.minibatch_size  # then earlier micro-batches have left gradients
         before = self.every_trained if several else head * (numbers < completion * policy.vocabulary)
         at_head = {**saved, "logits": logits, "gradients": before, "weight copies": self.copies()}
+        recomputed = config.model.gradient_checkpointing  # the gradients then fill the gaps of the other layers
         at_first_layer = {
             "activations": policy.saved_by_layer(tokens, self.element, FLOAT, None) + 8 * tokens * policy.inner,
             "gradients": self.every_trained + head,
-            "heap fragmentation": saved["heap fragmentation"],
+            "heap fragmentation": saved["heap fragmentation"] // (policy.layers if recomputed else 1),
         }
         return max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))

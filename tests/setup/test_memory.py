@@ -126,6 +126,19 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
 
 
+@pytest.mark.parametrize(
+    ("flags", "held"),
+    [([], True), (["--use-lora"], True), (["--minibatches", 2], False), (["--micro-batch-size", 1], False),
+     (["--gradient-checkpointing"], False), (["--use-lora", "--lora-dropout", 0.1], False)],
+)  # fmt: skip
+def test_a_forward_pass_that_the_first_step_uses_is_held_from_the_log_probs_on(configured, flags, held):
+    config = configured("--minibatches", 1, *flags)
+    phases = {phase.name: phase.parts for phase in estimator(load_inputs(config, Screen()), 2, CPU)(config).phases}
+    for name in ("log-probs", "scoring"):
+        assert ("activations" in phases[name]) is held
+    assert "activations" in phases["backward pass"] and "activations" not in phases["evaluation scoring"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
 def test_predicted_gpu_peak_matches_the_measured_peak(tmp_path, flags):

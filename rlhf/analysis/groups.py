@@ -165,6 +165,11 @@ def _label(name: str, settings: dict[str, str], most: int) -> str:
     return " ".join([name, ", ".join([*words, *more])]).strip()
 
 
+def is_default_label(label: str, algorithm: str, settings: dict[str, str]) -> bool:
+    """True if a group's label consists of its algorithm and its settings."""
+    return label in [_label(algorithm.upper(), settings, most) for most in (NAMED, len(settings))]
+
+
 def _text(value: Any) -> str:
     """Return a setting's value as short text. The end of a path or of a list is the part that differs."""
     text = as_text(value, " ")

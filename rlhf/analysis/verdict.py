@@ -171,12 +171,12 @@ def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Seq
             only_here = "in these runs " if found.over == OVER_PROMPTS else ""
             result = f"{only_here}{'better' if found.difference.value > 0 else 'worse'} than the first one"
         sentences.append(f"{group.name}, {result}: {found.text}{_budget([first, group])}.")
-    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no significant difference": []}
+    kinds: dict[str, list[str]] = {"Better than": [], "Worse than": [], "No significant difference to": []}
     for group, found in zip(groups, start, strict=True):
-        kind = "better" if found.difference.value > 0 else "worse"
-        kinds[kind if found.difference.excludes(0) else "no significant difference"].append(group.name)
-    parts = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
-    return [*sentences, f"Against the start model {_short(by)}, {parts}."]
+        kind = "Better than" if found.difference.value > 0 else "Worse than"
+        kinds[kind if found.difference.excludes(0) else "No significant difference to"].append(group.name)
+    against = [f"{kind} the start model {_short(by)}: {'; '.join(names)}." for kind, names in kinds.items() if names]
+    return [*sentences, *against]
 
 
 def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
@@ -237,7 +237,7 @@ def _caveats(
         )
     few = [f"{group.name} {len(group.runs)}" for group in groups if 1 < len(group.runs) < ENOUGH_SEEDS]
     if few:
-        which = ", ".join(few) if len(groups) <= ALL_PAIRS else f"{len(few)} groups with less than {ENOUGH_SEEDS}"
+        which = ", ".join(few) if len(groups) <= ALL_PAIRS else f"{len(few)} groups have fewer than {ENOUGH_SEEDS}"
         notes.append(f"few seeds ({which}): intervals over so few seeds are wide and approximate")
     if judge_name is None:
         notes.append(

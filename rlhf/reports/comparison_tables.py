@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
-from rlhf.analysis.groups import ALL_PAIRS, short_pair
+from rlhf.analysis.groups import ALL_PAIRS, is_default_label, short_pair
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
@@ -49,7 +49,8 @@ def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
     main = [name for name in MAIN if any(group.known(name) for group in groups)]
     rows = [
         [
-            group.name,
+            # the settings have columns of their own
+            group.algorithm.upper() if is_default_label(group.name, group.algorithm, group.settings) else group.name,
             ", ".join(map(str, group.seeds)),
             *(group.settings.get(name, "-") for name in names),
             *(_mean(name, group.known(name)) for name in main),

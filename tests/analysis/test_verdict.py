@@ -276,15 +276,15 @@ def test_verdict_of_five_groups_compares_each_with_the_first():
     verdict = judge_runs(groups, completions(0.0), None, 1)
     assert [c.name for c in verdict.contrasts[5:]] == [f"{name} - low" for name in names[1:]]
     assert [c.level for c in verdict.contrasts[5:]] == [pytest.approx(1 - 0.05 / 4)] * 4
-    first, *others, against_start = verdict.sentences
+    first, *others, better, no_difference = verdict.sentences
     assert first == (
         "Each group is compared with low, the first one, by score (the training reward): the others minus this one."
     )
     assert len(others) == 4 and others[3].startswith("high, better than the first one: +0.")
     assert "(98.8% confidence interval over seeds and prompts: " in others[3]
     assert others[3].endswith("after 100 episodes each.")
-    assert against_start.startswith("Against the start model by score, better: ")
-    assert against_start.endswith("; no significant difference: low.")
+    assert better.startswith("Better than the start model by score: ") and better.endswith("c; d; high.")
+    assert no_difference.startswith("No significant difference to the start model by score: low")
     assert verdict.caveats[0].startswith(
         "each of 4 groups is compared with the first one only, so each pair has a 98.8% interval (Bonferroni"
     )

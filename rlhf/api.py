@@ -28,7 +28,7 @@ from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.setup.trial import check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
-from rlhf.utils.requirements import check_trackers
+from rlhf.utils.libraries import check_trackers
 
 Prompts = Sequence[GivenPrompt]
 

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.commands import cli
 from rlhf.config import parse_cli
-from rlhf.utils import requirements
+from rlhf.utils import libraries
 from tests.documents import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -58,7 +58,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def libraries(trees: list[ast.AST]) -> set[str]:
+def distributions_of(trees: list[ast.AST]) -> set[str]:
     """Return the distributions that code imports, without Python's own modules and this project."""
     found = {module for tree in trees for module in imported(tree)} - set(sys.stdlib_module_names) - {"rlhf"}
     return {canonicalize_name(OTHER_NAMES.get(module, module)) for module in found}
@@ -69,7 +69,7 @@ def trees_of_the_package() -> list[ast.Module]:
 
 
 def test_every_declared_library_is_imported_and_every_imported_one_is_declared():
-    declared, used = names_of(PROJECT["dependencies"]), libraries(trees_of_the_package())
+    declared, used = names_of(PROJECT["dependencies"]), distributions_of(trees_of_the_package())
     assert declared - used == set(FOR_ANOTHER_LIBRARY), "remove what nothing imports"
     assert used - declared <= names_of([line for name in EXTRAS for line in EXTRAS[name]]), "declare it in pyproject"
 
@@ -83,7 +83,7 @@ def test_libraries_of_extras_are_imported_inside_functions_only():
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_annotations(node):
             node.body = []
-    found = libraries(trees)
+    found = distributions_of(trees)
     assert "torch" in found and found <= names_of(PROJECT["dependencies"])
 
 
@@ -154,34 +154,34 @@ def metadata(monkeypatch):
                 self.requires = requires
 
         def find(name):
-            if name != requirements.NAME:
+            if name != libraries.NAME:
                 return original(name)
             if requires is None:
                 raise importlib.metadata.PackageNotFoundError(name)
             return Distribution()
 
-        requirements.project.cache_clear()
-        monkeypatch.setattr(requirements, "is_checkout", lambda: False)
+        libraries.project.cache_clear()
+        monkeypatch.setattr(libraries, "is_checkout", lambda: False)
         monkeypatch.setattr(importlib.metadata, "distribution", find)
 
     yield install
-    requirements.project.cache_clear()
+    libraries.project.cache_clear()
 
 
 def test_an_installed_package_reads_its_metadata(metadata):
     metadata(["trl==1.12.0", "rich<16,>=13.9", 'bitsandbytes<1,>=0.49; extra == "4bit"',
               "trl[vllm]==1.12.0; sys_platform == 'linux' and extra == 'vllm'"])  # fmt: skip
-    assert requirements.project()["version"] == "3.1.4"
-    assert requirements.requirements() == ["trl==1.12.0", "rich<16,>=13.9"]
-    assert requirements.pip_install("4bit") == 'pip install "bitsandbytes<1,>=0.49"'
-    assert requirements.pip_install("vllm") == 'pip install "trl[vllm]==1.12.0"'
-    requirements.check_libraries()
+    assert libraries.project()["version"] == "3.1.4"
+    assert libraries.requirements() == ["trl==1.12.0", "rich<16,>=13.9"]
+    assert libraries.pip_install("4bit") == 'pip install "bitsandbytes<1,>=0.49"'
+    assert libraries.pip_install("vllm") == 'pip install "trl[vllm]==1.12.0"'
+    libraries.check_libraries()
 
 
 def test_a_missing_library_and_another_trl_are_errors(metadata):
     metadata(["trl==1.11.0", "no-such-library>=2"])
-    with pytest.raises(requirements.UserError) as error:
-        requirements.check_libraries()
+    with pytest.raises(libraries.UserError) as error:
+        libraries.check_libraries()
     assert error.value.problems == [
         'wrong version of trl (1.12.0): rlhf-workstation requires trl==1.11.0. Fix it with: pip install "trl==1.11.0"',
         "no-such-library is not installed: rlhf-workstation requires it. Install it with: "
@@ -199,15 +199,15 @@ def test_matplotlib_is_required_by_the_commands_that_draw(metadata, monkeypatch)
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    requirements.check_libraries()
-    with pytest.raises(requirements.UserError, match='pip install "matplotlib>=3.9"'):
-        requirements.check_libraries("matplotlib")
+    libraries.check_libraries()
+    with pytest.raises(libraries.UserError, match='pip install "matplotlib>=3.9"'):
+        libraries.check_libraries("matplotlib")
 
 
 def test_neither_checkout_nor_installation_is_an_error(metadata):
     metadata(None)
-    with pytest.raises(requirements.UserError, match="no pyproject.toml, and rlhf-workstation is not installed"):
-        requirements.check_libraries()
+    with pytest.raises(libraries.UserError, match="no pyproject.toml, and rlhf-workstation is not installed"):
+        libraries.check_libraries()
 
 
 # --- the wheel, built and installed without an index -----------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_the_installed_command_in_the_folder_of_another_project(programs, foreig
     assert f"usage: python -m rlhf {DEFAULT_ALGORITHM} " in python(
         foreign, programs / "python", "-m", "rlhf", DEFAULT_ALGORITHM, "--help"
     )
-    code = "from rlhf.utils.requirements import requirements as r; print(*r(), *r('4bit'), *r('math'), sep='\\n')"
+    code = "from rlhf.utils.libraries import requirements as r; print(*r(), *r('4bit'), *r('math'), sep='\\n')"
     lines = python(foreign, programs / "python", "-P", "-c", code).split("\n")[:-1]
     assert {(r.name, r.specifier) for r in map(Requirement, lines)} == {
         (r.name, r.specifier) for r in map(Requirement, [*PROJECT["dependencies"], *EXTRAS["4bit"], *EXTRAS["math"]])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.utils.system import short_name
+from rlhf.utils.command_lines import short_name
 
 
 @dataclass(frozen=True)

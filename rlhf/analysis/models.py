@@ -22,10 +22,10 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
+from rlhf.utils.command_lines import command, short_name
 from rlhf.utils.console import listed
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
-from rlhf.utils.system import command, short_name
 
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.paths import is_path, missing_path, resolve_path
-from rlhf.utils.system import command, script_words
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from rlhf.utils.command_lines import short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
-from rlhf.utils.system import short_name, typed_words
 
 RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
+from rlhf.utils.command_lines import CONSOLE_COMMAND, console_words
 from rlhf.utils.errors import UserError, run_command
-from rlhf.utils.requirements import project
-from rlhf.utils.system import CONSOLE_COMMAND, console_words
+from rlhf.utils.libraries import project
 
 NEAR = 0.6  # difflib ratio
 

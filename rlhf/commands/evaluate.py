@@ -10,8 +10,7 @@ from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.files import check_folder
-from rlhf.utils.imports import import_libraries
-from rlhf.utils.requirements import check_libraries
+from rlhf.utils.libraries import check_libraries, import_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 

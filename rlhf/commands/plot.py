@@ -8,10 +8,10 @@ from pathlib import Path
 from rlhf.analysis.groups import group_runs
 from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
+from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.requirements import check_libraries
-from rlhf.utils.system import short_name
+from rlhf.utils.libraries import check_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 

@@ -9,9 +9,8 @@ from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
 from rlhf.utils.console import Screen, quiet_imports
-from rlhf.utils.imports import import_libraries
+from rlhf.utils.libraries import check_libraries, import_libraries
 from rlhf.utils.processes import is_first
-from rlhf.utils.requirements import check_libraries
 
 # printed after Ctrl-C
 INTERRUPTED = "stopped: the output folder contains its previous content, or the complete new reward model"

@@ -19,8 +19,7 @@ from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
-from rlhf.utils.imports import import_libraries
-from rlhf.utils.requirements import check_libraries, check_trackers
+from rlhf.utils.libraries import check_libraries, check_trackers, import_libraries
 
 if TYPE_CHECKING:
     from rlhf.data.prompts import Selection

@@ -12,9 +12,10 @@ from accelerate import PartialState
 
 from rlhf.distributed.join import TIMEOUT_S, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
+from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_gpu_memory, command, gpu_memory_margin, reset_resident_peak, resident_peak
+from rlhf.utils.system import cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 # CUDA 13 supports GPUs from Turing (RTX 20) on; torch 2.14 is the last release with CUDA 12

@@ -19,7 +19,7 @@ from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.requirements import pip_install
+from rlhf.utils.libraries import pip_install
 
 
 def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:

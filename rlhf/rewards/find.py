@@ -23,7 +23,7 @@ from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.files import files_print
-from rlhf.utils.requirements import pip_install
+from rlhf.utils.libraries import pip_install
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.budget import VLLM_MEMORY_SHARE
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
-from rlhf.utils.requirements import pip_install
+from rlhf.utils.libraries import pip_install
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

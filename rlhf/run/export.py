@@ -28,11 +28,11 @@ from rlhf.run.modelfile import MODELFILE, modelfile
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import PUSH
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors, update_dir_atomically, write_text
 from rlhf.utils.hub import push_failed, push_files
-from rlhf.utils.system import command, script_words
 
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
 

@@ -17,8 +17,8 @@ from rlhf.data.messages import Message
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
+from rlhf.utils.command_lines import CONSOLE_COMMAND, command
 from rlhf.utils.html import render
-from rlhf.utils.system import CONSOLE_COMMAND, command
 
 CARD_FILE = "README.md"
 ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_targets")

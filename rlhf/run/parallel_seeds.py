@@ -23,8 +23,7 @@ from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import RunError, run_command
-from rlhf.utils.imports import import_libraries
-from rlhf.utils.requirements import check_libraries
+from rlhf.utils.libraries import check_libraries, import_libraries
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.system import available_cores, new_process_group, send_stop, stop_signals
 

@@ -18,9 +18,9 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import FROM_PYTHON, IN_PYTHON
 from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import short_name
 
 
 def replay_incident(config: Config, screen: Screen) -> None:

@@ -17,12 +17,12 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
-from rlhf.utils.system import command, script_words
 
 # figure in run.json -> label in the table
 SHOWN = {

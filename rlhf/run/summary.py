@@ -21,10 +21,10 @@ from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import interval
-from rlhf.utils.system import command, script_words
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:

@@ -22,11 +22,11 @@ from rlhf.run.seeds import configs_of_seeds, show_next, summary_of, with_seed
 from rlhf.settings.fields import Layer, as_text, name_table, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_inputs
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import atomic_write, write_json
-from rlhf.utils.requirements import check_libraries
-from rlhf.utils.system import command, script_words
+from rlhf.utils.libraries import check_libraries
 
 LONGEST_PART = 120  # characters of the settings in a folder's name
 SCORE, KL, TIME = "score_rise_in_start_sd", "kl_last_10_updates", "seconds"

@@ -22,8 +22,8 @@ from rlhf.settings.fields import (
     settings_of,
 )
 from rlhf.settings.translate import hint
+from rlhf.utils.command_lines import script_words
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import script_words
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
 NEGATIVE = "no_"  # prefix of a boolean flag that sets false

@@ -10,7 +10,7 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
 from rlhf.settings.types import FROM_PYTHON, FROM_TRL
-from rlhf.utils.system import command, script_words
+from rlhf.utils.command_lines import command, script_words
 
 
 def names_code(rules: Iterable[str]) -> list[str]:

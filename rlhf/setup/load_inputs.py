@@ -31,7 +31,7 @@ from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.requirements import pip_install
+from rlhf.utils.libraries import pip_install
 
 if TYPE_CHECKING:
     from torch import nn

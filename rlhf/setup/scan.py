@@ -30,10 +30,10 @@ from rlhf.setup.scan_figures import (
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
-from rlhf.utils.system import command, script_words
 
 OF_A_LOOK = ("scan", "scan_prompts", "dry_run", "check")  # not in the recommended command
 MANY = 0.5  # share of completions (or prompts) from which a cause of equal scores is reported

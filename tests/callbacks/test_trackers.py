@@ -18,7 +18,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings import training
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.requirements import check_trackers
+from rlhf.utils.libraries import check_trackers
 from tests.scripts.test_scripts import ROOT, run
 
 INSTALLED = [name for name in training.TRACKERS if importlib.util.find_spec(name) is not None]

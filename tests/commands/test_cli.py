@@ -17,7 +17,7 @@ from rlhf.commands import cli
 from rlhf.config import parse_cli
 from rlhf.run.model_card import model_card_command
 from rlhf.settings.next_commands import resume_command, reward_model_command
-from rlhf.utils import system
+from rlhf.utils import command_lines
 from tests.test_structure import HEAVY, PACKAGE, ROOT, module_of, strings_of
 
 MODULE = str(ROOT / "rlhf" / "__main__.py")
@@ -154,13 +154,13 @@ def test_the_words_of_a_command(program, prefix, started_as, monkeypatch):
     started_as(program)
     for name in cli.COMMANDS:
         script = f"python {OTHER_SCRIPTS.get(name, f'train_{name}.py')}"
-        assert " ".join(system.script_words(name)) == (script if prefix is None else f"{prefix} {name}")
-    monkeypatch.setattr(system, "is_checkout", lambda: False)
-    assert system.script_words("plot")[-2:] == ("rlhf", "plot")
+        assert " ".join(command_lines.script_words(name)) == (script if prefix is None else f"{prefix} {name}")
+    monkeypatch.setattr(command_lines, "is_checkout", lambda: False)
+    assert command_lines.script_words("plot")[-2:] == ("rlhf", "plot")
 
 
 def test_the_scripts_exist():
-    for words in system.SCRIPTS.values():
+    for words in command_lines.SCRIPTS.values():
         script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
         assert (ROOT / script).is_file()
     assert all((ROOT / row.script).is_file() for row in ALGORITHMS.values())
@@ -184,7 +184,7 @@ def test_commands_for_the_next_step_have_the_form_that_was_used(program, trainin
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=module_of)
 def test_one_file_has_the_names_of_the_scripts(path):
-    names = (*(words[-1] for words in system.SCRIPTS.values()), "train_{")
+    names = (*(words[-1] for words in command_lines.SCRIPTS.values()), "train_{")
     found = [text for text in texts_of(path) if any(name in text for name in names)]
     assert found == [] or module_of(path) == "rlhf.utils.system"
 

@@ -27,7 +27,7 @@ from rlhf.settings import next_commands as commands
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
-from rlhf.utils import system
+from rlhf.utils import command_lines
 from tests.conftest import typed
 from tests.systems import words_of
 
@@ -170,13 +170,13 @@ def test_all_missing_inputs_are_reported_before_torch_is_imported(tmp_path, monk
 
 @pytest.mark.parametrize("word", ["plain", "a b", "a'b", 'a"b', "$HOME", "`x`", "a;b", "", "ü", "new\nline"])
 def test_words_are_quoted_for_a_posix_shell(word, monkeypatch):
-    monkeypatch.setattr(system, "WINDOWS", False)
-    assert shlex.split(system.command("python", word)) == ["python", word]
+    monkeypatch.setattr(command_lines, "WINDOWS", False)
+    assert shlex.split(command_lines.command("python", word)) == ["python", word]
 
 
 def test_words_are_quoted_for_windows(monkeypatch):
-    monkeypatch.setattr(system, "WINDOWS", True)
-    quoted = system.command("python", r"C:\a b\c", "plain-1.2", "it's", "$x", "a;b", "a,b", "")
+    monkeypatch.setattr(command_lines, "WINDOWS", True)
+    quoted = command_lines.command("python", r"C:\a b\c", "plain-1.2", "it's", "$x", "a;b", "a,b", "")
     assert quoted == 'python "C:\\a b\\c" plain-1.2 "it\'s" \'$x\' "a;b" "a,b" ""'
 
 

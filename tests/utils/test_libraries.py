@@ -11,7 +11,7 @@ CODE = """
 import sys
 sys.path.insert(0, {root!r})
 from rlhf.utils.console import Screen
-from rlhf.utils.imports import import_libraries
+from rlhf.utils.libraries import import_libraries
 import_libraries(Screen())
 print("compiler", "torch._inductor.compile_fx" in sys.modules)
 import torch

@@ -1,0 +1,72 @@
+"""The command lines that are printed, in the form that the user used: scripts, or the installed command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from rlhf.utils.system import WINDOWS
+
+CHECKOUT = Path(__file__).resolve().parents[2]  # of an installed package: the folder of all packages
+CONSOLE_COMMAND = "rlhf"
+# commands of `rlhf` -> how a checkout calls them. The other commands are algorithms: `python train_NAME.py`.
+SCRIPTS = {
+    "reward-model": ("python", "-m", "reward_model.train"),
+    "evaluate": ("python", "evaluate_generations.py"),
+    "compare": ("python", "compare_runs.py"),
+    "plot": ("python", "plot_training_progress.py"),
+}
+
+
+def is_checkout() -> bool:
+    """Return True if this package is in a checkout of the project, also an editable installation of it."""
+    return (CHECKOUT / "pyproject.toml").is_file()
+
+
+def console_words() -> tuple[str, ...] | None:
+    """Return the words that started this process, `rlhf` or `python -m rlhf`; None if it was another program."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py" and program.resolve().parent == CHECKOUT / CONSOLE_COMMAND:
+        return ("python", "-m", CONSOLE_COMMAND)
+    return (CONSOLE_COMMAND,) if program.stem == CONSOLE_COMMAND else None
+
+
+def script_words(name: str) -> tuple[str, ...]:
+    """Return the words that start a command, in the form that the user used: `python train_NAME.py` with the scripts
+    of a checkout, `rlhf NAME` with the installed command. `name` is the command's name after `rlhf`.
+
+    A program or notebook gets the scripts if the package is in a checkout.
+    """
+    words = console_words() or (None if is_checkout() else (CONSOLE_COMMAND,))
+    return SCRIPTS.get(name, ("python", f"train_{name}.py")) if words is None else (*words, name)
+
+
+def short_name(name: str) -> str:
+    """Return a command's name in texts: `train_NAME.py`, or `rlhf NAME` with the installed command."""
+    words = script_words(name)
+    return words[1] if words[1].endswith(".py") else " ".join(words)
+
+
+def typed_words() -> list[str]:
+    """Return the command line of this process, without the folder of the program and without `python`."""
+    words = console_words()
+    program = [Path(sys.argv[0]).name] if words is None else [word for word in words if word != "python"]
+    return [*program, *sys.argv[1:]]
+
+
+def command(*words: str) -> str:
+    """Return words as a command line for the shell of this platform, quoted for POSIX or for Windows."""
+    if not WINDOWS:
+        return shlex.join(words)
+    return " ".join(_quoted_for_windows(word) for word in words)
+
+
+def _quoted_for_windows(word: str) -> str:
+    """Return a word for cmd and PowerShell. Single quotes prevent PowerShell from expanding $ and `."""
+    if word and not re.search(r"[^\w\-./\\:=+~]", word):
+        return word
+    if "$" in word or "`" in word or '"' in word:
+        return "'" + word.replace("'", "''") + "'"
+    return f'"{word}"'

@@ -18,6 +18,11 @@ from rlhf.utils.errors import UserError, raise_if
 T = TypeVar("T")
 
 MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that do not separate runs of an algorithm
+# settings of evaluations, speed and memory: named only if nothing else tells the groups apart
+MINOR = (
+    *("eval_every", "eval_prompts", "eval_text", "best_rule", "perplexity_gate", "reward_timeout"),
+    *("rollout_engine", "rollout_slots", "packed", "fused_head", "fit", "micro_batch_size", "gradient_checkpointing"),
+)
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label, if they are enough to tell the groups apart
 LONGEST_VALUE = 32  # characters of a setting's value in a label
@@ -117,9 +122,9 @@ def _without_consequences(
     members: Sequence[Sequence[int]],
     runs: Sequence[tuple[str, RunRecord]],
 ) -> list[str]:
-    """Return the names without those that follow from other settings: batch_size and kl_horizon of different
-    algorithms that are the same per update, and a kl_horizon that was not set by the user."""
-    left = [name for name in names if not _same_per_update(name, algorithms, settings)]
+    """Return the names without those in MINOR and those that follow from other settings: batch_size and kl_horizon of
+    different algorithms that are the same per update, and a kl_horizon that was not set by the user."""
+    left = [name for name in names if name not in MINOR and not _same_per_update(name, algorithms, settings)]
     rest = [name for name in left if name != HORIZON]
     if not rest or HORIZON not in left:
         return left

@@ -252,7 +252,7 @@ def _export(config: Config) -> list[str]:
             "no adapter to merge: --merge-lora. Add --use-lora, or remove --merge-lora: without adapters the run "
             "saves a whole model"
         )
-    if name is not None and config.run.seeds is not None:
+    if name is not None and (config.run.seeds is not None or config.run.sweep):
         problems.append(
             f"several runs and one repository: --seeds, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"

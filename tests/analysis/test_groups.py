@@ -67,6 +67,12 @@ def test_a_horizon_that_follows_from_the_length_is_not_named():
     assert other_data == ["PPO kl_horizon 16", "PPO kl_horizon 32"]
 
 
+def test_settings_of_evaluations_are_named_only_if_nothing_else_differs():
+    assert labels(run(eval_every=5), run("grpo")) == ["PPO", "GRPO"]
+    assert labels(run(eval_every=5), run(gamma=0.9)) == ["PPO gamma 1.0", "PPO gamma 0.9"]
+    assert labels(run(eval_every=5), run()) == ["PPO eval_every 5", "PPO eval_every 25"]
+
+
 def test_a_name_has_three_settings_unless_more_are_needed():
     first = {"learning_rate": 1e-5, "gamma": 0.9, "lam": 0.9, "temperature": 0.9}
     assert labels(run(), run(**first))[1] == "PPO gamma 0.9, lam 0.9, learning_rate 1e-05, 1 more settings"

@@ -160,7 +160,8 @@ def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
         "    assert all(completion_ids)\n"
         "    return [float(len(set(a.split()) & set(b.split()))) for a, b in zip(completions, chosen)]\n"
     )
-    words = [runs["ppo", 1], runs["grpo", 1], "--eval-func", f"{rules}:like", f"{rules}:has_e", "--num-prompts", 4,
+    words = [runs["ppo", 1], runs["grpo", 1], "--label", "PPO", "GRPO",
+             "--eval-func", f"{rules}:like", f"{rules}:has_e", "--num-prompts", 4,
              "--completions", 2, "--output", tmp_path / "out"]  # fmt: skip
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())

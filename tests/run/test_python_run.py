@@ -117,6 +117,7 @@ def test_a_resumed_run_is_bit_identical(made):
     assert len(runs[0].sessions) == 1
 
 
+@pytest.mark.ci
 def test_a_run_whose_callback_failed_is_resumed_from_its_checkpoint(made):
     class Fails:
         def on_update_end(self, update, metrics):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,31 @@ def test_in_a_pipe_the_progress_line_is_printed_rarely_and_at_the_end(monkeypatc
         screen.progress(f"update {i}")
     screen.progress("update 50", last=True)
     assert sys.stdout.getvalue().split("\n") == ["update 0", "update 50", ""]
+
+
+def test_in_a_notebook_one_output_is_updated_and_lines_are_plain_text(monkeypatch, capsys):
+    """With stand-ins for IPython's functions. tests/scripts/test_notebooks.py has a real kernel."""
+    shown = []
+
+    class Handle:
+        def update(self, content, raw):
+            shown[-1].append(content["text/plain"])
+
+    def display(content, raw, display_id):
+        shown.append([content["text/plain"]])
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    screen = Screen()
+    for i in range(50):
+        screen.progress(f"update {i}")
+    screen.progress("update 50\x1b", last=True)
+    screen.say("a line")
+    screen.progress("the next run")
+    Screen(quiet=True).progress("not shown")
+    assert shown == [[*(f"update {i}" for i in range(50)), "update 50<U+001B>"], ["the next run"]]
+    assert capsys.readouterr().out == "a line\n"
 
 
 # --- a GPU that torch cannot use (simulated) -------------------------------------------------------------------------

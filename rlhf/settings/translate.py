@@ -512,7 +512,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "ref_model_adapters": FIXED_REFERENCE,
     "ref_model_quantization_bit": FIXED_REFERENCE,
     "adapter_name_or_path": "Not offered, because a run starts from a whole model: merge the adapter first",
-    "plot_loss": "Not needed, because plot_training_progress.py draws the curves",
+    "plot_loss": "Not needed, because the plot command draws the curves",
     "preprocessing_num_workers": "Not offered, because tokenizing 10,000 prompts takes seconds",
     "overwrite_cache": "Not needed, because nothing is cached",
     "pure_bf16": "Not offered, because trained weights stay in float32; {bf16} computes in bfloat16",

@@ -186,7 +186,7 @@ def test_commands_for_the_next_step_have_the_form_that_was_used(program, trainin
 def test_one_file_has_the_names_of_the_scripts(path):
     names = (*(words[-1] for words in command_lines.SCRIPTS.values()), "train_{")
     found = [text for text in texts_of(path) if any(name in text for name in names)]
-    assert found == [] or module_of(path) == "rlhf.utils.system"
+    assert found == [] or module_of(path) == "rlhf.utils.command_lines"
 
 
 def texts_of(path: Path) -> list[str]:

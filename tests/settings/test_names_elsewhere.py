@@ -23,7 +23,6 @@ from tests.documents import ROOT
 
 NAMES = name_table(settings_of(Config))
 REWARD_NAMES = name_table(settings_of(RewardModelConfig))
-TO_COME = {"report_to"}  # settings that the table already names
 LINES = {name: command_line(row) for name, row in ALGORITHMS.items()} | {"reward model": LINE}
 OF_TRAINING = (GRPOConfig, RLOOConfig, PPOConfig, ModelConfig, ScriptArguments, GRPOScriptArguments)
 ANSWERS = ("Use ", "Not offered, because ", "Not needed, because ")
@@ -38,12 +37,12 @@ def test_the_table_names_settings_that_exist_and_gives_reasons(name):
     assert name not in NAMES, "this name is accepted, so the answer is never printed"
     for text in texts({**ELSEWHERE, **FAMILIES}[name]):
         assert text.startswith(("{", "--", *ANSWERS)), text
-        assert set(SETTING.findall(text)) <= NAMES.keys() | REWARD_NAMES.keys() | TO_COME, text
+        assert set(SETTING.findall(text)) <= NAMES.keys() | REWARD_NAMES.keys(), text
         assert set(re.findall(r"--[a-z][\w-]*", text)) <= {"--config", "--bf16", "--no-bf16", "--nproc-per-node"}, text
 
 
 def fields_of(config_class: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(config_class) if f.name not in TO_COME]
+    return [f.name for f in dataclasses.fields(config_class)]
 
 
 def line_of(command: CommandLine, name: str) -> str | None:
@@ -181,7 +180,7 @@ def names_on_the_page() -> list[str]:
 
 def test_every_name_on_the_page_is_accepted_or_answered():
     values = {"group_norm", "dr_grpo", "rloo", "reinforce_baseline", "oft", "kto", "dataset_info.json"}
-    names = [name for name in dict.fromkeys(names_on_the_page()) if name not in TO_COME | values]
+    names = [name for name in dict.fromkeys(names_on_the_page()) if name not in values]
     assert len(names) > 150
     answers = {name: hint(name, NAMES) for name in names if name.rsplit(".")[-1] not in NAMES}
     assert {name: answer for name, answer in answers.items() if not answer.startswith(ANSWERS)} == {}

@@ -229,7 +229,7 @@ COMPARISON = CommandLine(
     "prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
-        ("low_seed1 low_seed2 high_seed1 high_seed2 --label low high", "two settings of an algorithm, with names"),
+        ("a_seed1 a_seed2 b_seed1 b_seed2 --label low high", "two settings of an algorithm, with names"),
         ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )

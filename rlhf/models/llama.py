@@ -214,7 +214,7 @@ class _Turn(torch.autograd.Function):
         return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
 
 
-# --- linear layers whose weights are all trained ---------------------------------------------------------------------
+# --- linear layers with plain weights, trained or frozen ---------------------------------------------------------------
 
 
 def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -224,6 +224,16 @@ def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     for by_output, weight in others:
         total.addmm_(by_output, weight)
     return total
+
+
+def _by_weights(
+    by_outputs: Sequence[Tensor], rows: Sequence[Tensor | None], weights: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns the gradient with respect to each matrix, from the rows that it multiplies; None for a frozen one."""
+    return [
+        (b.t() @ row).to(w.dtype) if trained else None
+        for b, row, w, trained in zip(by_outputs, rows, weights, needed, strict=True)
+    ]
 
 
 class _NormedProducts(torch.autograd.Function):
@@ -243,8 +253,8 @@ class _NormedProducts(torch.autograd.Function):
         normed = hidden * inverse
         row = (normed * gain).to(ctx.dtype)
         by_row = _by_row(by_outputs, [w.to(ctx.dtype) for w in weights]).to(hidden.dtype)
-        by_weights = [(b.t() @ row).to(w.dtype) for b, w in zip(by_outputs, weights, strict=True)]
-        return *_norm_gradients(by_row, hidden, gain, inverse, True, normed), None, *by_weights
+        by_weights = _by_weights(by_outputs, [row] * len(weights), weights, ctx.needs_input_grad[3:])
+        return *_norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed), None, *by_weights
 
 
 class _FeedForward(torch.autograd.Function):
@@ -264,16 +274,15 @@ class _FeedForward(torch.autograd.Function):
         hidden, gain, inverse, gate, up, *weights = ctx.saved_tensors
         gate_weight, up_weight, down_weight = (w.to(ctx.dtype) for w in weights)
         by_down, active = by_output.to(ctx.dtype), silu(gate)
-        by_down_weight = by_down.t() @ (active * up)
+        inner = active * up if ctx.needs_input_grad[5] else None
         by_inner = by_down @ down_weight
         by_up = active.mul_(by_inner)
         by_gate = torch.ops.aten.silu_backward(by_inner.mul_(up), gate)
         normed = hidden * inverse
         row = (normed * gain).to(ctx.dtype)
         by_row = _by_row((by_gate, by_up), (gate_weight, up_weight)).to(hidden.dtype)
-        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, True, normed)
-        found = by_gate.t() @ row, by_up.t() @ row, by_down_weight
-        by_weights = [b.to(w.dtype) for b, w in zip(found, weights, strict=True)]
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
+        by_weights = _by_weights((by_gate, by_up, by_down), (row, row, inner), weights, ctx.needs_input_grad[3:])
         return by_hidden.add_(by_output), by_gain, None, *by_weights
 
 

@@ -19,21 +19,23 @@ ALMOST_ALL = 0.9  # share of completions that must be equal
 
 def try_graphs(trial: Sequence[str] = TRIAL, limit_s: float = TIME_LIMIT_S) -> str | None:
     """Run `trial` in a separate process. Returns None if it succeeds, else the problem in words."""
+    process = subprocess.Popen(
+        trial,
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
     try:
-        done = subprocess.run(
-            trial,
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=limit_s,
-        )
+        printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
+        process.kill()  # without waiting: a process that waits for its GPU may not end
         return f"sampling with CUDA graphs did not end within {limit_s:g} s, so it probably hangs"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
+    lines = printed.strip().splitlines() or [f"exit status {process.returncode}"]
     return f"sampling with CUDA graphs failed ({lines[-1]:.200})"
 
 

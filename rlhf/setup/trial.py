@@ -22,6 +22,7 @@ from rlhf.models.save import load_policy_weights
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import default_engine
+from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of
@@ -92,12 +93,15 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     if config.model.load_in_4bit:
         yield nf4_layer_works(device)
     engine = config.speed.rollout_engine
+    own = replaced(config, output=str(folder / "run"))
     if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
-        yield graphs_do_not_hang()
+        graphs = graphs_do_not_hang()
+        yield graphs
+        if not graphs.ok:
+            own = replaced(own, rollout_engine="slots")  # otherwise the other checks would hang, too
     yield padding_changes_no_score(
         components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)
     )
-    own = dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(folder / "run")))
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 

@@ -198,6 +198,7 @@ def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
     except OSError:
         if not ignore_errors:
             raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def programs_using(folder: Path) -> list[str]:
@@ -214,14 +215,16 @@ def programs_using(folder: Path) -> list[str]:
 
 
 def add_umask_permissions(file: Path) -> None:
-    """Give a file that was created for its owner only the permissions that the umask allows. Windows has none."""
+    """Give a file that was created for its owner only the permissions that the umask allows. Windows has none, and
+    some file systems cannot change them, which is no error."""
     if WINDOWS:
         return
     mask = os.umask(0o077)  # the only way to read it is to set it
     os.umask(mask)
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode | (0o666 & ~mask) != mode:
-        file.chmod(mode | (0o666 & ~mask))
+        with contextlib.suppress(OSError):
+            file.chmod(mode | (0o666 & ~mask))
 
 
 LOCKED = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error numbers if another process has the lock

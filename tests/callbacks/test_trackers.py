@@ -37,8 +37,8 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "mlflow"))
     assert raised.value.problems == [
-        f"{name} is not installed: --report-to {name}. Install it with: pip install {name}"
-        for name in ("wandb", "mlflow")
+        f'{name} is not installed: --report-to {name}. Install it with: pip install "{name}{versions}"'
+        for name, versions in (("wandb", ">=0.23,<1"), ("mlflow", ">=3.9,<4"))
     ]
     check_trackers(())
 

@@ -69,6 +69,25 @@ def test_every_gradient_equals_the_one_of_transformers(model):
         assert_close(by_weight_here[name], gradient, rtol=0, atol=1e-10 * float(gradient.abs().max()), msg=name)
 
 
+def test_frozen_matrices_cost_no_products_for_their_gradients():
+    """As under LoRA of the attention: the feed-forward layers are frozen. The other gradients stay the same."""
+
+    def products(frozen: bool) -> tuple[int, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"])).eval().double()
+        for name, weight in made.named_parameters():
+            weight.requires_grad = not (frozen and "mlp" in name)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            _, gradients = hidden_and_gradients(made, PackedMicroBatch)
+        counts = {event.key: event.count for event in profiled.key_averages()}
+        return counts["aten::mm"], gradients
+
+    (all_products, every), (fewer, rest) = products(False), products(True)
+    assert all_products - fewer == 3 * CONFIGS["llama"].num_hidden_layers
+    assert rest.keys() == {name for name in every if "mlp" not in name}
+    assert all(torch.equal(rest[name], every[name]) for name in rest)
+
+
 def test_adapters_give_the_gradients_of_transformers(model):
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj", "up_proj"])).double()
     with torch.no_grad():

@@ -124,7 +124,7 @@ def test_folders_have_only_characters_that_shells_and_windows_allow():
 
 PRETENDS = """
 import pickle, sys
-sys.path.insert(0, {root!r})
+sys.path[:] = {path!r}
 sys.argv, config = pickle.load(sys.stdin.buffer)
 from pathlib import Path
 from rlhf.algorithms.kl_control import with_horizon

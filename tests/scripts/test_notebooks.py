@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def executed(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.Notebook
     client = NotebookClient(
         notebook, timeout=300, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": folder}}
     )
-    return client.execute()
+    return client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # other tests use the other cores
 
 
 def test_the_example_has_no_outputs_and_shows_every_step():

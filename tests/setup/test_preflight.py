@@ -190,7 +190,8 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(configured, monkeypatch
     config = configured()
     components = load_components(config, CPU, Screen())
     config = dataclasses.replace(config, speed=dataclasses.replace(config.speed, rollout_engine=engine))
-    monkeypatch.setattr(trial, "build_trainer", lambda *_: None)
+    built = []
+    monkeypatch.setattr(trial, "build_trainer", lambda config, _: built.append(config.speed.rollout_engine))
     monkeypatch.setattr(trial, "update_checks", lambda *_: iter(()))
     if not tried:
         check_run(config, components, Screen())
@@ -202,6 +203,7 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(configured, monkeypatch
     assert f"CUDA graphs FAILED {hangs}. Update the GPU's driver, or use --rollout-engine slots" in output
     monkeypatch.setattr(preflight, "try_graphs", lambda: None)
     check_run(config, components, Screen())
+    assert built == ["slots", engine], "graphs that hang would stop the other checks, too"
 
 
 def test_4_bit_runs_check_one_layer(loaded, monkeypatch):

@@ -214,7 +214,7 @@ class _Turn(torch.autograd.Function):
         return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
 
 
-# --- linear layers with plain weights, trained or frozen ---------------------------------------------------------------
+# --- linear layers with plain weights, trained or frozen -------------------------------------------------------------
 
 
 def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

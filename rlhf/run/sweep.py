@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.analysis.models import MEASURED_WITH
 from rlhf.checkpoints.run_folder import is_in_use, seed_folder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import combinations, resolve_cli
@@ -220,22 +223,42 @@ def show_sweep(points: Sequence[Point], config: Config, screen: Screen) -> None:
         finished = [run for run in found["runs"].values() if run["status"] == "finished"]
         cells = [_cell(found["figures"].get(name), name) for name in shown]
         rows.append([*found["settings"].values(), f"{len(finished)} of {len(found['runs'])}", *cells])
-    title = f"{config.algorithm.upper()}, {len(points)} combinations: mean over seeds (standard deviation)"
+    title = f"{config.algorithm.upper()}, {counted(len(points), 'combination')}: mean over seeds (standard deviation)"
     screen.table(title, [*results[0]["settings"], "finished", *shown.values()], rows, lines=False)
     if len(points) > 2:
         screen.say(
             f"note: the best of {len(points)} combinations is partly chance. Train it and the one to beat with new "
             "seeds, and compare these two"
         )
-    base = Path(config.run.output)
-    files = [base.with_name(f"{base.name}_sweep.{suffix}") for suffix in ("json", "csv")]
+    files = table_files(Path(config.run.output), results)
     write_json(files[0], {"algorithm": config.algorithm, "recipe": config.recipe, "combinations": results})
     atomic_write(files[1], lambda staging: write_csv(results, staging))
     screen.say(f"saved: {files[0]} and {files[1]}")
     runs = [run for found in results for run in found["runs"].values()]
     folders = [run["output"] for run in runs if run["status"] == "finished"]
     if folders:
-        show_next(folders, config, screen)
+        show_next(folders, config, screen, [name for name in points[0].settings if name in MEASURED_WITH])
+
+
+def table_files(output: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
+    """Return the JSON and CSV file of a sweep's table: OUTPUT_sweep, or if these are the files of a sweep with other
+    runs OUTPUT_sweep2 and so on."""
+    for number in itertools.count(1):
+        name = f"{output.name}_sweep{number if number > 1 else ''}"
+        file, table = (output.with_name(f"{name}.{suffix}") for suffix in ("json", "csv"))
+        if not file.exists() or _folders_in(file) == {
+            run["output"] for one in results for run in one["runs"].values()
+        }:
+            return [file, table]
+
+
+def _folders_in(file: Path) -> set[str] | None:
+    """Return the run folders in the JSON file of a sweep's table; None if it is another file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["combinations"]
+        return {run["output"] for one in found for run in one["runs"].values()}
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _columns(results: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -233,6 +234,35 @@ def test_table_json_and_csv_have_means_over_seeds(pretended, capsys, monkeypatch
     assert cells[-1][:3] == ["1e-05", "2 of 2", "+1.50 (0.71)"] and "1:00 (0 s)" in cells[-1][-1]
     folders = "out_learning_rate=1e-05_seed1 out_learning_rate=1e-05_seed2 out_learning_rate=2e-05_seed1"
     assert len(re.findall(rf"(?:compare|plot)\S* {re.escape(folders)}\n", printed)) == 2
+
+
+def test_the_table_of_other_runs_is_kept(pretended):
+    for flags in ((), ("--resume",), ("--sweep", "gamma=0.9", "--resume")):
+        with contextlib.suppress(RunError):
+            pretended(*flags)
+    names = sorted(path.name for path in Path().glob("*_sweep*"))
+    assert names == ["out_sweep.csv", "out_sweep.json", "out_sweep2.csv", "out_sweep2.json"]
+    assert "gamma" not in Path("out_sweep.json").read_text(encoding="utf-8")
+    assert "gamma" in Path("out_sweep2.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["temperature=0.7,1"], "--temperature 0.7"),
+        (["gamma=1,0.9"], "run"),
+        (["actor_model=./a,./b", "rm_model=./c,./d"], "--baseline ./a --rm-model ./c"),
+        (["reward_func=length_penalty keyword_bonus,keyword_bonus"], "--reward-func length_penalty keyword_bonus"),
+        (["keywords=a,b"], "cannot use one value of keywords for all runs"),
+    ],
+)
+def test_runs_are_compared_with_the_first_value_of_what_decides_completions_and_scores(
+    words, end, capsys, monkeypatch
+):
+    config = parse_cli(["--recipe", "demo", "--sweep", *words])
+    unequal = [name for name in (word.partition("=")[0] for word in words) if name in sweep.MEASURED_WITH]
+    sweep.show_next(["run"], config, Screen(), unequal)
+    assert "".join(capsys.readouterr().out.splitlines()).endswith(end)
 
 
 def test_warnings_of_the_processes_are_printed_and_a_launcher_of_one_process_is_hidden_from_them(

@@ -14,6 +14,7 @@ from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.paths import same_value
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def _members(runs: Sequence[tuple[str, RunRecord]]) -> list[list[int]]:
     settings that only one of two runs has are no difference."""
     groups: list[list[int]] = []
     for position, (algorithm, run) in enumerate(runs):
-        aside = {*MAY_DIFFER, *unread(algorithm)}
+        aside = {*MAY_DIFFER, *unread(algorithm), "recipe"}  # the name of a recipe with equal settings
         for members in groups:
             others = [runs[i] for i in members]
             if all(a == algorithm and not differences(r.settings, run.settings, aside) for a, r in others):
@@ -111,7 +112,7 @@ def differing_settings(algorithms: Sequence[str], settings: Sequence[dict[str, A
     names: set[str] = set()
     for (one, here), (other, there) in combinations(list(zip(algorithms, settings, strict=True)), 2):
         aside = {*MAY_DIFFER, *unread(one), *unread(other)}
-        names |= {n for n in here.keys() & there.keys() if n not in aside and here[n] != there[n]}
+        names |= {n for n in here.keys() & there.keys() if n not in aside and not same_value(here[n], there[n])}
     return sorted(names)
 
 

@@ -17,14 +17,14 @@ from typing import Any, get_type_hints
 from rlhf.utils.command_lines import short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.paths import same_value
 
 RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_format", "record_every", "record_prompts", "sweep", "print_json"),
-    "report_to",
-    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay", "scan", "scan_prompts"),
+    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned
@@ -260,7 +260,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str]
     Ignores settings that only one run has, because different versions of this project wrote the runs.
     """
     here, there = flat_settings(one), flat_settings(other)
-    return [n for n in sorted(here.keys() & there.keys()) if n not in aside and here[n] != there[n]]
+    return [n for n in sorted(here.keys() & there.keys()) if n not in aside and not same_value(here[n], there[n])]
 
 
 # --- time and machine ------------------------------------------------------------------------------------------------

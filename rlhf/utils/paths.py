@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 from rlhf.utils.errors import CLOSE, UserError
 
@@ -17,6 +18,14 @@ def is_path(name: str) -> bool:
         or name.count("/") > 1
         or Path(name).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
     )
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """True if two values of a setting are equal, or are two spellings of one path: data/x.json and ./data/x.json."""
+    if one == other:
+        return True
+    paths = isinstance(one, str) and isinstance(other, str) and is_path(one) and is_path(other)
+    return paths and os.path.normpath(one) == os.path.normpath(other)
 
 
 def resolve_path(name: str) -> Path:

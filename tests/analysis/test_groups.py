@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rlhf.algorithms.kl_control import with_horizon
@@ -24,6 +26,14 @@ def labels(*runs, names=()) -> list[str]:
 def test_runs_that_differ_only_in_seed_and_folder_are_one_group():
     (group,) = group_runs([run(), run(seed=7, output="./other", save_every=3), run(eval_func=["length_penalty"])])
     assert group.label == "PPO" and group.members == (0, 1, 2) and group.settings == {}
+
+
+def test_another_spelling_of_a_path_and_a_recipe_with_equal_settings_do_not_separate_runs():
+    algorithm, record = run(prompts="data/x.json")
+    recipe = dataclasses.replace(record, settings=record.settings | {"recipe": "mine.yaml"})
+    (group,) = group_runs([(algorithm, record), run(prompts="./data//x.json"), (algorithm, recipe)])
+    assert group.label == "PPO" and group.members == (0, 1, 2)
+    assert len(group_runs([run(rm_model="a/b"), run(rm_model="./a/b")])) == 2, "a hub name and a folder"
 
 
 def test_each_algorithm_once_with_the_same_settings_has_the_algorithms_name_in_the_tables_order():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -18,10 +17,10 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings import training
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.libraries import check_trackers
+from rlhf.utils.libraries import check_trackers, is_installed
 from tests.scripts.test_scripts import ROOT, run
 
-INSTALLED = [name for name in training.TRACKERS if importlib.util.find_spec(name) is not None]
+INSTALLED = [name for name in training.TRACKERS if is_installed(name)]
 
 
 class Interrupted(BaseException):
@@ -33,7 +32,7 @@ class Interrupted(BaseException):
 
 def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monkeypatch):
     monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "mlflow"))
     assert raised.value.problems == [
@@ -148,8 +147,10 @@ print(make_trainer(config, ["a cat?", "a dog?"], [length]).train()["eval/score"]
 READ_TRACKIO = """
 import json, sys
 from trackio.sqlite_storage import SQLiteStorage
-project, run = sys.argv[1:]
-print(json.dumps([SQLiteStorage.get_runs(project), SQLiteStorage.get_logs(project, run),
+project, start = sys.argv[1:]
+runs = [name for name in SQLiteStorage.get_runs(project) if name.startswith(f"{start}-")]
+(run,) = runs
+print(json.dumps([runs, SQLiteStorage.get_logs(project, run),
                   SQLiteStorage.get_run_config(project, run)]))
 """
 
@@ -245,7 +246,7 @@ def test_wandb_has_settings_metrics_tables_and_results(tracked, folder):
 def test_trackio_has_settings_metrics_tables_and_results(tracked, python):
     run = RunRecord.read(tracked)
     runs, rows, config = json.loads(python(READ_TRACKIO, trackers.PROJECT, "my_run"))
-    assert runs == ["my_run"], "the resumed run continues the same run"
+    assert runs == [f"my_run-{run.id[:8]}"], "the resumed run continues the same run"
     losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
     sent = sorted((row["step"], row["loss"]) for row in rows if "loss" in row)
     assert [step for step, _ in sent] == [1, 2, 3, 3, 4, 5]

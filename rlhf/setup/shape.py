@@ -126,7 +126,7 @@ def weights_of(model: str) -> Tensors:
     """Return the weights in the safetensors files of a folder or of a model on the hub, from the files' headers.
     Raises UserError if a folder has none.
 
-    Files also contain tensors that are no weights of their own and are not returned: a copy of tied embeddings (Qwen
+    Files also contain tensors that are not separate weights and are not returned: a copy of tied embeddings (Qwen
     3), attention masks (GPT-2) and frequencies (Llama 2).
     """
     tensors = tensors_of(Path(model)) if Path(model).is_dir() else _tensors_of_hub_model(model)

@@ -248,6 +248,8 @@ class _Run:
         policy, m = self.given.policy, self.config.model
         if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
             return self.copies()
+        if self.element == FLOAT and self.given.device.type == "cuda":
+            return policy.layers * policy.copied_by_decoder(m.lora_targets if m.use_lora else ()) * FLOAT
         return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
 
     def logits(self, completion: int) -> int:

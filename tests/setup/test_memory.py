@@ -98,11 +98,9 @@ def test_weights_that_a_decoder_copies_on_a_gpu_in_float32(tmp_path, monkeypatch
     copied = sum(weight.numel() for weight in used if weight.untyped_storage().data_ptr() not in shared)
     shape = shape_of(model)
     assert copied == shape.layers * shape.copied_by_decoder(targets)
-    config = make_config(use_lora=bool(targets), lora_targets=list(targets) or None, rollout_engine="slots")
-    estimate = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-        phases = estimate(config).phases
+    lora = {"use_lora": True, "lora_targets": list(targets)} if targets else {}
+    config = make_config(bf16=False, rollout_engine="slots", **lora)
+    phases = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)(config).phases
     assert next(phase for phase in phases if phase.name == "rollout").parts["weight copies"] == 4 * copied
 
 

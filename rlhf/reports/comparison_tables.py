@@ -49,7 +49,7 @@ def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
     main = [name for name in MAIN if any(group.known(name) for group in groups)]
     rows = [
         [
-            # the settings have columns of their own
+            # the settings have separate columns
             group.algorithm.upper() if is_default_label(group.name, group.algorithm, group.settings) else group.name,
             ", ".join(map(str, group.seeds)),
             *(group.settings.get(name, "-") for name in names),

@@ -23,7 +23,7 @@ from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.resume import prepare_resume, resume_run
 from rlhf.run.resume_checks import fitted_as, is_extended
-from rlhf.run.train import attach_callbacks, finish, start_run
+from rlhf.run.train import attached, finish, start_run
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
@@ -100,10 +100,14 @@ def prepared(config: Config, screen: Screen) -> Config:
 
 @contextmanager
 def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator[None]:
-    """Session of a trainer that writes no files. Ends the progress line, also after an error."""
-    with screen:
+    """Session of a trainer that writes no files. Ends the progress line and the runs in trackers, also after an
+    error."""
+    with screen, Trackers(trainer.config, screen) as trackers:
+        trainer.add_callback(trackers)
         show_budget(trainer, screen, progress)
         yield
+        if trackers.trackers:
+            trackers.finish(results_of(trainer))
 
 
 def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
@@ -119,8 +123,6 @@ def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> N
         held = config.critic.critic_warmup
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
         trainer.add_callback(KLGuard(trainer, config, controller, None, screen))
-    if config.record.report_to is not None:
-        trainer.add_callback(Trackers(config, screen, results=lambda: results_of(trainer)))
 
 
 @contextmanager
@@ -138,13 +140,12 @@ def in_folder(
     ):
         if not config.run.resume:
             on_first(lambda: write_prompts(Path(config.run.output), trainer))
-        others, trainer.events.callbacks = trainer.events.callbacks, []
-        attach_callbacks(trainer, config, log, screen, stop, others, progress)
-        trainer.add_callback(trackers)
-        agree(lambda: resume_run(trainer, config, log, screen))
-        require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-        show_budget(trainer, screen, progress)
-        yield
+        with attached(trainer, config, log, screen, stop, progress):
+            trainer.add_callback(trackers)
+            agree(lambda: resume_run(trainer, config, log, screen))
+            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+            show_budget(trainer, screen, progress)
+            yield
         require_equal_weights(trainer.model, "the last update")
         on_first(lambda: finish(trainer, config, log, shown))
         trackers.finish(log.record.figures)

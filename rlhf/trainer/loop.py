@@ -22,7 +22,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
-from rlhf.distributed.group import copy_from_first, largest
+from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -146,7 +146,7 @@ class OnPolicyLoop:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
         with self.session():
             self.trained = True
-            return self._run()
+            return agree(self._run)
 
     def _run(self) -> dict[str, float]:
         reset_peak_memory(self.accelerator.device)

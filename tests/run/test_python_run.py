@@ -7,7 +7,9 @@ import json
 import random
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -131,6 +133,31 @@ def test_a_run_whose_callback_failed_is_resumed_from_its_checkpoint(made):
     random.seed(0)
     made(output="whole").train()
     assert same_weights(Path("run"), Path("whole"))
+
+
+def test_after_an_error_the_files_are_closed_and_the_trainer_has_only_the_callbacks_of_the_user(made, monkeypatch):
+    class Fails:
+        def on_evaluation(self, evaluation):
+            raise ValueError("a mistake")
+
+    trainer = made(callbacks=[callback := Fails()], num_iterations=1)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="no space"):
+        patched.setattr("rlhf.run.python_run.write_prompts", lambda *_: None)
+        patched.setattr("rlhf.run.python_run.resume_run", Mock(side_effect=UserError("no space")))
+        trainer.train()
+    assert trainer.events.callbacks == [callback]
+    trainer = made(callbacks=[callback], num_iterations=1, overwrite=True)
+    with pytest.raises(ValueError, match="a mistake"):
+        trainer.train()
+    assert Path("run/metrics.jsonl").stat().st_size > 0 and trainer.events.callbacks == [callback]
+    folder = Path("run").resolve()
+    assert not [file.path for file in psutil.Process().open_files() if folder in Path(file.path).parents]
+
+
+def test_a_run_is_replaced_with_overwrite(made, capsys):
+    made(num_iterations=1).train()
+    made(num_iterations=1, overwrite=True).train()
+    assert [path.name for path in Path().glob("run*")] == ["run"] and "not removed" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_resumed_is_one_line(made):

@@ -18,7 +18,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
-from rlhf.rewards.find import name_in_settings
+from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.resume import prepare_resume, resume_run
@@ -33,17 +33,24 @@ from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import write_text
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop
 
 if TYPE_CHECKING:
-    from torch import nn
+    from rlhf.rewards.find import Functions
 
-    from rlhf.rewards.functions import RewardFunction
-
-    Functions = Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module
+# settings that only the scripts use -> what a program does instead
+OF_THE_SCRIPTS = {
+    "check": "Remove it: make_trainer() checks everything that it can check before the first update",
+    "dry_run": "Remove it, or print the plan with the script",
+    "scan": "Remove it, and call rlhf.api.scan(config, prompts)",
+    "replay": "Repeat the update with the script",
+    "seeds": "Make one trainer per seed, with make_config(seed=) and its own output",
+    "sweep": "Make one trainer per combination, each with its own output",
+    "parallel": "Start one program per run",
+}
 
 
 # --- the settings of a run with a folder -----------------------------------------------------------------------------
@@ -72,9 +79,10 @@ def recorded(
     return replace(replaced(config, **settings), in_python=True)
 
 
-def as_list(functions: Functions) -> list[RewardFunction | nn.Module]:
-    """Return one or several functions as a list."""
-    return [functions] if callable(functions) else list(functions)
+def check_settings(config: Config) -> None:
+    """Raise UserError for settings that only the scripts use, because a trainer would ignore them."""
+    given = [name for name in OF_THE_SCRIPTS if getattr(config.run, name)]
+    raise_if([f"only the scripts use {name}: make_config({name}=). {OF_THE_SCRIPTS[name]}" for name in given])
 
 
 def prepared(config: Config, screen: Screen) -> Config:

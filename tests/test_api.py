@@ -138,6 +138,15 @@ def test_train_refuses_arguments_and_names_their_setting(config):
     assert str(caught.value).endswith(fix)
     with pytest.raises(UserError, match=r"make_config\(resume=True\), make_trainer\(config, output=\.\.\.\) and"):
         trainer.train(resume_from_checkpoint="./checkpoint-10")
+    for given, answer in (
+        ({"resume_from_checkpoint": False}, "Write train()"),
+        ({"progress": False}, "Write make_trainer(config, progress=...) and then train()"),
+        ({"trial": 1}, "trial has no counterpart here. Write train()"),
+        ({"beta": 0.1, "max_steps": 2}, "beta: Use kl_coef. Write make_config(num_iterations=2) and then train()"),
+    ):
+        with pytest.raises(UserError) as caught:
+            trainer.train(**given)
+        assert str(caught.value) == f"train() takes no arguments: {', '.join(given)}. {answer}"
     assert trainer.train()["eval/score"] > 0, "a refused call changes nothing"
 
 

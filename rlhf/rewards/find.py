@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoints.model_folder import find_model
-from rlhf.settings.next_commands import names_code
+from rlhf.settings.next_commands import in_a_file, names_code
 from rlhf.settings.training import Config, function_name
 from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
@@ -123,7 +123,7 @@ def find_rule(
         function = name.removeprefix(FROM_PYTHON)
         raise UserError(
             f"the function {function} was defined in a Python program or a notebook: {flag}. Save it in a file, and "
-            f"add {flag} FILE.py:{function}"
+            f"add {flag} {in_a_file(name)}"
         )
     path, colon, attribute = name.rpartition(":")
     if not colon:

@@ -34,7 +34,7 @@ from rlhf.setup.plan import budget_line
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import write_text
+from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop
 
@@ -175,5 +175,6 @@ def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
 
 
 def as_line(prompt: Prompt) -> str:
-    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text."""
-    return json.dumps(prompt.example.columns, ensure_ascii=True, default=str) + "\n"
+    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text, and numbers that are
+    not finite become null."""
+    return json.dumps(json_ready(prompt.example.columns), allow_nan=False, default=str) + "\n"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import random
 import signal
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -20,9 +22,10 @@ import train_ppo
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
-from rlhf.rewards.find import name_in_settings
+from rlhf.rewards.find import find_rule, name_in_settings
 from rlhf.rewards.functions import length_penalty
-from rlhf.settings.next_commands import resume_command
+from rlhf.run.python_run import as_line
+from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.signals import TrainingInterrupted
 
@@ -170,6 +173,9 @@ def test_what_cannot_be_resumed_is_one_line(made):
         made()
     with pytest.raises(UserError, match=r"learning_rate was 0\.001 in this run and is 0\.1 now"):
         made(num_iterations=2, learning_rate=0.1, resume=True)
+    script = ["--resume", "--resume-anyway", "--num-iterations", "3", "--output", "run"]
+    with pytest.raises(UserError, match=r"this run was started in Python: --resume, --output run\. Resume it there"):
+        train_ppo.main([*script, "--reward-func", "length_penalty"])
     made(resume=True, resume_anyway=True).train()
     assert RunRecord.read(Path("run")).spent.updates == 4, "trained further"
     run = RunRecord.read(Path("run"))
@@ -228,6 +234,19 @@ def test_names_of_functions_in_run_json():
     from trl.rewards import think_format_reward
 
     assert name_in_settings(think_format_reward) == "trl:think_format_reward"
+
+
+def test_a_printed_command_has_the_form_of_a_function_in_a_file():
+    assert code_words(["python:words"]) == ["--reward-func", "FILE.py:words"]
+    assert code_words(["python:<lambda>", "length_penalty"]) == ["--reward-func", "FILE.py:NAME", "length_penalty"]
+    with pytest.raises(UserError, match=r"the function <lambda> was defined .*: --reward-func\. .* FILE\.py:NAME$"):
+        find_rule("python:<lambda>")
+
+
+def test_prompts_are_valid_json_in_the_run_folder():
+    row = {"prompt": "a", "weight": float("nan"), "day": date(2026, 1, 2)}
+    line = as_line(SimpleNamespace(example=SimpleNamespace(columns=row)))
+    assert line == '{"prompt": "a", "weight": null, "day": "2026-01-02"}\n'
 
 
 def test_the_command_that_resumes_a_run_of_python():

@@ -88,7 +88,12 @@ def without_time(metrics: dict) -> dict:
 
 
 def test_a_run_folder_has_the_files_of_a_scripts_run(made):
-    made(algorithm="grpo", K=2).train()
+    trainer = made(algorithm="grpo", K=2)
+    trainer.train()
+    written = Path("run/metrics.jsonl").read_text()
+    assert trainer.evaluate()["eval/score"] > 0 and Path("run/metrics.jsonl").read_text() == written, (
+        "the run has ended"
+    )
     names = {path.relative_to("run").parts[0] for path in Path("run").rglob("*")}
     assert {"run.json", "README.md", "model.safetensors", "best", "checkpoint-2", "checkpoint-4", "logs", "samples",
             "prompts", "tokenizer.json"} <= names  # fmt: skip

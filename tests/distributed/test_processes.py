@@ -287,12 +287,12 @@ for prompts in ([" "] if second else ["a cat?"], ["a cat?", "a dog?"]):
 def test_an_error_in_one_process_is_raised_in_all_from_python(tmp_path):
     start, port = proof.Inputs.make(tmp_path / "inputs").start, free_port()
     words = [sys.executable, "-c", FAILING, str(start)]
-    begun = [
+    both = [
         subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True,
                          env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | launcher_variables(rank, 2, port))
         for rank in (0, 1)
     ]  # fmt: skip
-    for process in begun:
+    for process in both:
         printed, _ = process.communicate(timeout=50)  # less than the timeout of the connection
         assert process.returncode == 0 and printed.count("raised: ") == 2, printed
         assert "raised: prompt is empty: prompt 1" in printed and "raised: the update failed" in printed

@@ -152,6 +152,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     if not runs:
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
+    if measure.prompts is None:
+        _check_same_given_prompts(runs)
     first, run = runs[0]
     here, problems = run.flat_settings, {}
     for other_name, other in runs[1:]:
@@ -168,6 +170,19 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         folder = str(first_run.run_folder / PROMPTS_FOLDER)
         given |= OF_THE_FILE | {"prompts": folder, "dataset_split": "test", "split": "0/0/100"}
     return config_of_run(run, **given)
+
+
+def _check_same_given_prompts(runs: Sequence[tuple[str, RunRecord]]) -> None:
+    """Raises UserError if runs have different evaluation prompts that were given in Python. `runs` are (name, run)."""
+    given = [one for one in runs if one[1].flat_settings.get("prompts") == IN_PYTHON]
+    raise_if(
+        [
+            f"the runs have different evaluation prompts, which were given in Python: {given[0][0]}, {name}. Set them "
+            "with --prompts"
+            for name, run in given[1:]
+            if run.data["evaluation_sha256"] != given[0][1].data["evaluation_sha256"]
+        ]
+    )
 
 
 def _check_no_flags_of_a_file(given: Container[str]) -> None:

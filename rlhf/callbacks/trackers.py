@@ -143,21 +143,14 @@ class Trackers(Callback):
     As a context manager, it marks the run as failed if an error ends the run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        screen: Screen,
-        run_id: str | None = None,
-        results: Callable[[], dict[str, Any]] | None = None,
-    ):
+    def __init__(self, config: Config, screen: Screen, run_id: str | None = None):
         """
         Args:
             config: the settings of the run, with the names of the trackers.
             screen: prints the warnings.
             run_id: the id in run.json; None: the run cannot be resumed.
-            results: returns the results at the end of the training; None: `finish` is called with them.
         """
-        self.config, self.screen, self.run_id, self.results = config, screen, run_id, results
+        self.config, self.screen, self.run_id = config, screen, run_id
         self.names = [name for name in TRACKERS if name in (config.record.report_to or ()) and is_first()]
         self.trackers: dict[str, Any] = {}
 
@@ -183,10 +176,6 @@ class Trackers(Callback):
         columns, rows = sample_table(evaluation, self.trainer.evaluation_prompts) if self.trackers else ([], [])
         self._each(lambda tracker: tracker.log(metrics, state))
         self._each(lambda tracker: tracker.table(columns, rows, state))
-
-    def on_train_end(self):
-        if self.results is not None and self.trackers:
-            self.finish(self.results())
 
     def finish(self, figures: dict[str, Any] | None = None, failed: bool = False) -> None:
         """Send the results, and end the runs in the trackers. Ctrl-C ends the wait for a tracker without a network."""

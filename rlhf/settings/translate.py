@@ -116,7 +116,7 @@ def meanings(written: dict[str, str], values: dict[str, Any]) -> list[str]:
 
 # arguments of make_trainer
 OF_THE_TRAINER = ("prompts", "rewards", "reward_weights", "callbacks", "evaluation_prompts", "eval_functions")
-OF_THE_TRAINER += ("output",)
+OF_THE_TRAINER += ("output", "progress")
 OF_TRAIN = {  # argument of another trainer's train() -> the setting here
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
@@ -125,21 +125,27 @@ OF_TRAIN = {  # argument of another trainer's train() -> the setting here
 }
 
 
-def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any]) -> str:
-    """Return the error for arguments of train(), with what to write instead. Arguments without a name are prompts."""
+def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any], known: Collection[str]) -> str:
+    """Return the error for arguments of train(), with what to write instead. Arguments without a name are prompts.
+    `known` are all names of settings."""
     given = {**dict(zip(("prompts", "rewards"), unexpected, strict=False)), **named}
-    refused = list(given)
+    of_trainer = {name for name in given if name in OF_THE_TRAINER}
+    settings = {OF_TRAIN.get(name, name): value for name, value in given.items() if name not in of_trainer}
+    unknown = [name for name in settings if name not in known]
+    settings = {name: value for name, value in settings.items() if name in known and (name != "resume" or value)}
+    if "resume" in settings:
+        settings["resume"] = True
+        of_trainer.add("output")
 
     def shown(value: Any) -> str:
         return repr(value) if isinstance(value, (int, float)) else "..."
 
-    settings = {OF_TRAIN.get(name, name): value for name, value in given.items() if name not in OF_THE_TRAINER}
-    if "resume" in settings:
-        settings["resume"], given["output"] = True, None
     config = f"make_config({', '.join(f'{name}={shown(value)}' for name, value in settings.items())})"
-    trainer = f"make_trainer(config, {', '.join(f'{name}=...' for name in given if name in OF_THE_TRAINER)})"
-    calls = [*([config] if settings else []), *([trainer] if len(settings) < len(given) else [])]
-    return f"train() takes no arguments: {', '.join(refused)}. Write {', '.join(calls)} and then train()"
+    trainer = f"make_trainer(config, {', '.join(f'{name}=...' for name in OF_THE_TRAINER if name in of_trainer)})"
+    calls = ", ".join([*([config] if settings else []), *([trainer] if of_trainer else [])])
+    answers = [f"{n}: {hint(n, known)}" if n in ELSEWHERE else f"{n} has no counterpart here" for n in unknown]
+    write = f"Write {calls} and then train()" if calls else "Write train()"
+    return ". ".join([f"train() takes no arguments: {', '.join(given)}", *answers, write])
 
 
 # --- unknown names ---------------------------------------------------------------------------------------------------

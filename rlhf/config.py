@@ -19,7 +19,7 @@ from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import ambiguous_names, hint, only
+from rlhf.settings.translate import LENGTHS, ambiguous_names, hint, only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
@@ -195,6 +195,8 @@ def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> s
 # names that are no settings of a run, or do not change what is learned -> what to do instead
 NOT_SWEPT = {
     "seed": "Give several seeds with --seeds",
+    "seeds": "Give several seeds with the flag: --seeds 1 2",
+    "output": "Each run has a folder whose name starts with --output",
     "recipe": "Start one sweep with each recipe",
     "config": "Start one sweep with each file",
 }
@@ -211,7 +213,7 @@ def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = Non
     """
     settings = settings_of(Config)
     names, foreign = name_table(settings), foreign_settings(row.name)
-    given = {names.get(name): place for name, (_, place) in (flags or {}).items()}
+    given = {_set_by(names.get(name)): place for name, (_, place) in (flags or {}).items()}
     problems, axes = [], {}
     for word in _joined(words):
         name, equals, text = word.partition("=")
@@ -227,13 +229,20 @@ def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = Non
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
         elif name in foreign:
             problems.append(f"{name} belongs to {foreign[name]}: {where}. Remove it")
-        elif first in given or first in axes:
-            problems.append(f"{name} is set twice: {where} and {given.get(first, '--sweep')}. Keep one")
+        elif _set_by(first) in given:
+            problems.append(f"{_set_by(first, name)} is set twice: {where} and {given[_set_by(first)]}. Keep one")
         else:
             several = settings[first].is_list  # its values are separated by spaces
+            given[_set_by(first)] = f"--sweep {name}"
             axes[first] = [(name, (v.split() if several else v, f"--sweep {name}={v}")) for v in values]
     raise_if(problems)
     return [dict(chosen) for chosen in product(*axes.values())] if axes else []
+
+
+def _set_by(first: str | None, name: str | None = None) -> str | None:
+    """Return what a setting sets: the setting (`name`: as it was written), or the length of a run, which several
+    settings set."""
+    return "the length of a run" if first in LENGTHS else name or first
 
 
 def _joined(words: Sequence[str]) -> list[str]:

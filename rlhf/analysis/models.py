@@ -19,7 +19,8 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLD
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
-from rlhf.settings.next_commands import code_words, names_code
+from rlhf.settings.fields import settings_of
+from rlhf.settings.next_commands import code_words, flag_words, names_code
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command, short_name
@@ -247,9 +248,25 @@ def in_4_bit(model: ModelRef) -> bool:
 
 def _hint(name: str) -> str:
     """Returns how to evaluate runs that differ in the setting `name`."""
+    flag = _flag_of(name)
+    return f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
+
+
+def _flag_of(name: str) -> str | None:
+    """Returns the evaluation setting that replaces the setting `name` of runs; None if there is none."""
     flag = "baseline" if name == "actor_model" else name
-    known = flag in {f.name for f in fields(MeasureSettings)}
-    return f"Set it with --{flag.replace('_', '-')}" if known else "Evaluate one of them at a time"
+    return flag if flag in {f.name for f in fields(MeasureSettings)} else None
+
+
+def measuring_flags(config: Config, names: Sequence[str]) -> list[str] | None:
+    """Returns the arguments that evaluate all runs with the values of `config` of the settings `names`; None if there
+    is no flag for one of them."""
+    flags = {name: None if name in OF_THE_FILE else _flag_of(name) for name in names}
+    if None in flags.values():
+        return None
+    settings = settings_of(Config)
+    values = {name: getattr(getattr(config, settings[name].group), name) for name in names}
+    return [word for name, flag in flags.items() for word in flag_words(flag, values[name])]
 
 
 def find_start(config: Config) -> ModelRef:

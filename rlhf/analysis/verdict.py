@@ -145,7 +145,7 @@ def judge_runs(
         sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
         sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
     else:
-        alone = f"All runs are {groups[0].name} runs, so they cannot show whether another algorithm is better."
+        alone = "All runs are in one group, so there is nothing to compare it with."
         sentences = [_against_start(groups[0], deciding[0], start, by), alone]
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     return Verdict(sentences, _caveats(groups, between, decides, judge_name), contrasts)

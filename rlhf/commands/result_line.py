@@ -13,6 +13,8 @@ from rlhf.settings.training import Config
 from rlhf.utils.files import json_ready
 from rlhf.utils.processes import is_first
 
+STATUSES = ("failed", "stopped", "running", "not started", "finished")  # of several runs, the first one is reported
+
 
 @contextmanager
 def result_line(config: Config, folders: Mapping[Path, dict[str, str]]) -> Iterator[None]:
@@ -23,13 +25,14 @@ def result_line(config: Config, folders: Mapping[Path, dict[str, str]]) -> Itera
         config: the configuration of the command.
         folders: run folder -> the settings of --sweep that its run has, as text.
     """
+    first = is_first()  # at the end the processes of a launcher are separate again
     before = [_changed_at(folder) for folder in folders]
     ended = False
     try:
         yield
         ended = True
     finally:
-        if is_first() and (ended or before != [_changed_at(folder) for folder in folders]):
+        if first and (ended or before != [_changed_at(folder) for folder in folders]):
             print(json.dumps(json_ready(result_of(config, folders)), allow_nan=False), flush=True)
 
 
@@ -40,12 +43,11 @@ def _changed_at(folder: Path) -> int | None:
 
 def result_of(config: Config, folders: Mapping[Path, dict[str, str]]) -> dict[str, Any]:
     """Return the result of a run: status, folder, seed, algorithm and the figures of run.json. With --seeds or --sweep
-    `runs` has the results of the runs, and `status` is "finished" if all are."""
+    `runs` has the results of the runs, and `status` is the first one of STATUSES that a run has."""
     runs = [_result(folder) | ({"settings": settings} if settings else {}) for folder, settings in folders.items()]
     if config.run.seeds is None and not config.run.sweep:
         return runs[0]
-    unfinished = [run["status"] for run in runs if run["status"] != "finished"]
-    status = next(iter(sorted(unfinished)), "finished")  # "failed" before the others
+    status = min((run["status"] for run in runs), key=STATUSES.index)
     return {"status": status, "output": config.run.output, "algorithm": config.algorithm, "runs": runs}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhf.checkpoints.run_folder import is_in_use, read_status
 from rlhf.demo.ready import is_ready
-from rlhf.distributed.join import visible_gpus
+from rlhf.distributed.join import OF_LAUNCHERS, visible_gpus
 from rlhf.run.seeds import configs_of_seeds, is_finished, resumed_config, show_results
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.recipes import DEMOS
@@ -52,17 +52,19 @@ class TrainingProcess:
     process: subprocess.Popen
     line: str = "starting"  # its newest line of progress
     errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # those that are not printed yet
 
     @classmethod
     def start(cls, name: str, config: Config, slot: Slot) -> TrainingProcess:
         """Start the process. Its output is appended to the file of `log_of`."""
         log_of(config).parent.mkdir(parents=True, exist_ok=True)
+        variables = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD.format(path=sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **slot.environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+            env={**variables, **slot.environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
             **new_process_group(),  # Ctrl-C reaches this process only, which passes it on
         )
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken if the process has ended already
@@ -93,6 +95,8 @@ class TrainingProcess:
                 log.write(f"{text}\n")  # a full disk must not stop the process, which would wait for its reader
             if text.startswith("error: "):
                 self.errors.append(text)
+            elif text.startswith("warning: "):
+                self.warnings.append(text)
             elif text.startswith(("update ", "evaluation after ", "loading ", "demo")):
                 self.line = text
 
@@ -216,6 +220,8 @@ class Processes:
         if self.stop.by is not None and not self.stopping:
             self.stopping = True
             self.pass_on()
+        for run in self.running:
+            self.show_warnings(run)
         self.collect()
         if self.running:
             self.screen.progress("\n".join(f"{run.name} | {run.line}" for run in self.running))
@@ -233,11 +239,19 @@ class Processes:
         for run in self.running:
             send_stop(run.process)
 
+    def show_warnings(self, run: TrainingProcess) -> None:
+        """Print the warnings that a process has printed since the last call."""
+        while run.warnings:
+            self.screen.end_progress()
+            self.screen.say(f"{run.name}: {run.warnings.pop(0)}")
+
     def collect(self) -> None:
         """Report the processes that have ended, and free their places."""
         for run in [run for run in self.running if run.process.poll() is not None]:
             self.running.remove(run)
             self.free.append(run.slot)
+            run.reader.join(END_S)
+            self.show_warnings(run)
             self.screen.end_progress()
             if run.process.returncode and is_in_use(Path(run.config.run.output)):
                 continue  # another process has started this run before

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import with_horizon
+from rlhf.analysis.models import measuring_flags
 from rlhf.checkpoints.run_folder import is_in_use, read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.distributed.group import from_first
@@ -17,7 +18,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
-from rlhf.utils.command_lines import command, script_words
+from rlhf.utils.command_lines import command, script_words, short_name
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
@@ -174,13 +175,28 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     show_next([str(Path(with_seed(config, seed).run.output)) for seed in runs], config, screen)
 
 
-def show_next(folders: list[str], config: Config, screen: Screen) -> None:
-    """Print the commands that plot and compare the runs in these folders."""
-    compared = [*folders, *code_words(config.reward.reward_func, config.reward.eval_func)]
+def show_next(folders: list[str], config: Config, screen: Screen, unequal: Sequence[str] = ()) -> None:
+    """Print the commands that plot and compare the runs in these folders.
+
+    Args:
+        folders: the run folders.
+        config: the configuration of the first run.
+        screen: prints the commands.
+        unequal: settings in which the runs differ and that decide completions or scores. A comparison needs one value
+            for all runs: the one of the first run.
+    """
+    names, flags = " and ".join(unequal), measuring_flags(config, unequal)
+    if flags is None:
+        last = ("compare", f"not possible: {short_name('compare')} cannot use one value of {names} for all runs")
+    else:
+        rules = () if "reward_func" in unequal else config.reward.reward_func
+        words = [*script_words("compare"), *folders, *code_words(rules, config.reward.eval_func), *flags]
+        equal = f", all with the {names} of the first" if unequal else ""
+        last = (f"compare{equal}; add other runs after these", command(*words))
     screen.say("next:")
     screen.facts(
         [
             ("plot the training curves", command(*script_words("plot"), *folders)),
-            ("compare; add other runs after these", command(*script_words("compare"), *compared)),
+            last,
         ]
     )

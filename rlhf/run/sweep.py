@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.analysis.models import MEASURED_WITH
 from rlhf.checkpoints.run_folder import is_in_use, seed_folder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import combinations, resolve_cli
@@ -20,13 +23,14 @@ from rlhf.run.parallel_seeds import build_demo, report_rest, train_runs
 from rlhf.run.resume_checks import check_resume
 from rlhf.run.seeds import configs_of_seeds, show_next, summary_of, with_seed
 from rlhf.settings.fields import Layer, as_text, name_table, settings_of
-from rlhf.settings.training import Config
+from rlhf.settings.flags import flags_of_booleans
+from rlhf.settings.training import FITTED, Config
 from rlhf.setup.inputs import check_inputs
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import atomic_write, write_json
-from rlhf.utils.libraries import check_libraries
+from rlhf.utils.libraries import check_libraries, check_trackers
 
 LONGEST_PART = 120  # characters of the settings in a folder's name
 SCORE, KL, TIME = "score_rise_in_start_sd", "kl_last_10_updates", "seconds"
@@ -65,6 +69,8 @@ def points_of(config: Config, argv: Sequence[str] | None = None) -> list[Point]:
         except UserError as error:
             problems += [_with_values(problem, combination) for problem in error.problems]
     raise_if(list(dict.fromkeys(problems)))
+    fitted = {name: None for settings, one in found if one.speed.fit for name in settings if name in FITTED}
+    raise_if([f"--fit chooses {name}: --fit, --sweep {name}. Remove one" for name in fitted])
     texts = [", ".join(f"{name}={value}" for name, value in settings.items()) for settings, _ in found]
     raise_if([f"two combinations are equal: --sweep, {t}. Keep one" for t in sorted(set(texts)) if texts.count(t) > 1])
     return [
@@ -118,10 +124,16 @@ def folder_parts(points: Sequence[dict[str, str]]) -> list[str]:
 def show_grid(points: Sequence[Point], screen: Screen) -> None:
     """Print the combinations and the number of runs."""
     count, seeds = len(points), len(points[0].config.run.seeds)
-    of = f"{count} combinations x {seeds} seed{'s' if seeds > 1 else ''} = {count * seeds} runs"
+    parts = (counted(count, "combination"), counted(seeds, "seed"), counted(count * seeds, "run"))
+    of = "{} x {} = {}".format(*parts)
     rows = [list(point.settings.values()) for point in points]
     screen.table(f"sweep: {of}", list(points[0].settings), rows, lines=False)
     screen.say(f"the first run folder: {next(iter(points[0].folders.values()))}")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: 1 run, 2 runs."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def first_run(points: Sequence[Point]) -> Config:
@@ -139,6 +151,7 @@ def train_sweep(points: Sequence[Point], config: Config, argv: Sequence[str] | N
     Raises UserError before the first run, RunError if a run fails (the others finish before), and TrainingInterrupted
     after a stop signal.
     """
+    check_trackers(config.record.report_to or ())
     check_all_inputs(points, screen.say)
     check_libraries()
     runs: dict[str, Config] = {}
@@ -175,8 +188,14 @@ def check_all_inputs(points: Sequence[Point], say: Callable[[str], None]) -> Non
 def resume_of(config: Config, argv: Sequence[str] | None) -> str:
     """Return the command that resumes a sweep: the same command with --resume, so that runs that were not started have
     the same settings."""
-    words = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("--resume", "--overwrite")]
-    return command(*script_words(config.algorithm), *words, "--resume")
+    words, names = sys.argv[1:] if argv is None else argv, settings_of(Config)
+    removed = flags_of_booleans(names["resume"], names["overwrite"])
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word.partition("=")[0] not in removed and (before not in removed or word.startswith("-"))
+    ]
+    return command(*script_words(config.algorithm), *kept, "--resume")
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -204,22 +223,42 @@ def show_sweep(points: Sequence[Point], config: Config, screen: Screen) -> None:
         finished = [run for run in found["runs"].values() if run["status"] == "finished"]
         cells = [_cell(found["figures"].get(name), name) for name in shown]
         rows.append([*found["settings"].values(), f"{len(finished)} of {len(found['runs'])}", *cells])
-    title = f"{config.algorithm.upper()}, {len(points)} combinations: mean over seeds (standard deviation)"
+    title = f"{config.algorithm.upper()}, {counted(len(points), 'combination')}: mean over seeds (standard deviation)"
     screen.table(title, [*results[0]["settings"], "finished", *shown.values()], rows, lines=False)
     if len(points) > 2:
         screen.say(
             f"note: the best of {len(points)} combinations is partly chance. Train it and the one to beat with new "
             "seeds, and compare these two"
         )
-    base = Path(config.run.output)
-    files = [base.with_name(f"{base.name}_sweep.{suffix}") for suffix in ("json", "csv")]
+    files = table_files(Path(config.run.output), results)
     write_json(files[0], {"algorithm": config.algorithm, "recipe": config.recipe, "combinations": results})
     atomic_write(files[1], lambda staging: write_csv(results, staging))
     screen.say(f"saved: {files[0]} and {files[1]}")
     runs = [run for found in results for run in found["runs"].values()]
     folders = [run["output"] for run in runs if run["status"] == "finished"]
     if folders:
-        show_next(folders, config, screen)
+        show_next(folders, config, screen, [name for name in points[0].settings if name in MEASURED_WITH])
+
+
+def table_files(output: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
+    """Return the JSON and CSV file of a sweep's table: OUTPUT_sweep, or if these are the files of a sweep with other
+    runs OUTPUT_sweep2 and so on."""
+    for number in itertools.count(1):
+        name = f"{output.name}_sweep{number if number > 1 else ''}"
+        file, table = (output.with_name(f"{name}.{suffix}") for suffix in ("json", "csv"))
+        if not file.exists() or _folders_in(file) == {
+            run["output"] for one in results for run in one["runs"].values()
+        }:
+            return [file, table]
+
+
+def _folders_in(file: Path) -> set[str] | None:
+    """Return the run folders in the JSON file of a sweep's table; None if it is another file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["combinations"]
+        return {run["output"] for one in found for run in one["runs"].values()}
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _columns(results: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlhf.settings.training import (
     BEST_RULES,
@@ -253,8 +254,9 @@ def _export(config: Config) -> list[str]:
             "saves a whole model"
         )
     if name is not None and (config.run.seeds is not None or config.run.sweep):
+        several = "--sweep" if config.run.sweep else "--seeds"
         problems.append(
-            f"several runs and one repository: --seeds, --push-to-hub {name}. Push one run afterwards: "
+            f"several runs and one repository: {several}, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"
         )
     return problems
@@ -270,7 +272,13 @@ def _whole_commands(config: Config) -> list[str]:
     if not run.sweep:
         return []
     others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}
-    problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
+    problems = []
+    if Path(run.output).name in ("", ".."):
+        problems.append(
+            f"the names of the run folders start with the name of the output folder, and this has none: --output "
+            f"{run.output}. Give a name, such as --output ./sweep"
+        )
+    problems += [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
     if size() > 1:
         problems.append(
             "a launcher has already started several processes: --sweep. Start the command with python; add --parallel "

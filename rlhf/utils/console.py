@@ -175,6 +175,11 @@ class Screen:
             self._output.update(content, raw=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: 1 run, 2 runs."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def listed(names: Sequence[str]) -> str:
     """Return names joined as in a sentence: "PPO", "PPO and GRPO", "PPO, GRPO and RLOO"."""
     *first, last = names

@@ -301,7 +301,7 @@ def test_verdict_of_two_groups_of_one_algorithm_names_groups():
 def test_verdict_of_one_group_reports_what_it_cannot_show():
     by_score, alone = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1).sentences
     assert by_score.startswith("TOY is better than the start model by score (the training reward): +")
-    assert alone == "All runs are TOY runs, so they cannot show whether another algorithm is better."
+    assert alone == "All runs are in one group, so there is nothing to compare it with."
 
 
 def test_equal_budgets_of_three_groups_match_hand_computed_values():

@@ -72,6 +72,31 @@ def test_a_failed_run_is_reported_and_an_older_result_is_not(tmp_path, capsys):
     assert printed(capsys) == []
 
 
+def test_only_the_first_process_of_a_launcher_prints(tmp_path, capsys, monkeypatch):
+    """The processes leave their group before the command ends."""
+    folder = tmp_path / "run"
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    with result_line(config_of(folder), {folder: {}}):
+        finish(folder)
+        for variable in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(variable)
+    assert printed(capsys) == []
+
+
+def test_several_runs_have_the_status_that_needs_attention_first(tmp_path, capsys):
+    folders = {tmp_path / f"run_seed{seed}": {} for seed in (1, 2, 3)}
+    with result_line(config_of(tmp_path / "run", "--seeds", "1", "2", "3"), folders):
+        finish(tmp_path / "run_seed1", 1)
+        (tmp_path / "run_seed3").mkdir()
+        with pytest.raises(RunError), RunLog(tmp_path / "run_seed3", **facts_of(seed=3)):
+            raise RunError("a test")
+    (found,) = printed(capsys)
+    assert (found["status"], [run["status"] for run in found["runs"]]) == (
+        "failed", ["finished", "not started", "failed"],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("flag", ["--dry-run", "--check", "--scan"])
 def test_commands_without_a_result_refuse_the_flag(flag):
     with pytest.raises(UserError, match=f"there is no result to print: --print-json, {flag}. Remove one"):

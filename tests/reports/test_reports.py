@@ -195,7 +195,7 @@ def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
 
 def test_comparison_of_one_algorithm(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
-    assert report["verdict"][1] == "All runs are PPO runs, so they cannot show whether another algorithm is better."
+    assert report["verdict"][1] == "All runs are in one group, so there is nothing to compare it with."
     assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
 
 

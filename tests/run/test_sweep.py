@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -22,6 +23,7 @@ from rlhf.commands.train import train_command
 from rlhf.config import parse_cli
 from rlhf.run import parallel_seeds, sweep
 from rlhf.run.sweep import folder_parts, points_of
+from rlhf.utils import libraries
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.system import WINDOWS
@@ -72,6 +74,23 @@ def test_powershell_splits_an_argument_at_its_commas():
     assert len(points("--sweep", "learning_rate=1e-5", "3e-5", "1e-4", "gamma=1", "0.99")) == 6
 
 
+def test_the_flag_can_be_repeated():
+    found = points("--sweep", "learning_rate=1e-5,3e-5", "--seeds", "1", "--sweep", "gamma=1,0.99")
+    assert [point.name for point in found[:2]] == ["learning_rate 1e-05, gamma 1.0", "learning_rate 1e-05, gamma 0.99"]
+    assert len(found) == 4
+
+
+def test_the_printed_command_resumes_without_replacing():
+    argv = ["--overwrite", "true", "--resume=false", "--no-overwrite", "--output", "out", "--overwrite"]
+    config = parse_cli(["--recipe", "demo", "--sweep", "gamma=1,0.9"])
+    assert flags_of(sweep.resume_of(config, argv)) == ["--output", "out", "--resume"]
+
+
+def test_one_combination_is_counted_in_the_singular(capsys):
+    sweep.show_grid(points("--sweep", "gamma=0.9"), Screen())
+    assert "sweep: 1 combination x 1 seed = 1 run\n" in capsys.readouterr().out.replace(" \n", "\n")
+
+
 def test_a_setting_of_one_algorithm():
     assert [point.config.group.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
 
@@ -84,7 +103,9 @@ def test_a_setting_of_one_algorithm():
         (["lerning_rate=1"], r"unknown setting lerning_rate: --sweep lerning_rate=1\. Did you mean learning_rate\?"),
         (["K=2,4"], r"K belongs to train_grpo\.py and train_rloo\.py: --sweep K=2,4\. Remove it"),
         (["seed=1,2"], r"seed cannot be swept: --sweep seed=1,2\. Give several seeds with --seeds"),
-        (["output=a,b"], r"output cannot be swept: --sweep output=a,b\. It does not change what is learned"),
+        (["seeds=1,2"], r"seeds cannot be swept: --sweep seeds=1,2\. Give several seeds with the flag: --seeds 1 2"),
+        (["output=a,b"], r"output cannot be swept: --sweep output=a,b\. Each run has a folder whose name starts with"),
+        (["keep=1,2"], r"keep cannot be swept: --sweep keep=1,2\. It does not change what is learned"),
         (["resume=true,false"], "resume cannot be swept"),
         (["dry_run=true"], "dry_run cannot be swept"),
         (["eval_func=length_penalty"], "eval_func cannot be swept"),
@@ -93,6 +114,20 @@ def test_a_setting_of_one_algorithm():
         (["learning_rate=1,,2"], "is not NAME=VALUE,VALUE"),
         (["learning_rate=1", "learning-rate=2"], "learning_rate is set twice: --sweep learning-rate=2 and --sweep"),
         (["learning_rate=1", "--learning-rate", "2"], "learning_rate is set twice: .* and --learning-rate. Keep one"),
+        (
+            ["episodes=64,128", "--num-iterations", "3"],
+            "the length of a run is set twice: --sweep episodes=64,128 and --num-iterations. Keep one",
+        ),
+        (
+            ["num_iterations=2,3", "epochs=1,2"],
+            "the length of a run is set twice: .* and --sweep num_iterations. Keep",
+        ),
+        (
+            ["micro_batch_size=8,16", "--fit", "8GB"],
+            r"^--fit chooses micro_batch_size: --fit, --sweep micro_batch_size",
+        ),
+        (["gamma=1,0.9", "--output", "."], r"the output folder, and this has none: --output \.\. Give a name"),
+        (["gamma=1,0.9", "--push-to-hub", "a/b"], "several runs and one repository: --sweep, --push-to-hub a/b"),
         (["learning_rate=1e-5,0.00001"], r"two combinations are equal: --sweep, learning_rate=1e-05\. Keep one"),
         (
             ["batch_size=64,63", "--minibatches", "2"],
@@ -123,7 +158,7 @@ def test_folders_have_only_characters_that_shells_and_windows_allow():
 # --- training, with a process that only writes run.json --------------------------------------------------------------
 
 PRETENDS = """
-import pickle, sys
+import os, pickle, sys
 sys.path[:] = {path!r}
 sys.argv, config = pickle.load(sys.stdin.buffer)
 from pathlib import Path
@@ -136,6 +171,7 @@ def train():
     folder, rate, seed = Path(config.run.output), config.optimizer.learning_rate, config.run.seed
     folder.mkdir(parents=True, exist_ok=config.run.resume)
     print("update 1 |", flush=True)
+    print("warning: a tracker", os.environ.get("LOCAL_RANK"), flush=True)
     with RunLog(folder, **facts_of(with_horizon(config, 2))) as log:
         if rate == 2e-5 and seed == 2 and not config.run.resume:
             raise RunError("a test")
@@ -198,6 +234,53 @@ def test_table_json_and_csv_have_means_over_seeds(pretended, capsys, monkeypatch
     assert cells[-1][:3] == ["1e-05", "2 of 2", "+1.50 (0.71)"] and "1:00 (0 s)" in cells[-1][-1]
     folders = "out_learning_rate=1e-05_seed1 out_learning_rate=1e-05_seed2 out_learning_rate=2e-05_seed1"
     assert len(re.findall(rf"(?:compare|plot)\S* {re.escape(folders)}\n", printed)) == 2
+
+
+def test_the_table_of_other_runs_is_kept(pretended):
+    for flags in ((), ("--resume",), ("--sweep", "gamma=0.9", "--resume")):
+        with contextlib.suppress(RunError):
+            pretended(*flags)
+    names = sorted(path.name for path in Path().glob("*_sweep*"))
+    assert names == ["out_sweep.csv", "out_sweep.json", "out_sweep2.csv", "out_sweep2.json"]
+    assert "gamma" not in Path("out_sweep.json").read_text(encoding="utf-8")
+    assert "gamma" in Path("out_sweep2.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["temperature=0.7,1"], "--temperature 0.7"),
+        (["gamma=1,0.9"], "run"),
+        (["actor_model=./a,./b", "rm_model=./c,./d"], "--baseline ./a --rm-model ./c"),
+        (["reward_func=length_penalty keyword_bonus,keyword_bonus"], "--reward-func length_penalty keyword_bonus"),
+        (["keywords=a,b"], "cannot use one value of keywords for all runs"),
+    ],
+)
+def test_runs_are_compared_with_the_first_value_of_what_decides_completions_and_scores(
+    words, end, capsys, monkeypatch
+):
+    config = parse_cli(["--recipe", "demo", "--sweep", *words])
+    unequal = [name for name in (word.partition("=")[0] for word in words) if name in sweep.MEASURED_WITH]
+    sweep.show_next(["run"], config, Screen(), unequal)
+    assert "".join(capsys.readouterr().out.splitlines()).endswith(end)
+
+
+def test_warnings_of_the_processes_are_printed_and_a_launcher_of_one_process_is_hidden_from_them(
+    pretended, capsys, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(RunError):
+        pretended()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.count("learning_rate 1e-05, seed 1: warning: a tracker None") == 1
+    assert sum("warning: a tracker None" in line for line in printed) == 4
+
+
+def test_a_missing_tracker_is_refused_before_the_first_run(pretended, monkeypatch, tmp_path):
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="wandb is not installed: --report-to wandb"):
+        pretended("--report-to", "wandb")
+    assert not list(tmp_path.iterdir())
 
 
 def test_resume_with_other_settings_is_refused(pretended):

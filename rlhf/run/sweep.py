@@ -27,7 +27,7 @@ from rlhf.settings.flags import flags_of_booleans
 from rlhf.settings.training import FITTED, Config
 from rlhf.setup.inputs import check_inputs
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, clock
+from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import atomic_write, write_json
 from rlhf.utils.libraries import check_libraries, check_trackers
@@ -124,16 +124,10 @@ def folder_parts(points: Sequence[dict[str, str]]) -> list[str]:
 def show_grid(points: Sequence[Point], screen: Screen) -> None:
     """Print the combinations and the number of runs."""
     count, seeds = len(points), len(points[0].config.run.seeds)
-    parts = (counted(count, "combination"), counted(seeds, "seed"), counted(count * seeds, "run"))
-    of = "{} x {} = {}".format(*parts)
+    of = f"{counted(count, 'combination')} x {counted(seeds, 'seed')} = {counted(count * seeds, 'run')}"
     rows = [list(point.settings.values()) for point in points]
     screen.table(f"sweep: {of}", list(points[0].settings), rows, lines=False)
     screen.say(f"the first run folder: {next(iter(points[0].folders.values()))}")
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: 1 run, 2 runs."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def first_run(points: Sequence[Point]) -> Config:
@@ -246,17 +240,18 @@ def table_files(output: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
     for number in itertools.count(1):
         name = f"{output.name}_sweep{number if number > 1 else ''}"
         file, table = (output.with_name(f"{name}.{suffix}") for suffix in ("json", "csv"))
-        if not file.exists() or _folders_in(file) == {
-            run["output"] for one in results for run in one["runs"].values()
-        }:
+        if not file.exists() or _folders_in(file) == _folders_of(results):
             return [file, table]
+
+
+def _folders_of(results: Sequence[dict[str, Any]]) -> set[str]:
+    return {run["output"] for found in results for run in found["runs"].values()}
 
 
 def _folders_in(file: Path) -> set[str] | None:
     """Return the run folders in the JSON file of a sweep's table; None if it is another file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["combinations"]
-        return {run["output"] for one in found for run in one["runs"].values()}
+        return _folders_of(json.loads(file.read_text(encoding="utf-8"))["combinations"])
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -256,9 +256,7 @@ def test_the_table_of_other_runs_is_kept(pretended):
         (["keywords=a,b"], "cannot use one value of keywords for all runs"),
     ],
 )
-def test_runs_are_compared_with_the_first_value_of_what_decides_completions_and_scores(
-    words, end, capsys, monkeypatch
-):
+def test_the_printed_comparison_has_one_value_of_what_decides_completions_and_scores(words, end, capsys):
     config = parse_cli(["--recipe", "demo", "--sweep", *words])
     unequal = [name for name in (word.partition("=")[0] for word in words) if name in sweep.MEASURED_WITH]
     sweep.show_next(["run"], config, Screen(), unequal)

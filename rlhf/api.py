@@ -15,15 +15,15 @@ from torch import nn
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.sampler import planned_updates
-from rlhf.distributed.group import from_first
+from rlhf.distributed.group import agree, from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
-from rlhf.run.python_run import attach_in_memory, in_folder, in_memory, prepared, recorded
+from rlhf.run.python_run import attach_in_memory, check_settings, in_folder, in_memory, prepared, recorded
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_models
+from rlhf.setup.build import Components, build_trainer, load_models
 from rlhf.setup.fit import fit
 from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.pass_rates import keep_by_pass_rate
+from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.setup.trial import check_start
 from rlhf.trainer.loop import OnPolicyLoop
@@ -31,16 +31,17 @@ from rlhf.utils.console import Screen
 from rlhf.utils.libraries import check_trackers
 
 Prompts = Sequence[GivenPrompt]
+Functions = Sequence[RewardFunction | nn.Module | str]
 
 
 def make_trainer(
     config: Config,
     prompts: Prompts,
-    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
     callbacks: Sequence = (),
     evaluation_prompts: Prompts | None = None,
-    eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
+    eval_functions: Functions | None = None,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> OnPolicyLoop:
@@ -50,7 +51,8 @@ def make_trainer(
 
     Args:
         prompts: texts, chats (lists of {"role", "content"}), or rows as in a data file.
-        rewards: reward functions or modules, used instead of the reward model and reward functions in `config`.
+        rewards: reward functions, modules, or names as in --reward-func, used instead of the reward model and reward
+            functions in `config`.
         reward_weights: one weight for each of `rewards`; None: all 1.
         callbacks: objects with methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
         evaluation_prompts: None: 10% of the prompts are held out, selected by the hash of the question; if there are
@@ -62,20 +64,26 @@ def make_trainer(
             `config`, it resumes the run in that folder.
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
     """
+    check_settings(config)
     check_trackers(config.record.report_to or ())
     screen, folder = Screen(), None if output is None else Path(output)
-    device = start_device(screen, config.run.deterministic)
+    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
+
+    def load() -> tuple[Config, Components, PassRates | None]:
+        used = config
+        if folder is not None:
+            asked = recorded(config, folder, rewards, reward_weights, eval_functions)
+            used = from_first(lambda: prepared(asked, screen))
+        inputs = load_inputs(used, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
+        used = used if used.run.resume and folder is not None else fit(used, inputs, device, screen)
+        components = load_models(used, inputs, device, screen)
+        return used, *keep_by_pass_rate(used, components, screen, folder)
+
+    used, components, pass_rates = agree(load)
+    used = with_horizon(used, planned_updates(used, components.prompts.train))
     if folder is not None:
-        asked = recorded(config, folder, rewards, reward_weights, eval_functions)
-        config = from_first(lambda: prepared(asked, screen))
-    inputs = load_inputs(config, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-    config = config if config.run.resume and folder is not None else fit(config, inputs, device, screen)
-    components = load_models(config, inputs, device, screen)
-    components, pass_rates = keep_by_pass_rate(config, components, screen, folder)
-    config = with_horizon(config, planned_updates(config, components.prompts.train))
-    if folder is not None:
-        check_start(config, components)
-    trainer = build_trainer(config, components)
+        agree(lambda: check_start(used, components))
+    trainer = agree(lambda: build_trainer(used, components))
     if folder is None:
         attach_in_memory(trainer, screen, progress)
         trainer.session = partial(in_memory, trainer, screen, progress)
@@ -89,15 +97,18 @@ def make_trainer(
 def scan(
     config: Config,
     prompts: Prompts,
-    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Scan:
     """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
     topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
     `make_trainer`."""
     screen = Screen()
-    device = start_device(screen, config.run.deterministic)
-    inputs = load_inputs(config, screen, prompts, None, rewards, reward_weights)
-    config = fit(config, inputs, device, screen)
-    components = load_models(config, inputs, device, screen)
-    return scan_prompts(config, components, screen)
+    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
+
+    def load() -> tuple[Config, Components]:
+        inputs = load_inputs(config, screen, prompts, None, rewards, reward_weights)
+        fitted = fit(config, inputs, device, screen)
+        return fitted, load_models(fitted, inputs, device, screen)
+
+    return scan_prompts(*agree(load), screen)

@@ -166,14 +166,14 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     stored.require_algorithm(row.name, folder)
     aside = {*OF_THE_COMMAND, *(["seed"] if run["seeds"] is not None else [])}
     layer = {name: value for name, value in stored_layer(stored.settings).items() if name not in aside}
-    if layer["prompts"][0] == IN_PYTHON and stored.status != "finished":
+    only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
+    if layer["prompts"][0] == IN_PYTHON and not only_exported:
         raise UserError(
             f"this run was started in Python: --resume, --output {folder}. Resume it there, with make_config(..., "
             "resume=True) and the same make_trainer(...)"
         )
     rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
     untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
-    only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
     if not only_exported and untrusted:
         resume = resume_line(row.name, run["output"], run["seeds"], code_words(*rules.values()))
         raise UserError(

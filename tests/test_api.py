@@ -10,6 +10,7 @@ import torch
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
 from rlhf.config import make_config
+from rlhf.run.python_run import OF_THE_SCRIPTS
 from rlhf.utils.errors import UserError
 
 
@@ -100,6 +101,35 @@ def test_without_rewards_argument_the_configured_rewards_are_used(config):
     assert str(trainer.rewards) == "1 x reward_model + 0.5 x length_penalty"
 
 
+def test_rewards_are_functions_modules_or_names(config):
+    trainer = make_trainer(config(), ["a cat?"], "length_penalty", eval_functions=["word_penalty", words])
+    assert str(trainer.rewards) == "1 x length_penalty" and trainer.evaluator.functions.names == [
+        "word_penalty",
+        "words",
+    ]
+    with pytest.raises(UserError, match=r"function: rewards length_penalti\. Did you mean length_penalty"):
+        make_trainer(config(), ["a cat?"], [words, "length_penalti"])
+    for wrong in (0.5, [0.5]):
+        with pytest.raises(UserError, match=r"not a function: rewards, 0\.5\. Give functions, nn\.Modules, or names"):
+            make_trainer(config(), ["a cat?"], wrong)
+    with pytest.raises(UserError, match=r"reward_weights without rewards: reward_weights=\. .*make_config\(reward_w"):
+        make_trainer(config(), ["a cat?"], reward_weights=[0.5])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"check": True}, {"dry_run": True}, {"scan": True}, {"replay": "folder"}, {"seeds": [1, 2]},
+     {"seeds": [1, 2], "parallel": True}, {"sweep": ["learning_rate=1e-5,2e-5"]}],
+)  # fmt: skip
+def test_settings_that_only_the_scripts_use_are_refused(config, settings):
+    given = config(**settings)
+    with pytest.raises(UserError) as refused:
+        make_trainer(given, ["a cat?"], [words])
+    assert [line.split(":")[0] for line in refused.value.problems] == [
+        f"only the scripts use {name}" for name in OF_THE_SCRIPTS if name in settings
+    ]
+
+
 def test_train_refuses_arguments_and_names_their_setting(config):
     trainer = make_trainer(config(), ["a cat?"], [words])
     with pytest.raises(UserError, match=r"train\(\) takes no arguments: prompts, num_epochs, callbacks\. ") as caught:
@@ -108,6 +138,15 @@ def test_train_refuses_arguments_and_names_their_setting(config):
     assert str(caught.value).endswith(fix)
     with pytest.raises(UserError, match=r"make_config\(resume=True\), make_trainer\(config, output=\.\.\.\) and"):
         trainer.train(resume_from_checkpoint="./checkpoint-10")
+    for given, answer in (
+        ({"resume_from_checkpoint": False}, "Write train()"),
+        ({"progress": False}, "Write make_trainer(config, progress=...) and then train()"),
+        ({"trial": 1}, "trial has no counterpart here. Write train()"),
+        ({"beta": 0.1, "max_steps": 2}, "beta: Use kl_coef. Write make_config(num_iterations=2) and then train()"),
+    ):
+        with pytest.raises(UserError) as caught:
+            trainer.train(**given)
+        assert str(caught.value) == f"train() takes no arguments: {', '.join(given)}. {answer}"
     assert trainer.train()["eval/score"] > 0, "a refused call changes nothing"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,6 +14,7 @@ from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRec
 from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
+from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import same_value
 
@@ -79,7 +81,7 @@ def _members(runs: Sequence[tuple[str, RunRecord]]) -> list[list[int]]:
         aside = {*MAY_DIFFER, *unread(algorithm), "recipe"}  # the name of a recipe with equal settings
         for members in groups:
             others = [runs[i] for i in members]
-            if all(a == algorithm and not differences(r.settings, run.settings, aside) for a, r in others):
+            if all(a == algorithm and not differences(_compared(r), _compared(run), aside) for a, r in others):
                 members.append(position)
                 break
         else:
@@ -91,8 +93,19 @@ def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the settings of a group: name -> value."""
     merged: dict[str, Any] = {}
     for run in reversed(runs):
-        merged |= run.flat_settings
+        merged |= _compared(run)
     return merged
+
+
+def _compared(run: RunRecord) -> dict[str, Any]:
+    """Return the settings of a run: name -> value. Prompts that were given in Python have a hash of them instead of a
+    name. With --keep-pass-rate it is that of the evaluation prompts, because the seeds keep different ones."""
+    settings = run.flat_settings
+    if settings.get("prompts") != IN_PYTHON:
+        return settings
+    names = ("evaluation_sha256",) if settings.get("keep_pass_rate") else ("train_sha256", "evaluation_sha256")
+    text = " ".join(str(run.data.get(name)) for name in names)
+    return settings | {"prompts": f"{IN_PYTHON} {hashlib.sha256(text.encode()).hexdigest()[:8]}"}
 
 
 def unread(algorithm: str) -> set[str]:

@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rlhf.analysis.groups import SettingsGroup, group_runs
 from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.model_folder import (
     ADAPTER_CONFIG,
@@ -23,8 +22,7 @@ from rlhf.settings.fields import settings_of
 from rlhf.settings.next_commands import code_words, flag_words, names_code
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
-from rlhf.utils.command_lines import command, short_name
-from rlhf.utils.console import listed
+from rlhf.utils.command_lines import command
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 
@@ -153,6 +151,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     if not runs:
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
+    if measure.prompts is None:
+        _check_same_given_prompts(runs)
     first, run = runs[0]
     here, problems = run.flat_settings, {}
     for other_name, other in runs[1:]:
@@ -169,6 +169,19 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         folder = str(first_run.run_folder / PROMPTS_FOLDER)
         given |= OF_THE_FILE | {"prompts": folder, "dataset_split": "test", "split": "0/0/100"}
     return config_of_run(run, **given)
+
+
+def _check_same_given_prompts(runs: Sequence[tuple[str, RunRecord]]) -> None:
+    """Raises UserError if runs have different evaluation prompts that were given in Python. `runs` are (name, run)."""
+    given = [one for one in runs if one[1].flat_settings.get("prompts") == IN_PYTHON]
+    raise_if(
+        [
+            f"the runs have different evaluation prompts, which were given in Python: {given[0][0]}, {name}. Set them "
+            "with --prompts"
+            for name, run in given[1:]
+            if run.data["evaluation_sha256"] != given[0][1].data["evaluation_sha256"]
+        ]
+    )
 
 
 def _check_no_flags_of_a_file(given: Container[str]) -> None:
@@ -258,33 +271,3 @@ def find_start(config: Config) -> ModelRef:
     """Returns the start model of the settings. Raises UserError if it does not exist."""
     name = config.model.actor_model
     return ModelRef(name, find_model(name, "--baseline"))
-
-
-# --- runs to compare -------------------------------------------------------------------------------------------------
-
-
-def check_named(names: Sequence[str]) -> None:
-    """Raises UserError for names that are not folders, so that a mistyped run is not looked up on the hub."""
-    problems = [str(missing_path(name, "run", "Give run folders")) for name in names if not Path(name).is_dir()]
-    raise_if(problems)
-
-
-def check_groups(models: Sequence[ModelRef], labels: Sequence[str] = ()) -> None:
-    """Raises UserError if a model is not a run, a group has a seed twice, or the `labels` do not name each group."""
-    raise_if([f"not a run: {m.name}. {short_name('compare')} takes run folders" for m in models if m.run is None])
-    problems = []
-    for group in groups_of(models, labels):
-        seeds: dict[int, list[str]] = {}
-        for i in group.members:
-            seeds.setdefault(models[i].run.seed, []).append(models[i].name)
-        problems += [
-            f"two runs of {group.label} have the seed {seed}: {listed(names)}. Give each seed once"
-            for seed, names in sorted(seeds.items())
-            if len(names) > 1
-        ]
-    raise_if(problems)
-
-
-def groups_of(models: Sequence[ModelRef], labels: Sequence[str] = ()) -> list[SettingsGroup]:
-    """Returns the groups of runs with the same settings except for the seed."""
-    return group_runs([(m.run.algorithm, m.run) for m in models], labels)

@@ -86,7 +86,12 @@ class TensorBoardLog(Callback):
         self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update)
 
     def on_train_end(self):
-        self.writer.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close the files, if they are open."""
+        if "writer" in vars(self):
+            self.writer.close()
 
 
 class ProgressLine(Callback):

@@ -52,7 +52,12 @@ class MetricsFile(Callback):
         self.write(evaluation.update, evaluation.metrics())
 
     def on_train_end(self):
-        self.opened.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if "opened" in vars(self):
+            self.opened.close()
 
 
 def _update_of(line: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ PROJECT = "rlhf-workstation"  # the default project in wandb and trackio
 STEP = "train/global_step"  # the metric that transformers' WandbCallback defines as the x axis
 RUN_TAG = "rlhf_run"  # the tag of a run in MLflow with the id in its run.json
 SAMPLES = "samples"  # the name of the tables
+ID_DIGITS = 8  # of the id in a name
 
 
 def arguments_of(config: Config) -> SimpleNamespace:
@@ -76,10 +78,12 @@ class WandbTracker(WandbCallback):
 
 
 class TrackioTracker(TrackioCallback):
-    """A run of trackio. A resumed run continues the run with the same name in the project."""
+    """A run of trackio. trackio continues the run with the same name in the project, so the name ends with the run's
+    id, which a resumed run keeps."""
 
     def start(self, args: Any, state: Any, run_id: str | None) -> None:
-        self.setup(args, state, model=None)
+        number = (run_id or uuid.uuid4().hex)[:ID_DIGITS]
+        self.setup(SimpleNamespace(**{**vars(args), "run_name": f"{args.run_name}-{number}"}), state, model=None)
 
     def log(self, metrics: dict[str, float], state: Any) -> None:
         self._trackio.log(metrics, step=state.global_step)
@@ -121,10 +125,12 @@ class MLflowTracker(MLflowCallback):
             self._ml_flow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), file)
 
     def finish(self, figures: dict[str, Any] | None, failed: bool, state: Any) -> None:
-        if figures:
-            self._ml_flow.log_metrics(numbers_of(figures), step=state.global_step)
-            self._ml_flow.log_dict(figures, "figures.json")
-        self._ml_flow.end_run("FAILED" if failed else "FINISHED")
+        try:
+            if figures:
+                self.log(numbers_of(figures), state)
+                self._ml_flow.log_dict(figures, "figures.json")
+        finally:
+            self._ml_flow.end_run("FAILED" if failed else "FINISHED")
 
 
 TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
@@ -137,21 +143,14 @@ class Trackers(Callback):
     As a context manager, it marks the run as failed if an error ends the run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        screen: Screen,
-        run_id: str | None = None,
-        results: Callable[[], dict[str, Any]] | None = None,
-    ):
+    def __init__(self, config: Config, screen: Screen, run_id: str | None = None):
         """
         Args:
             config: the settings of the run, with the names of the trackers.
             screen: prints the warnings.
             run_id: the id in run.json; None: the run cannot be resumed.
-            results: returns the results at the end of the training; None: `finish` is called with them.
         """
-        self.config, self.screen, self.run_id, self.results = config, screen, run_id, results
+        self.config, self.screen, self.run_id = config, screen, run_id
         self.names = [name for name in TRACKERS if name in (config.record.report_to or ()) and is_first()]
         self.trackers: dict[str, Any] = {}
 
@@ -178,13 +177,12 @@ class Trackers(Callback):
         self._each(lambda tracker: tracker.log(metrics, state))
         self._each(lambda tracker: tracker.table(columns, rows, state))
 
-    def on_train_end(self):
-        if self.results is not None and self.trackers:
-            self.finish(self.results())
-
     def finish(self, figures: dict[str, Any] | None = None, failed: bool = False) -> None:
-        """Send the results, and end the runs in the trackers."""
-        self._each(lambda tracker: tracker.finish(figures, failed, self.trainer.state))
+        """Send the results, and end the runs in the trackers. Ctrl-C ends the wait for a tracker without a network."""
+        try:
+            self._each(lambda tracker: tracker.finish(figures, failed, self.trainer.state))
+        except KeyboardInterrupt:
+            self.screen.say("warning: stopped before the trackers had received everything: --report-to")
         self.trackers.clear()
 
     def _each(self, action: Callable[[Any], None]) -> None:

@@ -23,7 +23,7 @@ RECORD = "run.json"  # every folder that this project writes contains it
 # the names that this project writes at the top level of a run's or a model's folder
 OURS = re.compile(
     r"run\.(json|lock)|failed_inputs\.json|reward_output(_process\d+)?\.txt|pass_rates\.jsonl|metrics\.jsonl?"
-    r"|README\.md|logs|samples|tokens|incidents"
+    r"|README\.md|logs|prompts|samples|tokens|incidents"
     r"|(best|merged)(\.new)?|checkpoint-.*|.*\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
     r"|(added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json|(merges|vocab)\.txt|chat_template\.jinja"
     r"|additional_chat_templates|[\w.]+\.model|Modelfile|.*\.new(_\d+)?"

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from rlhf.utils.command_lines import short_name, typed_words
+from rlhf.utils.command_lines import is_checkout, short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.paths import same_value
@@ -278,7 +278,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": _commit() if is_checkout() else None,
     }
 
 
@@ -291,7 +291,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return this project's commit; None if it is not a git checkout or git is not installed."""
+    """Return the commit of a checkout; None without git."""
     here = Path(__file__).resolve().parent
     try:
         words, silent = ["git", "rev-parse", "HEAD"], subprocess.DEVNULL

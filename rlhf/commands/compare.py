@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, groups_of, require_trusted_code
+from rlhf.analysis.compared_runs import check_groups, check_named, groups_of
+from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.run_folder import folders_of
+from rlhf.checkpoints.run_folder import folders_of, read_status
 from rlhf.commands.result_line import result_line
 from rlhf.config import parse_cli
 from rlhf.distributed.join import leave, leave_others, use_own_gpu
@@ -115,7 +115,9 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     from rlhf.run.resume_checks import check_resume
     from rlhf.setup.inputs import check_inputs, check_run_folder
 
-    check_trackers(config.record.report_to or ())
+    exported = config.run.resume and read_status(Path(config.run.output)) == "finished"
+    if not (config.run.only_looks or exported):
+        check_trackers(config.record.report_to or ())
     if config.run.resume:
         return check_resume(config) if config.run.seeds is None else None
     if config.run.seeds is None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings, without_score
+from rlhf.analysis.compared_runs import groups_of
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import ALL_PAIRS, differing_settings, short_pair, unread
-from rlhf.analysis.models import ModelRef, episodes_of, groups_of
+from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
 from rlhf.checkpoints.run_record import RunRecord, environment, flat_settings, now

@@ -10,14 +10,14 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoints.model_folder import find_model
-from rlhf.settings.next_commands import names_code
+from rlhf.settings.next_commands import in_a_file, names_code
 from rlhf.settings.training import Config, function_name
 from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rlhf.rewards.functions import RewardFunction
+
+    Given = RewardFunction | nn.Module | str
+    Functions = Sequence[Given] | Given
 
 BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
@@ -60,11 +63,26 @@ def find_rewards(config: Config) -> RewardSources:
     )
 
 
-def given_rewards(
-    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module, weights: Sequence[float] | None
-) -> RewardSources:
-    """Return the sources for reward functions given in Python. They replace those of the settings."""
-    return RewardSources(folder=None, rules=[functions] if callable(functions) else list(functions), weights=weights)
+def as_list(functions: Functions) -> list[Given]:
+    """Return what was given in Python as a list: one or several functions."""
+    one = callable(functions) or isinstance(functions, str) or not isinstance(functions, Iterable)
+    return [functions] if one else list(functions)
+
+
+def find_given(functions: Functions, config: Config, argument: str) -> list[RewardFunction | nn.Module]:
+    """Return the functions given in Python, and those that are given by name. Raises UserError for a name without a
+    function, and for what cannot be called. `argument` is the argument in messages."""
+    keywords, longest = config.reward.keywords, config.sampling.max_new_tokens
+    found = [find_rule(f, keywords, argument, longest) if isinstance(f, str) else f for f in as_list(functions)]
+    wanted = "Give functions, nn.Modules, or names as in make_config(reward_func=)"
+    raise_if([f"not a function: {argument}, {f!r:.60}. {wanted}" for f in found if not callable(f)])
+    return found
+
+
+def given_rewards(config: Config, functions: Functions, weights: Sequence[float] | None) -> RewardSources:
+    """Return the sources for reward functions given in Python. They replace those of the settings. Raises UserError as
+    `find_given`."""
+    return RewardSources(folder=None, rules=find_given(functions, config, "rewards"), weights=weights)
 
 
 def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
@@ -74,14 +92,12 @@ def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]
     return {function_name(rule): find_rule(rule, keywords, "--eval-func", longest) for rule in config.reward.eval_func}
 
 
-def given_eval_functions(
-    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module,
-) -> dict[str, RewardFunction | nn.Module]:
-    """Return evaluation functions given in Python, by their names in metrics. Raises UserError for a name that cannot
-    be used."""
+def given_eval_functions(config: Config, functions: Functions) -> dict[str, RewardFunction | nn.Module]:
+    """Return evaluation functions given in Python, by their names in metrics. Raises UserError as `find_given`, and
+    for a name that cannot be used."""
     from rlhf.rewards.arguments import name_of
 
-    given = [functions] if callable(functions) else list(functions)
+    given = find_given(functions, config, "eval_functions")
     names = [name_of(f) for f in given]
     raise_if(name_problems(names, "eval_functions"))
     return dict(zip(names, given, strict=True))
@@ -107,7 +123,7 @@ def find_rule(
         function = name.removeprefix(FROM_PYTHON)
         raise UserError(
             f"the function {function} was defined in a Python program or a notebook: {flag}. Save it in a file, and "
-            f"add {flag} FILE.py:{function}"
+            f"add {flag} {in_a_file(name)}"
         )
     path, colon, attribute = name.rpartition(":")
     if not colon:
@@ -216,12 +232,14 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
     return rule
 
 
-def name_in_settings(function: RewardFunction | nn.Module) -> str:
+def name_in_settings(function: Given) -> str:
     """Return the value of --reward-func that finds a function given in Python: a built-in name, trl:NAME or
     FILE.py:NAME. If none does, because the function is defined in the program itself, in a notebook or inside another
-    function, return python:NAME."""
+    function, return python:NAME. The name of a function that was given by name is that name."""
     from rlhf.rewards.arguments import name_of
 
+    if isinstance(function, str):
+        return function
     name, module = name_of(function), sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or getattr(module, name, None) is not function:
         return FROM_PYTHON + name

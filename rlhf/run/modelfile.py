@@ -7,6 +7,7 @@ other chats in the same way. A chat template that does more than write text arou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,8 @@ PLAIN = "{{ range $i, $_ := .Messages }}{{ if $i }}\n\n{{ end }}{{ .Content }}{{
 
 
 def _literal(text: str) -> str:
-    """Return text for a Go template."""
-    return text.replace("{{", '{{ "{{" }}')
+    """Return text for a Go template. A `{` at its end would become a part of the action after it."""
+    return re.sub(r"\{{2,}|\{\Z", r'{{ "\g<0>" }}', text)
 
 
 def modelfile(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:

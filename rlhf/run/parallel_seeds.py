@@ -1,4 +1,4 @@
-"""Trains several runs in processes of their own: one per GPU at the same time, or on a CPU one per core."""
+"""Trains several runs in separate processes: one per GPU at the same time, or on a CPU one per core."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def train_in_parallel(config: Config, screen: Screen) -> None:
 def train_runs(
     runs: dict[str, Config], finished: Container[str], screen: Screen, resume: str, parallel: bool = True
 ) -> list[TrainingProcess]:
-    """Train runs in processes of their own. Returns the processes that were started, when all have ended.
+    """Train runs in separate processes. Returns the processes that were started, when all have ended.
 
     A stop signal is passed on to all processes, which save their runs. Raises TrainingInterrupted after it.
 

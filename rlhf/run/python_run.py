@@ -18,12 +18,12 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
-from rlhf.rewards.find import name_in_settings
+from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.resume import prepare_resume, resume_run
 from rlhf.run.resume_checks import fitted_as, is_extended
-from rlhf.run.train import attach_callbacks, finish, start_run
+from rlhf.run.train import attached, finish, start_run
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
@@ -33,17 +33,24 @@ from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
-from rlhf.utils.files import write_text
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop
 
 if TYPE_CHECKING:
-    from torch import nn
+    from rlhf.rewards.find import Functions
 
-    from rlhf.rewards.functions import RewardFunction
-
-    Functions = Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module
+# settings that only the scripts use -> what a program does instead
+OF_THE_SCRIPTS = {
+    "check": "Remove it: make_trainer() checks everything that it can check before the first update",
+    "dry_run": "Remove it, or print the plan with the script",
+    "scan": "Remove it, and call rlhf.api.scan(config, prompts)",
+    "replay": "Repeat the update with the script",
+    "seeds": "Make one trainer per seed, with make_config(seed=) and its own output",
+    "sweep": "Make one trainer per combination, each with its own output",
+    "parallel": "Start one program per run",
+}
 
 
 # --- the settings of a run with a folder -----------------------------------------------------------------------------
@@ -72,9 +79,10 @@ def recorded(
     return replace(replaced(config, **settings), in_python=True)
 
 
-def as_list(functions: Functions) -> list[RewardFunction | nn.Module]:
-    """Return one or several functions as a list."""
-    return [functions] if callable(functions) else list(functions)
+def check_settings(config: Config) -> None:
+    """Raise UserError for settings that only the scripts use, because a trainer would ignore them."""
+    given = [name for name in OF_THE_SCRIPTS if getattr(config.run, name)]
+    raise_if([f"only the scripts use {name}: make_config({name}=). {OF_THE_SCRIPTS[name]}" for name in given])
 
 
 def prepared(config: Config, screen: Screen) -> Config:
@@ -100,10 +108,14 @@ def prepared(config: Config, screen: Screen) -> Config:
 
 @contextmanager
 def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator[None]:
-    """Session of a trainer that writes no files. Ends the progress line, also after an error."""
-    with screen:
+    """Session of a trainer that writes no files. Ends the progress line and the runs in trackers, also after an
+    error."""
+    with screen, Trackers(trainer.config, screen) as trackers:
+        trainer.add_callback(trackers)
         show_budget(trainer, screen, progress)
         yield
+        if trackers.trackers:
+            trackers.finish(results_of(trainer))
 
 
 def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
@@ -119,8 +131,6 @@ def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> N
         held = config.critic.critic_warmup
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
         trainer.add_callback(KLGuard(trainer, config, controller, None, screen))
-    if config.record.report_to is not None:
-        trainer.add_callback(Trackers(config, screen, results=lambda: results_of(trainer)))
 
 
 @contextmanager
@@ -138,13 +148,12 @@ def in_folder(
     ):
         if not config.run.resume:
             on_first(lambda: write_prompts(Path(config.run.output), trainer))
-        others, trainer.events.callbacks = trainer.events.callbacks, []
-        attach_callbacks(trainer, config, log, screen, stop, others, progress)
-        trainer.add_callback(trackers)
-        agree(lambda: resume_run(trainer, config, log, screen))
-        require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-        show_budget(trainer, screen, progress)
-        yield
+        with attached(trainer, config, log, screen, stop, progress):
+            trainer.add_callback(trackers)
+            agree(lambda: resume_run(trainer, config, log, screen))
+            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+            show_budget(trainer, screen, progress)
+            yield
         require_equal_weights(trainer.model, "the last update")
         on_first(lambda: finish(trainer, config, log, shown))
         trackers.finish(log.record.figures)
@@ -166,5 +175,6 @@ def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
 
 
 def as_line(prompt: Prompt) -> str:
-    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text."""
-    return json.dumps(prompt.example.columns, ensure_ascii=True, default=str) + "\n"
+    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text, and numbers that are
+    not finite become null."""
+    return json.dumps(json_ready(prompt.example.columns), allow_nan=False, default=str) + "\n"

@@ -139,7 +139,7 @@ def first_run(points: Sequence[Point]) -> Config:
 
 
 def train_sweep(points: Sequence[Point], config: Config, argv: Sequence[str] | None, screen: Screen) -> None:
-    """Train the runs of a sweep, each in a process of its own, and print one table. With --parallel several run at the
+    """Train the runs of a sweep, each in a separate process, and print one table. With --parallel several run at the
     same time. Finished runs are skipped; with --resume interrupted ones continue.
 
     Raises UserError before the first run, RunError if a run fails (the others finish before), and TrainingInterrupted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,11 +74,11 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     ):
         trainer = agree(lambda: build_trainer(config, components))
         trainer.evaluator.gold = gold_of(config)
-        attach_callbacks(trainer, config, log, screen, stop)
-        trainer.add_callback(trackers)
-        agree(lambda: resume_run(trainer, config, log, screen))
-        require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-        agree(trainer.train)
+        with attached(trainer, config, log, screen, stop):
+            trainer.add_callback(trackers)
+            agree(lambda: resume_run(trainer, config, log, screen))
+            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+            trainer.train()
         require_equal_weights(trainer.model, "the last update")
         on_first(lambda: finish(trainer, config, log, screen))
         trackers.finish(log.record.figures)
@@ -111,6 +112,23 @@ def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -
     """Save the model and print the summary of a run whose training has ended."""
     trainer.save_model(config.run.output)
     finish_run(config, trainer, log, screen)
+
+
+@contextmanager
+def attached(
+    trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop, progress: bool = True
+) -> Iterator[None]:
+    """Attach the callbacks that every run has to the trainer, with the user's among them (`attach_callbacks`). At the
+    end, also after an error, close their files and remove them: the user's callbacks remain."""
+    others, trainer.events.callbacks = trainer.events.callbacks, []
+    try:
+        attach_callbacks(trainer, config, log, screen, stop, others, progress)
+        yield
+    finally:
+        for callback in trainer.events.callbacks:
+            if isinstance(callback, (TensorBoardLog, MetricsFile)):
+                callback.close()
+        trainer.events.callbacks = others
 
 
 def attach_callbacks(

@@ -28,8 +28,15 @@ def code_words(rules: Iterable[str], evaluation: Iterable[str] = ()) -> list[str
         evaluation: the evaluation functions.
     """
     named = {"--reward-func": rules, "--eval-func": evaluation}
-    flags = {flag: [rule.replace(FROM_PYTHON, "FILE.py:") for rule in found] for flag, found in named.items()}
+    flags = {flag: [in_a_file(rule) for rule in found] for flag, found in named.items()}
     return [word for flag, words in flags.items() if names_code(words) for word in (flag, *words)]
+
+
+def in_a_file(rule: str) -> str:
+    """Return a reward function; for one that was defined in Python, the form that the user must complete. A lambda has
+    no name that a file could define."""
+    name = rule.removeprefix(FROM_PYTHON)
+    return rule if name == rule else f"FILE.py:{name if name.isidentifier() else 'NAME'}"
 
 
 def resume_command(config: Any, *more: str) -> str:

@@ -116,7 +116,7 @@ def meanings(written: dict[str, str], values: dict[str, Any]) -> list[str]:
 
 # arguments of make_trainer
 OF_THE_TRAINER = ("prompts", "rewards", "reward_weights", "callbacks", "evaluation_prompts", "eval_functions")
-OF_THE_TRAINER += ("output",)
+OF_THE_TRAINER += ("output", "progress")
 OF_TRAIN = {  # argument of another trainer's train() -> the setting here
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
@@ -125,21 +125,27 @@ OF_TRAIN = {  # argument of another trainer's train() -> the setting here
 }
 
 
-def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any]) -> str:
-    """Return the error for arguments of train(), with what to write instead. Arguments without a name are prompts."""
+def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any], known: Collection[str]) -> str:
+    """Return the error for arguments of train(), with what to write instead. Arguments without a name are prompts.
+    `known` are all names of settings."""
     given = {**dict(zip(("prompts", "rewards"), unexpected, strict=False)), **named}
-    refused = list(given)
+    of_trainer = {name for name in given if name in OF_THE_TRAINER}
+    settings = {OF_TRAIN.get(name, name): value for name, value in given.items() if name not in of_trainer}
+    unknown = [name for name in settings if name not in known]
+    settings = {name: value for name, value in settings.items() if name in known and (name != "resume" or value)}
+    if "resume" in settings:
+        settings["resume"] = True
+        of_trainer.add("output")
 
     def shown(value: Any) -> str:
         return repr(value) if isinstance(value, (int, float)) else "..."
 
-    settings = {OF_TRAIN.get(name, name): value for name, value in given.items() if name not in OF_THE_TRAINER}
-    if "resume" in settings:
-        settings["resume"], given["output"] = True, None
     config = f"make_config({', '.join(f'{name}={shown(value)}' for name, value in settings.items())})"
-    trainer = f"make_trainer(config, {', '.join(f'{name}=...' for name in given if name in OF_THE_TRAINER)})"
-    calls = [*([config] if settings else []), *([trainer] if len(settings) < len(given) else [])]
-    return f"train() takes no arguments: {', '.join(refused)}. Write {', '.join(calls)} and then train()"
+    trainer = f"make_trainer(config, {', '.join(f'{name}=...' for name in OF_THE_TRAINER if name in of_trainer)})"
+    calls = ", ".join([*([config] if settings else []), *([trainer] if of_trainer else [])])
+    answers = [f"{n}: {hint(n, known)}" if n in ELSEWHERE else f"{n} has no counterpart here" for n in unknown]
+    write = f"Write {calls} and then train()" if calls else "Write train()"
+    return ". ".join([f"train() takes no arguments: {', '.join(given)}", *answers, write])
 
 
 # --- unknown names ---------------------------------------------------------------------------------------------------
@@ -211,6 +217,15 @@ ONLY_LORA = "Not offered, because only plain LoRA is: {use_lora}"
 ALWAYS_PACKED = "Not needed, because micro-batches are always packed and counted in tokens ({micro_batch_size})"
 ATTENTION = "Not needed, because packed attention is chosen for the device ({packed})"
 CHAT_TEMPLATE = "Not needed, because the chat template of the start model is used; {plain_prompts} turns it off"
+EVAL_EVERY = "{eval_every}, in updates"
+HELD_OUT = "{split}, which holds out a part of the questions"
+OTHER_PROMPTS = HELD_OUT + "; after a run, the evaluate command takes --prompts FILE"
+WHOLE_EVALUATION = "Not needed, because results are always collected over all evaluation prompts ({eval_every})"
+EVALUATED_AS_SAMPLED = "Not offered, because evaluations during training sample as training does ({temperature})"
+EVALUATION_BATCH = "Not offered, because the batch size of evaluations is fixed; it does not change their results"
+TENSORBOARD = "Not needed, because TensorBoard is always written, in RUN/logs"
+FILTER_GROUPS = "{dynamic_sampling}"
+OVERLONG = "{mask_truncated_completions}, or {missing_eos_penalty}"
 TRAIN_ONLY = "Not needed, because each command does one thing: training, evaluation or a plot"
 
 # name -> the settings to use here, as {setting}, or why there is none. A tuple: the first text whose settings the
@@ -220,8 +235,8 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "beta": "{kl_coef}",
     "max_completion_length": "{max_new_tokens}",
     "max_prompt_length": "{prompt_length}",
-    "steps_per_generation": "{minibatches}",
-    "generation_batch_size": "{batch_size} (prompts) and {minibatches}",
+    "steps_per_generation": "{minibatches}: steps_per_generation / gradient_accumulation_steps",
+    "generation_batch_size": "{batch_size}, in prompts: generation_batch_size / {K}",
     "importance_sampling_level": "{loss_type} gspo for one ratio per completion",
     "normalize_advantages": ("{whiten_advantages}", "{scale_rewards}"),
     "multi_objective_aggregation": "Not offered, because scores are always weighted, added and then centred per group",
@@ -231,8 +246,8 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "use_transformers_paged": "{rollout_engine} slots",
     "transformers_continuous_batching_config": "{rollout_slots}",
     "use_bias_correction_kl": "Not needed, because a KL in the loss is always k3 times the ratio (docs/kl.md)",
-    "off_policy_mask_threshold": ALWAYS_CORRECTED,
-    "top_entropy_quantile": FIXED_BONUS,
+    "off_policy_mask_threshold": "Not offered, because completions are not masked by their KL; {delta} limits ratios",
+    "top_entropy_quantile": "Not offered, because the loss does not select tokens by their entropy",
     "use_adaptive_entropy": FIXED_BONUS,
     "entropy_target": FIXED_BONUS,
     "sync_ref_model": FIXED_REFERENCE,
@@ -246,7 +261,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "trust_remote_code": NO_CODE,
     "chat_template_kwargs": NO_CODE,
     "router_aux_loss_coef": "Not offered, because mixture-of-experts models are not supported",
-    "cast_lm_head_to_fp32": "Not needed, because log-probabilities are always computed in float32",
+    "cast_lm_head_to_fp32": "Not offered, because the head computes in the precision of the model ({bf16})",
     "disable_dropout": "Not needed, because the model's dropout is always off; {lora_dropout} is the adapters'",
     "remove_unused_columns": "Not needed, because reward functions receive every column",
     "shuffle_dataset": "Not needed, because the prompts are always shuffled, from {seed}",
@@ -297,7 +312,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "bnb_4bit_quant_type": "Not needed, because the type is always NF4 ({load_in_4bit})",
     "bnb_4bit_quant_storage": "Not needed, because the type is always NF4 ({load_in_4bit})",
     "use_bnb_nested_quant": "Not offered, because nested quantization is not used ({load_in_4bit})",
-    "dataset_test_split": ("{split}, which holds out a part of the questions",),
+    "dataset_test_split": HELD_OUT,
     "dataset_streaming": "Not offered, because the rows are split before training; {max_prompts} limits them",
     "ignore_bias_buffers": LAUNCHER,
     "reward_model_name_or_path": "{rm_model}",
@@ -309,7 +324,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "lr_scheduler_kwargs": "Not offered, because the schedules have no options; {lr_schedule} chooses one",
     "max_steps": ("{num_iterations}, in updates", "{rm_epochs}"),
     "save_steps": "{save_every}, in updates",
-    "eval_steps": "{eval_every}, in updates",
+    "eval_steps": EVAL_EVERY,
     "load_best_model_at_end": "{best_rule}: the best model is always saved in RUN/best",
     "metric_for_best_model": "{best_rule}",
     "greater_is_better": "{best_rule}",
@@ -327,9 +342,20 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "data_seed": ("{seed}", "{rm_seed}"),
     "random_state": ("{seed}", "{rm_seed}"),
     "auto_find_batch_size": "{fit} with a size, such as 8GB",
-    "per_device_eval_batch_size": "Not needed, because evaluation uses as many rows as fit into the memory",
-    "eval_strategy": "{eval_every}, in updates",
-    "evaluation_strategy": "{eval_every}, in updates",
+    "per_device_eval_batch_size": EVALUATION_BATCH,
+    "eval_batch_size": EVALUATION_BATCH,
+    "eval_strategy": EVAL_EVERY,
+    "evaluation_strategy": EVAL_EVERY,
+    "eval_freq": EVAL_EVERY,
+    "eval_frequency": EVAL_EVERY,
+    "eval_interval": EVAL_EVERY,
+    "eval_delay": "Not offered, because the first evaluation is that of the start model; {eval_every} sets how often",
+    "eval_accumulation_steps": WHOLE_EVALUATION,
+    "eval_do_concat_batches": WHOLE_EVALUATION,
+    "eval_use_gather_object": WHOLE_EVALUATION,
+    "eval_dataset": OTHER_PROMPTS,
+    "eval_split": OTHER_PROMPTS,
+    "eval_num_beams": EVALUATED_AS_SAMPLED,
     "save_strategy": "{save_every}, in updates",
     "eval_on_start": "Not needed, because the start model is always evaluated",
     "prediction_loss_only": "{eval_func}",
@@ -389,8 +415,9 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "logger": TRACKER,
     "use_wandb": ("{report_to} wandb", TRACKER[1]),
     "track": TRACKER,
-    "tensorboard": "Not needed, because TensorBoard is always written, in RUN/logs",
-    "use_tensorboard": "Not needed, because TensorBoard is always written, in RUN/logs",
+    "logging_dir": TENSORBOARD,
+    "tensorboard": TENSORBOARD,
+    "use_tensorboard": TENSORBOARD,
     # OpenRLHF
     "pretrain": START_MODEL,
     "reward_pretrain": "{rm_model}",
@@ -409,6 +436,8 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "advantage_estimator": BY_SCRIPT,
     "rollout_batch_size": "{batch_size}",
     "n_samples_per_prompt": "{K}",
+    "eval_n_samples_per_prompt": "{eval_samples}",
+    "eval_temperature": EVALUATED_AS_SAMPLED,
     "train_batch_size": "{minibatches}: episodes per update / train_batch_size",
     "micro_train_batch_size": ("{micro_batch_size}", "{rm_batch_size}"),
     "micro_rollout_batch_size": "{rollout_slots}",
@@ -444,7 +473,9 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "data.train_batch_size": "{batch_size}",
     "rollout.n": "{K}",
     "rollout.name": "{rollout_engine}",
+    "val_kwargs.n": "{eval_samples}",
     "model.path": START_MODEL,
+    "reward_model.enable": "{rm_model}, or {rm_model} none",
     "reward_model.model.path": "{rm_model}",
     "critic.model.path": "{critic} separate, or {critic} reward-model",
     "critic.optim.lr": "{learning_rate}, which the policy and the critic share",
@@ -473,13 +504,13 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "enforce_eager": "{rollout_engine} slots",
     "enable_gradient_checkpointing": "{gradient_checkpointing}",
     "train_files": ("{prompts}", "{pairs}"),
-    "val_files": "{split}, which holds out a part of the questions",
+    "val_files": HELD_OUT,
     "prompt_key": "{columns} prompt=NAME",
     "max_response_length": "{max_new_tokens}",
     "custom_reward_function.path": "{reward_func} FILE.py:NAME",
     "max_num_gen_batches": "{dynamic_sampling}",
-    "filter_groups": "{dynamic_sampling}",
-    "overlong_buffer": "{mask_truncated_completions}, or {missing_eos_penalty}",
+    "filter_groups": FILTER_GROUPS,
+    "overlong_buffer": OVERLONG,
     "total_epochs": ("{epochs}", "{rm_epochs}"),
     "total_training_steps": "{num_iterations}",
     "save_freq": "{save_every}",
@@ -512,11 +543,12 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "ref_model_adapters": FIXED_REFERENCE,
     "ref_model_quantization_bit": FIXED_REFERENCE,
     "adapter_name_or_path": "Not offered, because a run starts from a whole model: merge the adapter first",
+    "export_dir": "{merge_lora}: the merged model is in RUN/merged",
     "plot_loss": "Not needed, because the plot command draws the curves",
     "preprocessing_num_workers": "Not offered, because tokenizing 10,000 prompts takes seconds",
     "overwrite_cache": "Not needed, because nothing is cached",
     "pure_bf16": "Not offered, because trained weights stay in float32; {bf16} computes in bfloat16",
-    "val_size": "{split}, which holds out a part of the questions",
+    "val_size": HELD_OUT,
     "fast_inference": "{rollout_engine} vllm",
     "max_lora_rank": "{lora_r}",
     # CleanRL, and TRL before 0.12
@@ -558,11 +590,14 @@ FAMILIES = {
     "ref_model_": FIXED_REFERENCE,
     "torch_compile": NO_COMPILE,
     "logging_": EVERY_UPDATE,
-    "eval_": "Not needed, because every evaluation has all evaluation prompts; {eval_every} sets how often",
     "dataloader_": OWN_BATCHES,
     "ddp_": LAUNCHER,
     "fsdp": NO_DEEPSPEED,
     "wandb_": TRACKER,
     "trackio_": TRACKER,
+    # blocks of verl's settings
+    "filter_groups.": FILTER_GROUPS,
+    "overlong_buffer.": OVERLONG,
+    "val_kwargs.": EVALUATED_AS_SAMPLED,
     "mlflow_": TRACKER,
 }

@@ -34,10 +34,10 @@ FEWEST_SLOTS = 8
 
 def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
     """Return the estimator of the memory of a run with these inputs."""
-    judge = inputs.rewards.folder
+    reward_model = inputs.rewards.folder
     return Estimator(
         policy=shape_of(inputs.start.folder),
-        reward_model=shape_of(judge) if judge is not None else None,
+        reward_model=shape_of(reward_model) if reward_model is not None else None,
         device=device,
         train=inputs.prompts.train,
         evaluation=[len(prompt.ids) for prompt in inputs.prompts.evaluation],
@@ -52,10 +52,12 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
     from rlhf.models.attention import packable  # slow to import
 
     policy, learned = trainer.actor.policy, trainer.rewards.learned
-    judge = learned[0].model if learned is not None else None
+    reward_model = learned[0].model if learned is not None else None
     return Estimator(
         policy=Shape.of(base_of(policy).config, base_parameters(policy)),
-        reward_model=Shape.of(judge.config, judge.num_parameters()) if judge is not None else None,
+        reward_model=Shape.of(reward_model.config, reward_model.num_parameters())
+        if reward_model is not None
+        else None,
         device=trainer.accelerator.device,
         train=trainer.train_prompts,
         evaluation=[],

@@ -36,6 +36,7 @@ from rlhf.utils.libraries import pip_install
 if TYPE_CHECKING:
     from torch import nn
 
+    from rlhf.rewards.find import Functions
     from rlhf.rewards.functions import RewardFunction
 
 PROMPTS_TO_COMPARE = 20  # encoded by the tokenizers of the start model and of the reward model
@@ -67,9 +68,9 @@ def load_inputs(
     screen: Screen,
     prompts: Sequence[GivenPrompt] | None = None,
     evaluation_prompts: Sequence[GivenPrompt] | None = None,
-    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
-    eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
+    eval_functions: Functions | None = None,
     selection: Selection | None = None,
 ) -> RunInputs:
     """Load and check the inputs that the settings describe. Raises UserError.
@@ -79,7 +80,7 @@ def load_inputs(
         screen: prints notes and warnings.
         prompts: training prompts given in Python. None: use the prompts of the settings.
         evaluation_prompts: evaluation prompts, only with `prompts`. None: hold out a part of `prompts`.
-        rewards: one or several functions or modules. They replace the settings' reward model and functions.
+        rewards: one or several functions, modules or names. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
         eval_functions: evaluation functions. They replace those of the settings.
         selection: the rows of the settings' data, if they were read already.
@@ -88,8 +89,13 @@ def load_inputs(
         raise UserError(f"bitsandbytes is not installed: --optim adamw_8bit. Install it with: {pip_install('4bit')}")
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
-    watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
+    if rewards is None and reward_weights is not None:
+        raise UserError(
+            "reward_weights without rewards: reward_weights=. Weights of the configured rewards are those of "
+            "make_config(reward_weights=)"
+        )
+    sources = find_rewards(config) if rewards is None else given_rewards(config, rewards, reward_weights)
+    watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
     if config.data.eval_text is not None:

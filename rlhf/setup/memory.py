@@ -147,11 +147,9 @@ class _Run:
 
     def held(self) -> dict[str, int]:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
-        m, policy, judge, vllm = self.config.model, self.given.policy, self.given.reward_model, 0
+        m, policy, reward_model = self.config.model, self.given.policy, self.given.reward_model
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
-        if self.engine == "vllm":
-            vllm = int(VLLM_MEMORY_SHARE * installed(self.given.device))
         eight_bit = self.config.optimizer.optim == "adamw_8bit"
         whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
         embeddings = sum(FLOAT * (shape.parameters - shape.linear) for shape in whole)  # their moments are float32
@@ -161,9 +159,9 @@ class _Run:
             "adapters": own if m.use_lora else 0,
             "critic": critic,
             "reference": 0 if m.use_lora else self.frozen(policy),
-            "reward model": self.frozen(judge) if judge is not None else 0,
+            "reward model": self.frozen(reward_model) if reward_model is not None else 0,
             "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
-            "vLLM": vllm,
+            "vLLM": int(VLLM_MEMORY_SHARE * installed(self.given.device)) if self.engine == "vllm" else 0,
             "libraries": self.given.libraries + LIBRARIES[self.given.device.type],
         }
 
@@ -233,11 +231,11 @@ class _Run:
     def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
         """Return purpose -> bytes for scoring a completion per prompt, with what is `kept` meanwhile; {} without a
         reward model."""
-        judge, rows = self.given.reward_model, sorted(prompts)[-self.budget.scoring_batch_size :]
-        if judge is None:
+        reward_model, rows = self.given.reward_model, sorted(prompts)[-self.budget.scoring_batch_size :]
+        if reward_model is None:
             return {}
         tokens = sum(rows) + len(rows) * self.config.sampling.max_new_tokens
-        return {"reward model's forward pass": judge.forward_peak(tokens, self.element), **kept}
+        return {"reward model's forward pass": reward_model.forward_peak(tokens, self.element), **kept}
 
     def copies(self) -> int:
         """Return the bytes of the weights that a forward pass holds in 16 bits, because they are stored in 32."""
@@ -250,6 +248,8 @@ class _Run:
         policy, m = self.given.policy, self.config.model
         if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
             return self.copies()
+        if self.element == FLOAT and self.given.device.type == "cuda":
+            return policy.layers * policy.copied_by_decoder(m.lora_targets if m.use_lora else ()) * FLOAT
         return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
 
     def logits(self, completion: int) -> int:

@@ -92,6 +92,12 @@ class Shape:
         """Return the number of weights of LoRA adapters."""
         return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
+    def copied_by_decoder(self, targets: Collection[str]) -> int:
+        """Return the weights of a layer that FusedDecoder copies on a GPU in float32: those that it joins, and those
+        with adapters, which it merges. It uses the others as they are."""
+        joined = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+        return sum(prod(self.sizes[name]) for name in joined.union(self.adapted(targets)))
+
     def saved_by_layer(self, tokens: int, element: int, attention: int, targets: Collection[str] | None) -> int:
         """Return the bytes that one layer saves for the backward pass over a packed row of `tokens`.
 
@@ -126,7 +132,7 @@ def weights_of(model: str) -> Tensors:
     """Return the weights in the safetensors files of a folder or of a model on the hub, from the files' headers.
     Raises UserError if a folder has none.
 
-    Files also contain tensors that are no weights of their own and are not returned: a copy of tied embeddings (Qwen
+    Files also contain tensors that are not separate weights and are not returned: a copy of tied embeddings (Qwen
     3), attention masks (GPT-2) and frequencies (Llama 2).
     """
     tensors = tensors_of(Path(model)) if Path(model).is_dir() else _tensors_of_hub_model(model)

@@ -22,7 +22,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
-from rlhf.distributed.group import copy_from_first, largest
+from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -33,6 +33,7 @@ from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
+from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.settings.translate import refused_arguments
 from rlhf.trainer.collect import RolloutCollector
@@ -141,12 +142,12 @@ class OnPolicyLoop:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
         training fails. Arguments are accepted only to raise a helpful UserError."""
         if unexpected or named:
-            raise UserError(refused_arguments(unexpected, named))
+            raise UserError(refused_arguments(unexpected, named, name_table(settings_of(Config))))
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
         with self.session():
             self.trained = True
-            return self._run()
+            return agree(self._run)
 
     def _run(self) -> dict[str, float]:
         reset_peak_memory(self.accelerator.device)

@@ -22,7 +22,7 @@ SCRIPTS = {
 
 def is_checkout() -> bool:
     """Return True if this package is in a checkout of the project, also an editable installation of it."""
-    return (CHECKOUT / "pyproject.toml").is_file()
+    return all((CHECKOUT / file).is_file() for file in ("pyproject.toml", SCRIPTS["compare"][1]))
 
 
 def console_words() -> tuple[str, ...] | None:

@@ -77,10 +77,19 @@ def check_libraries(*names: str) -> None:
     raise_if(problems)
 
 
+def is_installed(name: str) -> bool:
+    """Return True if a distribution with this name is installed. Does not import it."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def check_trackers(names: Iterable[str]) -> None:
     """Raise UserError, with the pip command, if the library of a tracker of --report-to is missing. Imports none."""
     line_of = {re.match(r"[\w.-]+", line)[0]: line for line in requirements("tracking")}
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if not is_installed(name)]  # a folder with this name could be imported, too
     raise_if(
         [
             f'{name} is not installed: --report-to {name}. Install it with: pip install "{line_of[name]}"'

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.analysis.groups import compared_pairs, group_runs
+from rlhf.analysis.models import ModelRef, shared_settings
 from rlhf.analysis.statistics import level_of_each
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.fields import replaced
+from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import UserError
 from tests.records import record_of
 
@@ -95,6 +100,31 @@ def test_labels_replace_the_names_in_the_order_of_the_runs():
     runs = [run("grpo"), run(), run("grpo", seed=1)]
     assert labels(*runs, names=["b", "a"]) == ["b", "a"]
     assert [group.algorithm for group in group_runs(runs, ["b", "a"])] == ["grpo", "ppo"]
+
+
+def in_python(train: str, evaluation: str, **settings) -> tuple[str, RunRecord]:
+    """Return a run with prompts that were given in Python, by their hashes."""
+    config = replaced(make_config("demo", **settings), prompts=IN_PYTHON)
+    return "ppo", record_of(config, 20, data={"train_sha256": train, "evaluation_sha256": evaluation})
+
+
+def test_runs_with_other_prompts_from_python_are_another_group():
+    same = [in_python("a", "b"), in_python("a", "b", seed=7)]
+    assert [group.members for group in group_runs(same)] == [(0, 1)] and labels(*same) == ["PPO"]
+    for other in (in_python("x", "b"), in_python("a", "x")):
+        groups = group_runs([*same, other])
+        assert [group.members for group in groups] == [(0, 1), (2,)]
+        assert all(re.fullmatch(r"PPO prompts \(given in Python\) [0-9a-f]{8}", group.label) for group in groups)
+        assert groups[0].label != groups[1].label
+    filtered = [in_python(train, "b", keep_pass_rate=[0.1, 0.9]) for train in "ac"]
+    assert len(group_runs(filtered)) == 1, "the seeds keep different prompts"
+
+
+def test_runs_with_other_evaluation_prompts_from_python_are_not_evaluated_together():
+    models = [ModelRef(hash_, hash_, run=in_python("a", hash_)[1]) for hash_ in "bcb"]
+    with pytest.raises(UserError, match=r"different evaluation prompts, which .*: b, c\. Set them with --prompts$"):
+        shared_settings(models, MeasureSettings())
+    shared_settings(models, MeasureSettings(prompts="mine.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rlhf.checkpoints.run_record import RunRecord
 from tests.distributed import proof
 from tests.distributed.proof import CASES, largest_gap
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import free_port, launcher_variables
 from tests.distributed.runs import words
 from tests.scripts.test_scripts import ROOT
 
@@ -258,3 +258,41 @@ def test_python_api_on_two_processes(tmp_path):
         assert ended.returncode == 0, ended.stderr[-2000:]
     plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
     assert largest_gap(plain, shared) < 1e-6
+
+
+# in process 1, first the prompts and then an update fail
+FAILING = """
+import os, sys
+second = os.environ["RANK"] == "1"
+from rlhf.api import make_trainer
+from rlhf.config import make_config
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.errors import UserError
+
+def fail(self, update):
+    raise UserError("the update failed")
+
+if second:
+    OnPolicyLoop.update_step = fail
+config = make_config(actor_model=sys.argv[1], batch_size=2, num_iterations=1, max_new_tokens=4, ddp_timeout=60)
+for prompts in ([" "] if second else ["a cat?"], ["a cat?", "a dog?"]):
+    try:
+        make_trainer(config, prompts, "word_penalty", progress=False).train()
+    except UserError as error:
+        print("raised:", error)
+"""
+
+
+@pytest.mark.ci
+def test_an_error_in_one_process_is_raised_in_all_from_python(tmp_path):
+    start, port = proof.Inputs.make(tmp_path / "inputs").start, free_port()
+    words = [sys.executable, "-c", FAILING, str(start)]
+    both = [
+        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                         env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | launcher_variables(rank, 2, port))
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for process in both:
+        printed, _ = process.communicate(timeout=50)  # less than the timeout of the connection
+        assert process.returncode == 0 and printed.count("raised: ") == 2, printed
+        assert "raised: prompt is empty: prompt 1" in printed and "raised: the update failed" in printed

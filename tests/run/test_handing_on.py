@@ -148,3 +148,4 @@ def test_commands_of_the_page_have_names_of_a_run():
         line for block in blocks(PAGE, "text") for line in block.splitlines() if re.match(r"(lm_eval|convert)", line)
     ]
     assert len(lines) == 4 and all("RUN" in line for line in lines)
+    assert all(",dtype=float32 " in line for line in lines if line.startswith("lm_eval")), "the same for every model"

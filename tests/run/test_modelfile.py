@@ -41,6 +41,15 @@ WORDS = (
     "{{ 'User' if m.role == 'user' else 'Bot' }}: {{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Bot:{% endif %}"
 )
+BRACES = (
+    "{% for m in messages %}{{ m.role + ' {' + m.content + '}{{{' }}{% endfor %}"
+    "{% if add_generation_prompt %}bot {{ '{' }}{% endif %}"
+)
+BRACES_IN_GO = (
+    '{{ range $i, $_ := .Messages }}{{ if eq .Role "system" }}system {{ "{" }}{{ .Content }}}{{ "{{{" }}'
+    '{{ else if eq .Role "user" }}user {{ "{" }}{{ .Content }}}{{ "{{{" }}'
+    '{{ else if eq .Role "assistant" }}assistant {{ "{" }}{{ .Content }}}{{ "{{{" }}{{ end }}{{ end }}bot {{ "{" }}'
+)
 WITH_BOS = "{{ bos_token }}" + WORDS.replace("'{{' + m.content + '}}'", "m.content")
 
 
@@ -53,6 +62,7 @@ def with_template(tokenizer, template: str):
 TRANSLATED = {
     "smollm2": (smollm2_tokenizer, SMOLLM2_IN_GO),
     "words": (with_template(smollm2_tokenizer(), WORDS), WORDS_IN_GO),
+    "braces": (with_template(smollm2_tokenizer(), BRACES), BRACES_IN_GO),
     "bos": (
         with_template(gemma_tokenizer(), WITH_BOS),
         WORDS_IN_GO.replace('{{ "{{" }}', "").replace("}}}}", "}}"),

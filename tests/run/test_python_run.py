@@ -6,8 +6,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -18,9 +22,10 @@ import train_ppo
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
-from rlhf.rewards.find import name_in_settings
+from rlhf.rewards.find import find_rule, name_in_settings
 from rlhf.rewards.functions import length_penalty
-from rlhf.settings.next_commands import resume_command
+from rlhf.run.python_run import as_line
+from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.signals import TrainingInterrupted
 
@@ -83,7 +88,12 @@ def without_time(metrics: dict) -> dict:
 
 
 def test_a_run_folder_has_the_files_of_a_scripts_run(made):
-    made(algorithm="grpo", K=2).train()
+    trainer = made(algorithm="grpo", K=2)
+    trainer.train()
+    written = Path("run/metrics.jsonl").read_text()
+    assert trainer.evaluate()["eval/score"] > 0 and Path("run/metrics.jsonl").read_text() == written, (
+        "the run has ended"
+    )
     names = {path.relative_to("run").parts[0] for path in Path("run").rglob("*")}
     assert {"run.json", "README.md", "model.safetensors", "best", "checkpoint-2", "checkpoint-4", "logs", "samples",
             "prompts", "tokenizer.json"} <= names  # fmt: skip
@@ -133,6 +143,31 @@ def test_a_run_whose_callback_failed_is_resumed_from_its_checkpoint(made):
     assert same_weights(Path("run"), Path("whole"))
 
 
+def test_after_an_error_the_files_are_closed_and_the_trainer_has_only_the_callbacks_of_the_user(made, monkeypatch):
+    class Fails:
+        def on_evaluation(self, evaluation):
+            raise ValueError("a mistake")
+
+    trainer = made(callbacks=[callback := Fails()], num_iterations=1)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="no space"):
+        patched.setattr("rlhf.run.python_run.write_prompts", lambda *_: None)
+        patched.setattr("rlhf.run.python_run.resume_run", Mock(side_effect=UserError("no space")))
+        trainer.train()
+    assert trainer.events.callbacks == [callback]
+    trainer = made(callbacks=[callback], num_iterations=1, overwrite=True)
+    with pytest.raises(ValueError, match="a mistake"):
+        trainer.train()
+    assert Path("run/metrics.jsonl").stat().st_size > 0 and trainer.events.callbacks == [callback]
+    folder = Path("run").resolve()
+    assert not [file.path for file in psutil.Process().open_files() if folder in Path(file.path).parents]
+
+
+def test_a_run_is_replaced_with_overwrite(made, capsys):
+    made(num_iterations=1).train()
+    made(num_iterations=1, overwrite=True).train()
+    assert [path.name for path in Path().glob("run*")] == ["run"] and "not removed" not in capsys.readouterr().out
+
+
 def test_what_cannot_be_resumed_is_one_line(made):
     with pytest.raises(UserError, match=r"folder not found: output run\."):
         made(resume=True)
@@ -143,6 +178,9 @@ def test_what_cannot_be_resumed_is_one_line(made):
         made()
     with pytest.raises(UserError, match=r"learning_rate was 0\.001 in this run and is 0\.1 now"):
         made(num_iterations=2, learning_rate=0.1, resume=True)
+    script = ["--resume", "--resume-anyway", "--num-iterations", "3", "--output", "run"]
+    with pytest.raises(UserError, match=r"this run was started in Python: --resume, --output run\. Resume it there"):
+        train_ppo.main([*script, "--reward-func", "length_penalty"])
     made(resume=True, resume_anyway=True).train()
     assert RunRecord.read(Path("run")).spent.updates == 4, "trained further"
     run = RunRecord.read(Path("run"))
@@ -201,6 +239,19 @@ def test_names_of_functions_in_run_json():
     from trl.rewards import think_format_reward
 
     assert name_in_settings(think_format_reward) == "trl:think_format_reward"
+
+
+def test_a_printed_command_has_the_form_of_a_function_in_a_file():
+    assert code_words(["python:words"]) == ["--reward-func", "FILE.py:words"]
+    assert code_words(["python:<lambda>", "length_penalty"]) == ["--reward-func", "FILE.py:NAME", "length_penalty"]
+    with pytest.raises(UserError, match=r"the function <lambda> was defined .*: --reward-func\. .* FILE\.py:NAME$"):
+        find_rule("python:<lambda>")
+
+
+def test_prompts_are_valid_json_in_the_run_folder():
+    row = {"prompt": "a", "weight": float("nan"), "day": date(2026, 1, 2)}
+    line = as_line(SimpleNamespace(example=SimpleNamespace(columns=row)))
+    assert line == '{"prompt": "a", "weight": null, "day": "2026-01-02"}\n'
 
 
 def test_the_command_that_resumes_a_run_of_python():

@@ -25,6 +25,7 @@ NAMES = name_table(settings_of(Config))
 REWARD_NAMES = name_table(settings_of(RewardModelConfig))
 LINES = {name: command_line(row) for name, row in ALGORITHMS.items()} | {"reward model": LINE}
 OF_TRAINING = (GRPOConfig, RLOOConfig, PPOConfig, ModelConfig, ScriptArguments, GRPOScriptArguments)
+WRITTEN = {"--config", "--bf16", "--no-bf16", "--nproc-per-node", "--prompts"}  # flags in the texts themselves
 ANSWERS = ("Use ", "Not offered, because ", "Not needed, because ")
 
 
@@ -38,7 +39,7 @@ def test_the_table_names_settings_that_exist_and_gives_reasons(name):
     for text in texts({**ELSEWHERE, **FAMILIES}[name]):
         assert text.startswith(("{", "--", *ANSWERS)), text
         assert set(SETTING.findall(text)) <= NAMES.keys() | REWARD_NAMES.keys(), text
-        assert set(re.findall(r"--[a-z][\w-]*", text)) <= {"--config", "--bf16", "--no-bf16", "--nproc-per-node"}, text
+        assert set(re.findall(r"--[a-z][\w-]*", text)) <= WRITTEN, text
 
 
 def fields_of(config_class: type) -> list[str]:
@@ -102,6 +103,24 @@ ASKED = {
     "data.train_batch_size": "Use --batch-size",
     "train_batch_size": "Use --minibatches",
     "no_cuda": "Not needed, because",
+    "eval_n_samples_per_prompt": "Use --eval-samples$",
+    "eval_dataset": "Use --split, .*; evaluate_generations.py --prompts FILE",
+    "eval_split": "Use --split, ",
+    "eval_temperature": "Not offered, because evaluations during training sample as training does",
+    "eval_num_beams": "Not offered, because evaluations during training sample as training does",
+    "eval_interval": "Use --eval-every, in updates",
+    "per_device_eval_batch_size": "Not offered, because the batch size of evaluations is fixed",
+    "top_entropy_quantile": "Not offered, because the loss does not select tokens",
+    "off_policy_mask_threshold": "Not offered, because completions are not masked",
+    "cast_lm_head_to_fp32": "Not offered, because the head computes in the precision of the model",
+    "steps_per_generation": "Use --minibatches: steps_per_generation / gradient_accumulation_steps",
+    "generation_batch_size": "Use --batch-size, in prompts: generation_batch_size / --K",
+    "logging_dir": "Not needed, because TensorBoard is always written, in RUN/logs",
+    "export_dir": "Use --merge-lora: ",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "Not offered, because evaluations during training",
+    "actor_rollout_ref.rollout.val_kwargs.n": "Use --eval-samples",
+    "reward_model.enable": "Use --rm-model, or --rm-model none",
+    "reward_model.overlong_buffer.len": "Use --mask-truncated-completions",
     "learning_rat": r"Did you mean --learning-rate\?",
     "completely_unknown": "--help-all lists all settings",
 }
@@ -111,6 +130,12 @@ ASKED = {
 def test_a_flag_of_another_trainer_is_answered(name):
     line = line_of(LINES["ppo"], name)
     assert re.match(rf"unknown flag --{re.escape(name)}: command line\. ({ASKED[name]})", line), line
+
+
+def test_blocks_of_verl_are_answered_by_their_name():
+    for name in ("enable", "metric", "max_num_gen_batches"):
+        line = line_of(LINES["grpo"], f"algorithm.filter_groups.{name}")
+        assert line.endswith("Use --dynamic-sampling"), line
 
 
 @pytest.mark.parametrize("name", ["optim", "weight_decay", "warmup_ratio", "epsilon_high", "gae_lambda", "vf_coef",

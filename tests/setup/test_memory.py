@@ -10,11 +10,13 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import PackedMicroBatch
+from rlhf.rollout import decoder
 from rlhf.rollout.completions import token_batch
 from rlhf.settings.fields import replaced
 from rlhf.setup import plan
@@ -84,6 +86,22 @@ def test_numbers_of_weights_are_exact(tmp_path, kind):
     assert shape.parameters == linear + norms + 64 * 128
     assert shape.linear == linear + norms, "the norms are so small that they are counted with the linear layers"
     assert shape.adapters(5, ALL) == sum(w.numel() for name, w in model.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj", "gate_proj"), ALL], ids=["full", "three", "five layers"])
+def test_weights_that_a_decoder_copies_on_a_gpu_in_float32(tmp_path, monkeypatch, targets):
+    """The weights of the decoder's products that do not share memory with the model. On a CPU all are copied later."""
+    model, used = policy(tmp_path, 2, targets, False, None), []
+    monkeypatch.setattr(decoder, "copied_product", lambda weight, *_: used.append(weight))
+    decoder.FusedDecoder(model, 4, 16)
+    shared = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    copied = sum(weight.numel() for weight in used if weight.untyped_storage().data_ptr() not in shared)
+    shape = shape_of(model)
+    assert copied == shape.layers * shape.copied_by_decoder(targets)
+    lora = {"use_lora": True, "lora_targets": list(targets)} if targets else {}
+    config = make_config(bf16=False, rollout_engine="slots", **lora)
+    phases = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)(config).phases
+    assert next(phase for phase in phases if phase.name == "rollout").parts["weight copies"] == 4 * copied
 
 
 def test_adapters_are_the_first_advice_for_a_real_shape(configured):

@@ -104,7 +104,7 @@ ASKED = {
     "train_batch_size": "Use --minibatches",
     "no_cuda": "Not needed, because",
     "eval_n_samples_per_prompt": "Use --eval-samples$",
-    "eval_dataset": "Use --split, .*; the evaluate command takes --prompts FILE",
+    "eval_dataset": "Use --split, .*; after a run, the evaluate command takes --prompts FILE",
     "eval_split": "Use --split, ",
     "eval_temperature": "Not offered, because evaluations during training sample as training does",
     "eval_num_beams": "Not offered, because evaluations during training sample as training does",

@@ -29,9 +29,9 @@ class ModelSettings:
 
     actor_model: str = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
-        "start model: a folder or a hub name",
+        "start model: a folder, a GGUF file, package:NAME (an installed package with one GGUF file) or a hub name",
         aliases=("model_name",),
-        brief="start model: a folder or a hub name",
+        brief="start model: a folder, a GGUF file or a hub name",
     )
     rm_model: str | None = setting(
         "./reward_model_output",

@@ -16,7 +16,7 @@ from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.paths import exists, is_path, missing_path, resolve_path
 from rlhf.utils.processes import is_first
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _is_there(name: str, built: Container[str]) -> bool:
 
 
 def is_on_hub_by_name(name: str) -> bool:
-    return not is_path(name) and not resolve_path(name).exists()
+    return not is_path(name) and not exists(name)
 
 
 def check_fills_a_batch(config: Config, prompts: int) -> None:
@@ -104,7 +104,7 @@ def _check_missing(config: Config, built: Container[str]) -> None:
     problems = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
-        if name in built or on_hub or resolve_path(name).exists():
+        if name in built or on_hub or exists(name):
             continue
         if flag != "--rm-model":
             problems += _missing(flag, name)
@@ -124,7 +124,7 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
         ("--base-model", config.training.base_model),
         ("--actor-model", config.calibration.actor_model),
     ]
-    named = [(flag, name) for flag, name in named if name and is_path(name) and not resolve_path(name).exists()]
+    named = [(flag, name) for flag, name in named if name and is_path(name) and not exists(name)]
     raise_if([problem for flag, name in named for problem in _missing(flag, name)])
     models = [("--base-model", config.training.base_model), ("--actor-model", config.calibration.actor_model)]
     models = [(flag, name) for flag, name in models if name and not is_on_hub_by_name(name)]
@@ -137,7 +137,7 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
 def _missing(flag: str, name: str) -> list[str]:
     """Return the error line for a missing input."""
     if flag in ("--actor-model", "--base-model"):
-        what, hint = "model", f"{flag} takes a Hugging Face model folder or a hub name"
+        what, hint = "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--pairs"):
         what, hint = "data file", f"{flag} takes a data file, a folder or the name of a hub dataset"
     else:

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import json
 import os
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from rlhf.checkpoints.manifest import sha256
-from rlhf.utils.console import Screen, clock, quiet_libraries
-from rlhf.utils.errors import RLHFWarning, UserError
+from rlhf.utils.console import Screen, clock
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import make_folder, saving_tensors, staging_name, write_json
 from rlhf.utils.libraries import is_installed, pip_install
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
@@ -141,7 +140,6 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     """Write the model folder of a GGUF file. Raises UserError if it cannot be read."""
     screen = Screen()
     screen.say(f"converting {file.name} to float32 weights in {folder} (once, about {clock(30)})")
-    quiet_libraries()
     try:
         quantization, pre_tokenizer = _metadata(file)
         model, tokenizer = _load(file)
@@ -151,7 +149,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
             f"the GGUF file cannot be read ({reason:.200}): {place}. Download it again, or give a model whose "
             "architecture and quantization transformers supports"
         ) from None
-    restore_pre_tokenizer(tokenizer, pre_tokenizer, place)
+    restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
     staging = staging_name(folder.with_name(folder.name + ".new"))
     make_folder(staging)
     with saving_tensors(staging):
@@ -196,11 +194,11 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, AutoTokenizer.from_pretrained(**place)
 
 
-def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str) -> None:
+def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str, screen: Screen) -> None:
     """Give the tokenizer the pre-tokenizer that `name`, the value of tokenizer.ggml.pre, stands for.
 
     transformers ignores this value. SmolLM splits numbers into digits; without it, about 2% of texts get other ids.
-    Warns if the value is unknown.
+    Prints a warning if the value is unknown.
     """
     if name == SMOLLM:
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -208,9 +206,7 @@ def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, 
         byte_level = ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), byte_level])
     elif name is not None and name not in SAME_PRE_TOKENIZER:
-        warnings.warn(
-            f"unknown pre-tokenizer {name!r}: {place}. Texts may get other token ids than with the original "
-            "tokenizer. Use the model's original folder if you can",
-            RLHFWarning,
-            stacklevel=2,
+        screen.say(
+            f"warning: unknown pre-tokenizer {name!r}: {place}. Texts may get other token ids than with the original "
+            "tokenizer. Use the model's original folder if you can"
         )

@@ -205,7 +205,8 @@ class TrainingSettings(TypedDict, total=False):
 
     reward_func: Sequence[str] | str
     """Reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match,
-    trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward functions."""
+    last_number, trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward
+    functions."""
 
     eval_func: Sequence[str] | str
     """Evaluation functions: metrics that training never sees, logged as eval/NAME at every evaluation. The same names

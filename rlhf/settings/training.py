@@ -351,7 +351,8 @@ class RewardSettings:
     reward_func: tuple[str, ...] = setting(
         (),
         "reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match, "
-        "trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward functions",
+        "last_number, trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward "
+        "functions",
         brief="reward functions: a built-in name, trl:NAME or FILE.py:NAME",
     )
     eval_func: tuple[str, ...] = setting(

@@ -51,7 +51,11 @@ class TrainingSettings(TypedDict, total=False):
 
     split: str | None
     """Percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without
-    preference pairs."""
+    preference pairs. With --eval-dataset, the questions for evaluation are trained on."""
+
+    eval_dataset: str | None
+    """Evaluation prompts: a data file, a folder or a hub dataset, read with the same --columns (and for a hub dataset
+    --dataset-config); its split `test`, if it has splits; unset: the questions of --prompts that --split holds out."""
 
     dataset_config: str | None
     """Configuration of a hub dataset, such as `main` of openai/gsm8k."""

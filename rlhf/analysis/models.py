@@ -29,11 +29,28 @@ from rlhf.utils.paths import is_gguf, is_path, missing_path
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
-    *("prompts", "split", "dataset_config", "dataset_split", "columns", "skip_bad_rows", "prompt_length", "eval_text"),
+    *(
+        "prompts",
+        "eval_dataset",
+        "split",
+        "dataset_config",
+        "dataset_split",
+        "columns",
+        "skip_bad_rows",
+        "prompt_length",
+        "eval_text",
+    ),
     *("max_new_tokens", "temperature", "top_k", "top_p"),
 )
 # settings that describe a run's own data, and their values for --prompts
-OF_THE_FILE = {"split": None, "dataset_config": None, "dataset_split": None, "columns": (), "skip_bad_rows": None}
+OF_THE_FILE = {
+    "eval_dataset": None,
+    "split": None,
+    "dataset_config": None,
+    "dataset_split": None,
+    "columns": (),
+    "skip_bad_rows": None,
+}
 
 
 @dataclass(frozen=True)

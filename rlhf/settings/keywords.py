@@ -51,7 +51,11 @@ class TrainingSettings(TypedDict, total=False):
 
     split: str | None
     """Percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without
-    preference pairs."""
+    preference pairs. With --eval-dataset, the questions for evaluation are trained on."""
+
+    eval_dataset: str | None
+    """Evaluation prompts: a data file, a folder or a hub dataset, read with the same --columns (and for a hub dataset
+    --dataset-config); its split `test`, if it has splits; unset: the questions of --prompts that --split holds out."""
 
     dataset_config: str | None
     """Configuration of a hub dataset, such as `main` of openai/gsm8k."""
@@ -205,7 +209,8 @@ class TrainingSettings(TypedDict, total=False):
 
     reward_func: Sequence[str] | str
     """Reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match,
-    trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward functions."""
+    last_number, trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward
+    functions."""
 
     eval_func: Sequence[str] | str
     """Evaluation functions: metrics that training never sees, logged as eval/NAME at every evaluation. The same names

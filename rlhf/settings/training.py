@@ -88,7 +88,14 @@ class DataSettings:
     split: Split | None = setting(
         None,
         "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
-        "preference pairs",
+        "preference pairs. With --eval-dataset, the questions for evaluation are trained on",
+    )
+    eval_dataset: str | None = setting(
+        None,
+        "evaluation prompts: a data file, a folder or a hub dataset, read with the same --columns (and for a hub "
+        "dataset --dataset-config); its split `test`, if it has splits; unset: the questions of --prompts that "
+        "--split holds out",
+        aliases=("val_files",),
     )
     dataset_config: str | None = setting(None, "configuration of a hub dataset, such as `main` of openai/gsm8k")
     dataset_split: str | None = setting(
@@ -351,7 +358,8 @@ class RewardSettings:
     reward_func: tuple[str, ...] = setting(
         (),
         "reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match, "
-        "trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward functions",
+        "last_number, trl:NAME for a function of trl.rewards, or FILE.py:NAME with the signature of TRL's reward "
+        "functions",
         brief="reward functions: a built-in name, trl:NAME or FILE.py:NAME",
     )
     eval_func: tuple[str, ...] = setting(

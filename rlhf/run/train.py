@@ -41,7 +41,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components, build_trainer, load_models, prepare_demo_components
-from rlhf.setup.fit import estimator_of, fit, what_helps
+from rlhf.setup.fit import choose_settings, estimator_of, what_helps
 from rlhf.setup.inputs import check_export, check_run_folder, placing
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
@@ -92,14 +92,14 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 def load_parts(
     config: Config, screen: Screen, device: torch.device, selection: Selection | None
 ) -> tuple[Config, Components, PassRates | None]:
-    """Load the parts of a run, and print its plan. Returns them with the configuration that --fit has completed, and
+    """Load the parts of a run, and print its plan. Returns them with the completed configuration, and
     the pass rates of --keep-pass-rate. Raises UserError."""
     require_equal(environment()["versions"], "Install the same versions everywhere")
     check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
-    config = config if config.run.resume else fit(config, inputs, device, screen)
+    config = config if config.run.resume else choose_settings(config, inputs, device, screen)
     filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
     if not filtered:
         plan_run(config, inputs, device, screen)

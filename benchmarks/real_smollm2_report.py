@@ -233,7 +233,9 @@ def draw(results: Path, file: Path) -> None:
         machine = runs[0]["machine"]
         axes.set(xlabel="time since the start of the command, minutes", xlim=(0, None), ylim=(0, None))
         axes.set_ylabel(f"held-out accuracy, % of {runs[0]['accuracy']['questions']} questions")
-        axes.set_title(f"{MODEL}: sums\n{machine['processor']}, {machine['cores']} cores; bars: 95% interval")
+        axes.set_title(
+            f"{MODEL}: sums\n{machine['processor']}, {machine['cores']} cores; bars: 95% interval of the rise"
+        )
         axes.legend(loc="upper left")
     save_picture(figure, file)
 

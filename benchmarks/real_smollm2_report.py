@@ -120,10 +120,11 @@ def minutes_table(runs: Sequence[Facts]) -> str:
         rows.append([
             LABELS[run["kind"]], str(run["seed"]), *(at.get(update, "") for update in updates),
             f"{s['total'] / 60:.1f}", f"{s['update_median']:.1f}", "" if busy is None else f"{busy:.0f}",
+            "bfloat16" if run["settings"]["bf16"] else "float32",
             f"{run['machine']['processor']}, {run['machine']['cores']} cores",
         ])  # fmt: skip
     columns = ["run", "seed", *(f"update {update}" for update in updates), "whole run, min", "update, s (median)"]
-    return markdown("Time", [*columns, "CPU used by others at the start, %", "CPU"], rows)
+    return markdown("Time", [*columns, "CPU used by others at the start, %", "precision", "CPU"], rows)
 
 
 def topic_table(runs: Sequence[Facts]) -> str:

@@ -138,7 +138,7 @@ def result(kind: str, before: str, after: str, seed: int = 42) -> dict:
     interval = {"low": 0.1, "high": 0.6}
     return {
         "name": f"{kind}_{seed}", "kind": kind, "seed": seed, "kl_per_sequence": 4.0,
-        "machine": {"processor": "A CPU", "cores": 2},
+        "machine": {"processor": "A CPU", "cores": 2}, "settings": {"bf16": True},
         "seconds": {"total": 600.0, "update_median": 20.0, "busy_before_percent": None},
         "accuracy": {"questions": len(before), "before": was, "after": now, "rise": now - was, **interval},
         "evaluations": [
@@ -196,7 +196,8 @@ def test_tables_and_picture_of_given_files(tmp_path):
     assert first[2:5] == ["0.0", "75.0", "+75.0 (+10.0 to +60.0)"] and first[5].startswith("+50.0 (")
     assert first[-1] == "2.00"  # perplexity 5 -> 10
     minutes = next(row for row in rows if "min" in row[2] and row[1] == "42")
-    assert minutes[2:6] == ["1.0 min: 0.0%", "9.0 min: 75.0%", "10.0", "20.0"] and "A CPU" in minutes[-1]
+    assert minutes[2:6] == ["1.0 min: 0.0%", "9.0 min: 75.0%", "10.0", "20.0"]
+    assert minutes[-2:] == ["bfloat16", "A CPU, 2 cores"]
     assert ["a", "4", "0.0", "87.5", "25.0"] in cells  # topic: start model, GRPO (mean of two seeds), control
     assert any("learning_rate=1e-5" in row[0] and row[2] == "50.0" for row in cells)
     assert ["grpo_42", "sampled", "24", "50.0 (40.0 to 60.0)", "90.0 (k = 8)", "20.0", "25.0"] in cells

@@ -156,7 +156,8 @@ def train(words: Sequence[str], log: Path) -> None:
                 process.wait()
                 raise
     if status != 0:
-        raise RunError(f"the training failed: {log}. Its last output: {log.read_text(encoding='utf-8')[-1500:]}")
+        output = log.read_text(encoding="utf-8", errors="replace").rpartition(SESSION)[2]
+        raise RunError(f"the training failed: {log}. Its last output: {output[-1500:]}")
 
 
 # --- the JSON file of a run ------------------------------------------------------------------------------------------

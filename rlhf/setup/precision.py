@@ -18,9 +18,9 @@ from rlhf.utils.console import Screen
 
 CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up what the products save
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
-SECONDS, FEWEST, MOST = 1.0, 3, 50  # of the measurement, and its rounds
+SECONDS, FEWEST = 1.0, 3  # of the measurement, and its rounds
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
-MOST_ROWS, FEWEST_ROWS, WORK = 256, 32, 2**28
+MOST_ROWS, FEWEST_ROWS, WORK = 128, 32, 2**28
 
 
 def choose_precision(config: Config, model: str, device: torch.device, screen: Screen) -> Config:
@@ -50,17 +50,20 @@ def is_clearly_faster(float32: float, bfloat16: float) -> bool:
 def measured(hidden: int, inner: int) -> tuple[float, float]:
     """Return the median seconds in float32 and in bfloat16 of a forward and backward pass through two linear layers,
     hidden -> inner -> hidden, with the casts of autocast. Rounds of both alternate, and the first one does not count.
+    One thread computes them: with more, other processes on the same cores would decide the result.
     """
     rows = max(FEWEST_ROWS, min(MOST_ROWS, WORK // (hidden * inner)))
     sizes = ((rows, hidden), (inner, hidden), (hidden, inner))
     tensors = [torch.ones(size, requires_grad=True) for size in sizes]  # uses no random numbers
     seconds: dict[torch.dtype | None, list[float]] = {None: [], torch.bfloat16: []}
-    begin = time.perf_counter()
-    for number in range(MOST):
-        if number >= FEWEST and time.perf_counter() - begin > SECONDS:
-            break
-        for dtype, found in seconds.items():
-            found.append(_time(*tensors, dtype))
+    threads, begin = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        while len(seconds[None]) < FEWEST or time.perf_counter() - begin < SECONDS:
+            for dtype, found in seconds.items():
+                found.append(_time(*tensors, dtype))
+    finally:
+        torch.set_num_threads(threads)
     return median(seconds[None][1:]), median(seconds[torch.bfloat16][1:])
 
 

@@ -73,9 +73,14 @@ def test_the_demos_and_the_tests_are_tiny_and_smollm2_is_not():
     assert 256 * 512 < precision.SMALLEST <= 576 * 1536
 
 
-def test_a_measurement_changes_no_random_numbers_and_is_made_once_per_process():
-    state = torch.get_rng_state()
-    found = measured(48, 96)
+def test_a_measurement_changes_no_state_and_is_made_once_per_process():
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = measured(48, 96)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     assert min(found) > 0 and torch.equal(torch.get_rng_state(), state)
     assert measured(48, 96) == found, "two measurements would differ"
 
@@ -119,7 +124,6 @@ def test_parallel_runs_are_measured_once_by_the_process_that_starts_them(configu
 
 
 def test_runs_of_one_start_model_have_one_precision(configured, tmp_path):
-    """A stored choice comes before a measurement; --overwrite ignores it."""
     runs = {name: _in(configured(), tmp_path / name) for name in "abc"}
     other = replace(runs["c"], model=replace(runs["c"].model, actor_model="another"))
     calls = []

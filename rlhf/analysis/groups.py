@@ -32,10 +32,6 @@ LONGEST_VALUE = 32  # characters of a setting's value in a label
 RESERVED = ("start", "start model")  # labels that would be confused with the start model
 HORIZON = "kl_horizon"
 CONTROL = "control"  # it is in the name of each group of control runs, whatever else differs
-CONTROL_NOTE = (
-    "{} is a control, not an algorithm to choose: its scores were exchanged between completions in training. Its "
-    "difference to the start model is the part of a result that the signal did not cause"
-)
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,16 @@ def title_of(run: RunRecord) -> str:
 def control_of(run: RunRecord) -> str:
     """Return a run's --control. Runs of versions without it were trained with their true scores."""
     return run.flat_settings.get(CONTROL, "none")
+
+
+def control_notes(groups: Sequence[tuple[str, RunRecord]]) -> list[str]:
+    """Return the note on the controls among groups that are given as (name, one of its runs); empty without one."""
+    names = [name for name, run in groups if control_of(run) != "none"]
+    meaning = (
+        "in training, scores were exchanged between completions. A difference of a control to the start model is the "
+        "part of a result that the signal did not cause"
+    )
+    return [f"controls ({'; '.join(names)}): {meaning}"] if names else []
 
 
 def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()) -> list[SettingsGroup]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.groups import ALL_PAIRS, CONTROL_NOTE, compared_pairs, control_of
+from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_notes, control_of
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -230,7 +230,7 @@ def _caveats(
         decides: the measure of the verdict's sentences.
         judge_name: the judge that decides; None: the score does.
     """
-    notes = [CONTROL_NOTE.format(group.name) for group in groups if control_of(group.runs[0]) != "none"]
+    notes = control_notes([(group.name, group.runs[0]) for group in groups])
     if len(between["scores"]) > 1:
         notes.append(_several_pairs(groups, between["scores"]))
     if len(groups) > ALL_PAIRS:

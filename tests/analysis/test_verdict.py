@@ -78,7 +78,9 @@ def test_verdict_names_a_control_in_each_sentence_and_in_a_caveat():
     assert [name in sentence for sentence in verdict.sentences] == [True, False, True]
     assert verdict.contrasts[-1].name == f"PPO - {name}"
     assert verdict.caveats[0].startswith(f"controls ({name}): ")
-    assert not any("control" in caveat for caveat in judge_runs([group("ppo", *three(1.5, 0.2))], START, "x", 1).caveats)
+    assert not any(
+        "control" in caveat for caveat in judge_runs([group("ppo", *three(1.5, 0.2))], START, "x", 1).caveats
+    )
     assert not any("algorithms" in caveat for caveat in verdict.caveats)
 
 

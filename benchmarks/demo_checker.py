@@ -22,8 +22,8 @@ from rlhf.reports.plot_style import COLOURS, colour_of, marker_of, new_figure, s
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
 
-REWARD = "benchmarks/shuffled_exact_match.py:shuffled_exact_match"
-NORMAL, CONTROL = "exact match", "exchanged scores"
+CONTROLS = {"exact match": "none", "exchanged scores": "shuffled"}  # name of the runs -> --control
+NORMAL, CONTROL = CONTROLS
 EVAL = "exact_match"
 
 
@@ -48,11 +48,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checker_runs(seeds: list[int]) -> list[DemoRun]:
-    """Return the training commands: every algorithm and seed, first with exact match, then with exchanged scores."""
-    rewards = {NORMAL: EVAL, CONTROL: str(Path(__file__).resolve().parent.parent / REWARD)}
+    """Return the training commands: every algorithm and seed, first with the true scores, then the controls."""
     return [
-        DemoRun(algorithm, seed, name, ("--reward-func", rule, "--eval-func", EVAL))
-        for name, rule in rewards.items()
+        DemoRun(algorithm, seed, name, ("--control", control, "--eval-func", EVAL))
+        for name, control in CONTROLS.items()
         for algorithm in ALGORITHMS
         for seed in seeds
     ]

@@ -13,7 +13,7 @@ from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, name_with_control
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import same_value
@@ -32,6 +32,7 @@ NAMED = 3  # settings in a label, if they are enough to tell the groups apart
 LONGEST_VALUE = 32  # characters of a setting's value in a label
 RESERVED = ("start", "start model")  # labels that would be confused with the start model
 HORIZON = "kl_horizon"
+CONTROL = "control"  # it is in the name of each group of control runs, whatever else differs
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,57 @@ class SettingsGroup:
     settings: dict[str, str]  # the settings in which the groups differ, as text; without those that it does not read
 
 
+def title_of(run: RunRecord) -> str:
+    """Return the name of a run's algorithm, with its control: `GRPO control (scores shuffled)`."""
+    return name_with_control(run.algorithm.upper(), control_of(run))
+
+
+def control_of(run: RunRecord) -> str:
+    """Return a run's --control. Runs of versions without it were trained with their true scores."""
+    return run.flat_settings.get(CONTROL, "none")
+
+
+def control_notes(groups: Sequence[tuple[str, RunRecord]]) -> list[str]:
+    """Return the note on the controls among groups that are given as (name, one of its runs); empty without one."""
+    names = [name for name, run in groups if control_of(run) != "none"]
+    meaning = (
+        "in training, scores were exchanged between completions. A difference of a control to the start model is the "
+        "part of a result that the signal did not cause"
+    )
+    return [f"controls ({'; '.join(names)}): {meaning}"] if names else []
+
+
 def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()) -> list[SettingsGroup]:
     """Return the groups of runs that are given as (algorithm, record).
 
-    The groups are in the order of their first runs, or in the order of the table of algorithms if they have their
-    algorithms' names. Raises UserError if there are `labels`, but not one for each group.
+    The name of a group of control runs contains the word control, also if a label is given. The groups are in the
+    order of their first runs, or in the order of the table of algorithms if they have their algorithms' names. Raises
+    UserError if there are `labels`, but not one for each group.
     """
     found = _members(runs)
     algorithms = [runs[members[0]][0] for members in found]
     flat = [_settings_of([runs[i][1] for i in members]) for members in found]
-    differ = differing_settings(algorithms, flat)
+    titles = [name_with_control(a.upper(), of[CONTROL]) for a, of in zip(algorithms, flat, strict=True)]
+    differ = [name for name in differing_settings(algorithms, flat) if name != CONTROL]
     for considered in (_without_consequences(differ, algorithms, flat, found, runs), differ):
         texts = [
             {name: _text(values.get(name, "unknown")) for name in considered if name not in unread(algorithm)}
             for algorithm, values in zip(algorithms, flat, strict=True)
         ]
-        names = _default_labels(algorithms, texts)
+        names = _default_labels(titles, texts)
         if len(set(names)) == len(names):
             break
     if labels:
         _check_labels(labels, names, found)
+        labels = [name_with_control(one, of[CONTROL]) for one, of in zip(labels, flat, strict=True)]
     groups = [
         SettingsGroup(algorithm, label, tuple(members), values)
         for algorithm, label, members, values in zip(algorithms, labels or names, found, texts, strict=True)
     ]
-    if labels or names != [algorithm.upper() for algorithm in algorithms]:
+    if labels or names != titles:
         return groups
     order = in_order(algorithms)
-    return sorted(groups, key=lambda group: order.index(group.algorithm))
+    return sorted(groups, key=lambda group: (order.index(group.algorithm), group.label))  # a control after its arm
 
 
 def _members(runs: Sequence[tuple[str, RunRecord]]) -> list[list[int]]:
@@ -100,8 +124,9 @@ def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _compared(run: RunRecord) -> dict[str, Any]:
     """Return the settings of a run: name -> value. Prompts that were given in Python have a hash of them instead of a
-    name. With --keep-pass-rate it is that of the evaluation prompts, because the seeds keep different ones."""
-    settings = run.flat_settings
+    name. With --keep-pass-rate it is that of the evaluation prompts, because the seeds keep different ones. A run of a
+    version without --control is no control."""
+    settings = run.flat_settings | {CONTROL: control_of(run)}
     if settings.get("prompts") != IN_PYTHON:
         return settings
     names = ("evaluation_sha256",) if settings.get("keep_pass_rate") else ("train_sha256", "evaluation_sha256")
@@ -168,11 +193,10 @@ def _derived_horizon(run: RunRecord) -> bool:
     return with_horizon(config, run.plan.updates).kl.kl_horizon == run.flat_settings.get(HORIZON)
 
 
-def _default_labels(algorithms: Sequence[str], settings: Sequence[dict[str, str]]) -> list[str]:
-    """Return the algorithm's name of each group, with its settings if they are needed. The labels are distinct."""
-    names = [algorithm.upper() for algorithm in algorithms]
+def _default_labels(names: Sequence[str], settings: Sequence[dict[str, str]]) -> list[str]:
+    """Return the title of each group, with its settings if they are needed. The labels are distinct."""
     if not any(settings):
-        return names
+        return list(names)
     short = [_label(name, values, NAMED) for name, values in zip(names, settings, strict=True)]
     if len(set(short)) == len(short):
         return short
@@ -185,9 +209,9 @@ def _label(name: str, settings: dict[str, str], most: int) -> str:
     return " ".join([name, ", ".join([*words, *more])]).strip()
 
 
-def is_default_label(label: str, algorithm: str, settings: dict[str, str]) -> bool:
-    """True if a group's label consists of its algorithm and its settings."""
-    return label in [_label(algorithm.upper(), settings, most) for most in (NAMED, len(settings))]
+def is_default_label(label: str, title: str, settings: dict[str, str]) -> bool:
+    """True if a group's label consists of its title and its settings."""
+    return label in [_label(title, settings, most) for most in (NAMED, len(settings))]
 
 
 def _text(value: Any) -> str:

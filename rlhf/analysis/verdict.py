@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.groups import ALL_PAIRS, compared_pairs
+from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_notes, control_of
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -28,6 +28,7 @@ from rlhf.analysis.statistics import (
     win_rates,
 )
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.settings.training import name_with_control
 
 ENOUGH_SEEDS = 5
 FEW_PROMPTS = 20
@@ -45,8 +46,13 @@ class RunGroup:
     settings: dict[str, str] = field(default_factory=dict)  # those in which the groups differ
 
     @property
+    def title(self) -> str:
+        """The algorithm's name, with the control."""
+        return name_with_control(self.algorithm.upper(), control_of(self.runs[0]))
+
+    @property
     def name(self) -> str:
-        return self.label or self.algorithm.upper()
+        return self.label or self.title
 
     @property
     def seeds(self) -> list[int]:
@@ -152,8 +158,9 @@ def judge_runs(
 
 
 def kind_of(groups: Sequence[RunGroup]) -> str:
-    """Returns what the groups are: "algorithms" if each has another one, otherwise "groups"."""
-    return "algorithms" if len({group.algorithm for group in groups}) == len(groups) else "groups"
+    """Returns what the groups are: "algorithms" if each has another one and none is a control, otherwise "groups"."""
+    different = len({group.algorithm for group in groups}) == len(groups)
+    return "algorithms" if different and all(control_of(group.runs[0]) == "none" for group in groups) else "groups"
 
 
 def _short(by: str) -> str:
@@ -223,7 +230,7 @@ def _caveats(
         decides: the measure of the verdict's sentences.
         judge_name: the judge that decides; None: the score does.
     """
-    notes = []
+    notes = control_notes([(group.name, group.runs[0]) for group in groups])
     if len(between["scores"]) > 1:
         notes.append(_several_pairs(groups, between["scores"]))
     if len(groups) > ALL_PAIRS:

@@ -74,7 +74,7 @@ def run_training_command(config: Config) -> None:
         return None
     use_own_gpu()
     screen = Screen()
-    screen.say(f"{config.algorithm.upper()}: checking the settings and inputs")
+    screen.say(f"{config.title}: checking the settings and inputs")
     if config.run.replay is not None:
         check_libraries()
         import_libraries(screen)
@@ -142,7 +142,7 @@ def show_plan_without_parts(config: Config, screen: Screen) -> None:
         budget = f"{updates:,} updates x {size} = {updates * size:,} episodes"
     screen.facts(
         [
-            ("algorithm", config.algorithm.upper()),
+            ("algorithm", config.title),
             ("recipe", config.recipe),
             ("demo parts", f"not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}"),
             ("budget", "; ".join([budget, *config.meanings])),

@@ -50,7 +50,7 @@ def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
     rows = [
         [
             # the settings have separate columns
-            group.algorithm.upper() if is_default_label(group.name, group.algorithm, group.settings) else group.name,
+            group.title if is_default_label(group.name, group.title, group.settings) else group.name,
             ", ".join(map(str, group.seeds)),
             *(group.settings.get(name, "-") for name in names),
             *(_mean(name, group.known(name)) for name in main),

@@ -11,7 +11,7 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.analysis.groups import group_runs
+from rlhf.analysis.groups import group_runs, title_of
 from rlhf.reports.plot_style import LineStyle, group_styles
 from rlhf.settings.types import KL_METRICS
 from rlhf.utils.console import listed
@@ -65,6 +65,11 @@ class Group:
         seeds = {run.run.seed for run in self.runs}
         of = f"{len(seeds)} seeds" if len(seeds) == len(self.runs) else f"{len(self.runs)} runs"
         return f"{self.name}, mean of {of}"
+
+    @property
+    def title(self) -> str:
+        """The algorithm's name, with the control."""
+        return title_of(self.runs[0].run)
 
     @property
     def colour(self) -> str:
@@ -161,9 +166,9 @@ def title(chart: Chart) -> str:
     """Returns the figure's title: groups, recipe, and how far the runs are."""
     names = listed([group.name for group in chart.groups])
     if len(names) > LONGEST_NAMES:
-        names = (
-            f"{listed([a.upper() for a in in_order(g.algorithm for g in chart.groups)])}, {len(chart.groups)} groups"
-        )
+        order = in_order(group.algorithm for group in chart.groups)
+        titles = {group.title: None for group in sorted(chart.groups, key=lambda g: order.index(g.algorithm))}
+        names = f"{listed(list(titles))}, {len(chart.groups)} groups"
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
     if len(chart.runs) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.analysis.groups import title_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
 from rlhf.reports.plot_style import COLOURS
@@ -33,7 +34,7 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
         "tokens.html",
         title="Token records: what the trainer computed for each token",
         facts=[
-            ("run", f"{run}: {record.algorithm.upper()}, recipe {record.recipe}, seed {record.seed}"),
+            ("run", f"{run}: {title_of(record)}, recipe {record.recipe}, seed {record.seed}"),
             ("updates", f"{len(chosen)} of {len(files)} recorded updates are shown"),
         ],
         quantities={name: (QUANTITIES[name], scales[name]) for name in names},

@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import (
     TOKENIZER_CONFIG_FILE,
 )
 
+from rlhf.analysis.groups import title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_model
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
@@ -141,7 +142,7 @@ def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
         files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     files[RUN_FILE] = folder / RUN_FILE
     files[CARD_FILE] = model_card(run, saved, name).encode()
-    message = f"{run.algorithm.upper()}, {saved.what}"
+    message = f"{title_of(run)}, {saved.what}"
     try:
         url = push_files(name, files, WEIGHTS, config.export.hub_private, message)
     except Exception as error:  # the exception classes of the hub's HTTP library change between releases

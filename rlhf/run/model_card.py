@@ -11,12 +11,13 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
 from rlhf.data.messages import Message
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
-from rlhf.settings.training import Config
+from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.utils.command_lines import CONSOLE_COMMAND, command
 from rlhf.utils.html import render
 
@@ -57,6 +58,8 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         settings=settings,
         saved=saved,
         algorithm=f"{run.algorithm.upper()} ({ALGORITHMS[run.algorithm].title})",
+        control=title_of(run) if control_of(run) != "none" else None,
+        control_means=CONTROL_MEANS,
         chat=chat,
         prompt=example_prompt(saved.prompt, chat),
         rewards=reward_line(settings),

@@ -164,7 +164,7 @@ def in_folder(
 def show_budget(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
     """Print the length of the run as in the plan of a script, if progress is shown."""
     if progress:
-        screen.say(f"{trainer.config.algorithm.upper()}: {budget_line(trainer.config, trainer.sampler.updates)}")
+        screen.say(f"{trainer.config.title}: {budget_line(trainer.config, trainer.sampler.updates)}")
 
 
 def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:

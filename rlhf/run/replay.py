@@ -18,6 +18,7 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import FROM_PYTHON, IN_PYTHON
 from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.scores import Scores
 from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -109,7 +110,10 @@ def batch_of(
         )
     total = as_tensor(trainer.rewards.weighted(scores))
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
-    return trainer.advantages(rollout, total.to(rollout.mask.device) - penalty)
+    total = total.to(rollout.mask.device)
+    control, seed = trainer.config.reward.control, trainer.config.run.seed
+    shaped = Scores(total, total - penalty, scores).for_control(control, seed, incident.facts["update"]).shaped
+    return trainer.advantages(rollout, shaped)
 
 
 def as_tensor(scores: Sequence[float | None]) -> Tensor:

@@ -168,7 +168,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
         cells = [show(v) for v in (*found["by_seed"].values(), found["mean"])]
         table.append((labels[name], *cells, "-" if found["sd"] is None else show(found["sd"])))
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
-    screen.table(f"{config.algorithm.upper()}, {len(runs)} seeds", columns, table)
+    screen.table(f"{config.title}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")

@@ -16,7 +16,7 @@ from rlhf.demo.tasks import Gold
 from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.fields import settings_of, to_dict
 from rlhf.settings.next_commands import code_words, flag_words
-from rlhf.settings.training import Config
+from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
@@ -166,6 +166,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in trainer.state.log_history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
+    if config.reward.control != "none":
+        screen.say(f"{config.title}: {CONTROL_MEANS}, so the reward did not cause these changes")
 
 
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:

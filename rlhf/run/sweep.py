@@ -217,7 +217,7 @@ def show_sweep(points: Sequence[Point], config: Config, screen: Screen) -> None:
         finished = [run for run in found["runs"].values() if run["status"] == "finished"]
         cells = [_cell(found["figures"].get(name), name) for name in shown]
         rows.append([*found["settings"].values(), f"{len(finished)} of {len(found['runs'])}", *cells])
-    title = f"{config.algorithm.upper()}, {counted(len(points), 'combination')}: mean over seeds (standard deviation)"
+    title = f"{config.title}, {counted(len(points), 'combination')}: mean over seeds (standard deviation)"
     screen.table(title, [*results[0]["settings"], "finished", *shown.values()], rows, lines=False)
     if len(points) > 2:
         screen.say(

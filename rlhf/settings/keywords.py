@@ -235,6 +235,11 @@ class TrainingSettings(TypedDict, total=False):
     score_ema: float
     """Decay of the running estimates of --normalize-scores: the weight of the old estimate."""
 
+    control: Literal["none", "shuffled"]
+    """Train a control run. shuffled: in each update, exchange the scores between all completions at random, across
+    prompts, before they reach the algorithm. Mean and spread of the scores stay, and the signal is gone. Evaluations
+    use the true scores (Shao et al. 2025, arXiv 2506.10947)."""
+
     kl_coef: float
     """Beta, the KL coefficient, at the start of the run, in score units per nat."""
 

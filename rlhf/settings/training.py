@@ -353,6 +353,18 @@ class GRPOSettings:
     )
 
 
+CONTROLS = {"none": "", "shuffled": " control (scores shuffled)"}  # --control -> the end of the run's name
+CONTROL_MEANS = (  # in texts
+    "in training the scores of each update are exchanged between its completions at random; evaluations and logged "
+    "rewards are the true scores"
+)
+
+
+def name_with_control(name: str, control: str) -> str:
+    """Return the name of a run or of a group of runs: that of a control contains the word control."""
+    return name if "control" in name.lower() else name + CONTROLS.get(control, f" control ({control})")
+
+
 @dataclass(frozen=True)
 class RewardSettings:
     """Rewards"""
@@ -390,6 +402,13 @@ class RewardSettings:
         ge=0,
         lt=1,
         aliases=("normalizer_alpha",),
+    )
+    control: str = setting(
+        "none",
+        "train a control run. shuffled: in each update, exchange the scores between all completions at random, across "
+        "prompts, before they reach the algorithm. Mean and spread of the scores stay, and the signal is gone. "
+        "Evaluations use the true scores (Shao et al. 2025, arXiv 2506.10947)",
+        choices=tuple(CONTROLS),
     )
 
     @property
@@ -700,6 +719,11 @@ class Config(Command):
     run: RunSettings = field(default_factory=RunSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     export: ExportSettings = field(default_factory=ExportSettings)
+
+    @property
+    def title(self) -> str:
+        """The algorithm's name in texts, with the control: `GRPO control (scores shuffled)`."""
+        return name_with_control(self.algorithm.upper(), self.reward.control)
 
     @property
     def meanings(self) -> list[str]:

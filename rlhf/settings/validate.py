@@ -195,6 +195,11 @@ def _rewards(config: Config) -> list[str]:
         problems.append(
             "no reward model and no reward function: --rm-model none. Give one of them (--rm-model, --reward-func)"
         )
+    if config.reward.control != "none" and config.batch.batch_size == 1:
+        problems.append(
+            "the scores of one prompt cannot be exchanged with those of others: --control with --batch-size 1. Give a "
+            "larger --batch-size"
+        )
     if weights is not None and len(weights) != learned + len(rules):
         problems.append(
             f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "

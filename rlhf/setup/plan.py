@@ -21,7 +21,7 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.settings.fields import to_dict
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
-from rlhf.settings.training import Config
+from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import RunInputs
@@ -71,11 +71,12 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     dtype = autocast_dtype(m.bf16, device)
     record = read_record(Path(inputs.rewards.folder)) if inputs.rewards.folder is not None else None
     rows = [
-        ("algorithm", config.algorithm.upper()),
+        ("algorithm", config.title),
         ("recipe", config.recipe),
         *user_file_rows(config),
         ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
+        *control_rows(config),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
@@ -105,6 +106,11 @@ def quantized(folder: str) -> str:
     """Return the quantization of the GGUF file that a start model was converted from; "" for another model."""
     source = gguf_record(folder)
     return "" if source is None else f", {source['file']}, {source['quantization']} weights, dequantized to float32"
+
+
+def control_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the plan's row of a control run; no row without a control."""
+    return [] if config.reward.control == "none" else [("control", CONTROL_MEANS)]
 
 
 def prompts_line(sets: PromptSets) -> str:

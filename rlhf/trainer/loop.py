@@ -174,6 +174,7 @@ class OnPolicyLoop:
             check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
             scores = self.collector.score(rollout)
             rollout, scores = self.resampler.replace_equal_groups(rollout, scores, update)
+            scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
             times.append(perf_counter())
             experience = self.advantages(rollout, scores.shaped)
             self.events.call("on_batch", update, experience, scores)

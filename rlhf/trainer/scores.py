@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
 from torch import Tensor
+
+from rlhf.utils.rng import rng_for
 
 
 @dataclass
@@ -31,6 +33,20 @@ class Scores:
             return {}
         known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
         return {name: fmean(scores) for name, scores in known.items() if scores}
+
+    def for_control(self, control: str, seed: int, update: int) -> Scores:
+        """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
+        else, such as `raw`, stays true. Without a control, return the scores unchanged.
+
+        Each completion can receive each score of the batch, its own too, with equal probability, so the score that it
+        receives says nothing about it. A completion without a score keeps none. Source: random rewards as a control,
+        Shao et al. 2025, arXiv 2506.10947.
+        """
+        if control == "none":
+            return self
+        scored = (~self.shaped.isnan()).nonzero().flatten()
+        order = rng_for(seed, update, "control").permutation(len(scored)).tolist()
+        return replace(self, shaped=self.shaped.index_copy(0, scored, self.shaped[scored[order]]))
 
     def replaced(self, rows: Sequence[int], new: Scores) -> Scores:
         """Return the scores with those of `rows` replaced by the scores `new` of other completions, in this order.

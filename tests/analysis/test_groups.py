@@ -96,6 +96,26 @@ def test_a_name_has_three_settings_unless_more_are_needed():
     )
 
 
+CONTROL = "GRPO control (scores shuffled)"
+
+
+def test_a_control_is_named_whatever_else_differs():
+    control = run("grpo", control="shuffled")
+    assert labels(control) == [CONTROL]
+    assert labels(control, run("grpo"), run("ppo")) == ["PPO", "GRPO", CONTROL], "each after its algorithm"
+    more = labels(run("grpo", learning_rate=1e-5), run("grpo", control="shuffled", learning_rate=2e-5))
+    assert more == ["GRPO learning_rate 1e-05", f"{CONTROL} learning_rate 2e-05"]
+    assert labels(run("grpo"), control, names=["mine", "other"]) == ["mine", "other control (scores shuffled)"]
+    assert labels(run("grpo"), control, names=["mine", "my control"]) == ["mine", "my control"]
+
+
+def test_a_run_of_a_version_without_controls_is_no_control():
+    _, old = run("grpo")
+    del old.settings["reward"]["control"]
+    groups = group_runs([("grpo", old), run("grpo", seed=2), run("grpo", control="shuffled")])
+    assert [(group.label, group.members) for group in groups] == [("GRPO", (0, 1)), (CONTROL, (2,))]
+
+
 def test_labels_replace_the_names_in_the_order_of_the_runs():
     runs = [run("grpo"), run(), run("grpo", seed=1)]
     assert labels(*runs, names=["b", "a"]) == ["b", "a"]

@@ -11,6 +11,7 @@ from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.analysis.verdict import RunGroup, contrast, judge_runs
+from rlhf.config import make_config
 from rlhf.reports.comparison_report import at_equal_in_words
 from tests.records import record_of
 
@@ -67,6 +68,20 @@ def test_verdict_reports_worse_models_with_kl_and_perplexity():
     assert ppo.startswith("PPO is worse than the start model by score: -")
     assert grpo.startswith("No significant difference between GRPO and the start model by score: ")
     assert all(sentence.endswith(", KL 2.00/sequence, perplexity x 1.50.") for sentence in (ppo, grpo))
+
+
+def test_verdict_names_a_control_in_each_sentence_and_in_a_caveat():
+    records = [record_of(make_config("demo", "grpo", control="shuffled"), seed=i) for i in range(3)]
+    control = RunGroup("grpo", records, three(0.1, 0.5), [100] * 3)
+    verdict = judge_runs([group("ppo", *three(1.5, 0.2)), control], START, "gold quality", 1)
+    name = "GRPO control (scores shuffled)"
+    assert [name in sentence for sentence in verdict.sentences] == [True, False, True]
+    assert verdict.contrasts[-1].name == f"PPO - {name}"
+    assert verdict.caveats[0].startswith(f"controls ({name}): ")
+    assert not any(
+        "control" in caveat for caveat in judge_runs([group("ppo", *three(1.5, 0.2))], START, "x", 1).caveats
+    )
+    assert not any("algorithms" in caveat for caveat in verdict.caveats)
 
 
 def test_verdict_uses_the_judge_and_reports_a_contradicting_score():

@@ -38,6 +38,7 @@ CASES: dict[str, list] = {
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
     "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
+    "grpo-control": [*GRPO, "--control", "shuffled"],
     "rloo": RLOO,
     "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],
     "rloo-one-pass": [*RLOO, "--ppo-epochs", 1, "--minibatches", 1],

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
-from rlhf.reports.curve_chart import Chart
+from rlhf.reports.curve_chart import Chart, title
 from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import COLOURS, group_styles, line_styles_of
 from rlhf.reports.report_plots import colours_of, score_against_kl
@@ -38,6 +38,16 @@ def test_three_algorithms_are_drawn_and_labelled(logged_run):
     markers = [line(figure.axes[2], f"{name}, held-out prompts").get_marker() for name in ("PPO", "GRPO", "TOY")]
     assert len(set(markers)) == 3 and len(legend(figure)) == 7
     assert figure.get_suptitle().startswith("PPO, GRPO and TOY, recipe demo\n")
+
+
+def test_controls_are_named_in_legend_and_title(logged_run):
+    """A long title has only the names of the algorithms and of the controls."""
+    runs = [logged_run("g", algorithm="grpo"), logged_run("c", algorithm="grpo", control="shuffled")]
+    figure, control = draw(Chart(read_runs(runs), "updates", 10)), "GRPO control (scores shuffled)"
+    assert [found.get_label() for found in figure.axes[1].lines] == ["GRPO, seed 42", f"{control}, seed 42"]
+    assert control in figure.get_suptitle()
+    more = [logged_run(f"c{rate}", algorithm="grpo", control="shuffled", learning_rate=rate) for rate in (1e-5, 2e-5)]
+    assert f"GRPO and {control}, 3 groups" in title(Chart(read_runs([runs[0], *more]), "updates", 10))
 
 
 def test_topics_of_a_fifth_algorithm_are_reported_as_not_drawn(logged_run):

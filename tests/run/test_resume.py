@@ -130,6 +130,18 @@ def test_resumed_run_is_identical_to_the_uninterrupted_run(
     assert [f.read_bytes() for f in samples[0]] == [f.read_bytes() for f in samples[1]]
 
 
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_resumed_control_exchanges_the_scores_as_the_uninterrupted_one(words, tmp_path, monkeypatch, algorithm):
+    """Killed in update 4, so that update 3 is repeated from the checkpoint of update 2."""
+    control = ["--control", "shuffled"]
+    SCRIPTS[algorithm].main([*words(algorithm, *control), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, algorithm, update=4, more=control)
+    with pytest.raises(UserError, match="control was shuffled in this run and is none now"):
+        SCRIPTS[algorithm].main(["--resume", "--control", "none", "--output", str(output)])
+    SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+
+
 def test_differing_detects_differences(uninterrupted, tmp_path):
     other = Path(shutil.copytree(uninterrupted / "ppo", tmp_path / "other"))
     shutil.copy(uninterrupted / "ppo" / "checkpoint-4" / "value_head.safetensors", other / "value_head.safetensors")

@@ -456,6 +456,8 @@ CONFIGURATION = [
     Row(19, "delta with cispo", "--loss-type cispo --delta 4",
         r"cispo limits every ratio already, at 1 \+ epsilon_high: --delta with --loss-type cispo\. Remove --delta",
         main=GRPO),
+    Row(13, "a control with one prompt per update", "--control shuffled --batch-size 1",
+        r"the scores of one prompt cannot be exchanged with those of others: --control with --batch-size 1\. Give a"),
     Row(13, "a penalty without an effect", "--missing-eos-penalty 1 --mask-truncated-completions",
         r"the penalty is for completions that are left out of the loss: --missing-eos-penalty with --mask-trunc"),
     Row(19, "gamma above 1", "--gamma 1.1", r"gamma is 1.1: --gamma\. It must be at least 0 and at most 1"),

@@ -99,6 +99,7 @@ BY_RUN = {
     "keywords": (["--keywords", "e"], ["--reward-func", "keyword_bonus"]),
     "normalize_scores": (["--normalize-scores"], []),
     "score_ema": (["--score-ema", "0.1"], ["--normalize-scores"]),
+    "control": (["--control", "shuffled"], []),
     "kl_coef": (["--kl-coef", "0.5"], []),
     "kl_placement": (["--kl-placement", "loss"], []),
     "kl_schedule": (["--kl-schedule", "fixed"], []),

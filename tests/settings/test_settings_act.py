@@ -244,6 +244,15 @@ def outcomes_reward_timeout(configured, tmp_path):
     return outcome("--reward-timeout", 0.01), outcome()
 
 
+def outcomes_eval_dataset(configured, tmp_path):
+    (tmp_path / "e.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(9)))
+
+    def evaluated(*flags):
+        return [p.example for p in load_components(configured(*flags), CPU, Screen()).prompts.evaluation]
+
+    return evaluated("--eval-dataset", tmp_path / "e.jsonl"), evaluated()
+
+
 def outcomes_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 

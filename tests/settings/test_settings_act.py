@@ -345,6 +345,7 @@ OUTCOMES = {
         outcomes_rm_model,
         outcomes_allow_weak_reward_model,
         outcomes_prompts,
+        outcomes_eval_dataset,
         outcomes_plain_prompts,
         outcomes_reward_timeout,
         outcomes_epochs,

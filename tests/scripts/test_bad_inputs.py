@@ -863,6 +863,7 @@ MORE_ERRORS = [
 
 # errors that need the tokenizer, the hub, the weights, a checkpoint or the GPU, so they come after the import of torch
 LATE = {
+    "evaluation file without the column of a reward function",
     *("bf16 on a device without it", "no valid checkpoint", "data changed on resume"),
     *("prompts longer than the context", "prompt and completion longer than the context"),
     *("chats without a chat template", "a chat template that refuses a chat", "a template that divides by zero"),

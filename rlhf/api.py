@@ -55,8 +55,9 @@ def make_trainer(
             functions in `config`.
         reward_weights: one weight for each of `rewards`; None: all 1.
         callbacks: objects with methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
-        evaluation_prompts: None: 10% of the prompts are held out, selected by the hash of the question; if there are
-            fewer than 20 prompts, the training prompts are also used for evaluation.
+        evaluation_prompts: like `prompts`. None: the rows of the setting `eval_dataset`; if it is not set, 10% of the
+            prompts are held out, selected by the hash of the question; if there are fewer than 20 prompts, the
+            training prompts are also used for evaluation.
         eval_functions: functions with the signature of reward functions, used instead of --eval-func in `config`:
             metrics eval/NAME of every evaluation, which training never sees.
         output: folder of the run, instead of that in `config`. `train()` writes there what a script's run writes:

@@ -176,17 +176,28 @@ def _load_prompt_sets(
     else:
         source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
-    separate = data.eval_dataset is not None and evaluation_prompts is None
-    check_overlap(sets, f"--eval-dataset {data.eval_dataset}" if separate else "evaluation_prompts", screen)
+    separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
+    check_overlap(sets, separate or "evaluation_prompts", screen)
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
-    check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
+    _check_columns_of(sets, sources, source, separate, screen)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
         screen.say(
             f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
             "results are uncertain"
         )
     return sets
+
+
+def _check_columns_of(
+    sets: PromptSets, sources: RewardSources, source: str, separate: str | None, screen: Screen
+) -> None:
+    """Check the columns for the reward functions. Prompts of --eval-dataset (`separate`) need them, too."""
+    train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
+    if separate is None:
+        return check_columns(sources.rules, [*train, *evaluation], source, screen.say)
+    check_columns(sources.rules, train, source, screen.say)
+    check_columns(sources.rules, evaluation, separate, screen.say)
 
 
 def check_prompts(

@@ -10,7 +10,7 @@ import torch
 
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models, shared_settings
-from rlhf.analysis.prompts import _trained_on
+from rlhf.analysis.prompts import _trained_on, choose_prompts
 from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.prompts import fingerprint, load_prompts
 from rlhf.data.splits import part_of
@@ -160,6 +160,24 @@ def test_data_of_a_run_that_is_gone_is_reported(runs, own_prompts, tmp_path, cap
     )
     (warning,) = _trained_on(examples_of(QUESTIONS), DataSettings(prompts="own.jsonl"), [moved])
     assert "cannot be read any more, so it is not known whether the training used these prompts: ./gone.j" in warning
+
+
+def test_a_run_with_an_evaluation_file_is_evaluated_on_it(runs, own_prompts):
+    """Its training file is not needed for that. --prompts replaces it."""
+    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
+    file = str(own_prompts(*QUESTIONS))
+    data = {**model.run.settings["data"], "eval_dataset": file, "prompts": "./moved.jsonl"}
+    changed = dataclasses.replace(
+        model, run=dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
+    )
+    settings = shared_settings([changed], MeasureSettings())
+    assert settings.data.eval_dataset == file
+    chosen = choose_prompts(
+        settings, [changed], MeasureSettings(num_prompts=4), 20, load_tokenizer(model.source), print
+    )
+    assert {e.question for e in chosen.examples} < {q.casefold() for q in QUESTIONS} and len(chosen.examples) == 4
+    assert file in chosen.line
+    assert shared_settings([changed], MeasureSettings(prompts="other.jsonl")).data.eval_dataset is None
 
 
 def test_flags_of_a_file_need_the_file(runs):

@@ -202,6 +202,40 @@ def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path):
         load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer)
 
 
+def test_evaluation_prompts_of_another_file(tokenizer, tmp_path):
+    train = write(tmp_path / "train.jsonl", *({"prompt": f"question {i}?"} for i in range(40)))
+    other = write(tmp_path / "eval.jsonl", *({"prompt": f"another {i}?"} for i in range(7)))
+    for split, counts in ((None, (0, 40)), (Split(0, 60, 40), (0, 40)), (Split(50, 30, 20), (50, 50))):
+        sets = load_prompts(DataSettings(train, split, eval_dataset=other), tokenizer)
+        assert [p.example.question for p in sets.evaluation] == [f"another {i}?" for i in range(7)]
+        assert str(sets.split).endswith("/0") and sets.split.reward == counts[0]
+        assert len(sets.train) + sets.parts["reward"] == 40 == sets.rows and sets.parts["evaluation"] == 7
+    python = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], None)
+    assert (len(python.train), len(python.evaluation)) == (2, 7)
+    replaced = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], ["c?"])
+    assert [p.example.question for p in replaced.evaluation] == ["c?"]
+
+
+def test_evaluation_alone_does_not_read_the_training_file(tokenizer, tmp_path):
+    other = write(tmp_path / "eval.jsonl", {"prompt": "another?"})
+    data = DataSettings(str(tmp_path / "moved.jsonl"), eval_dataset=other)
+    assert len(load_prompts(data, tokenizer, evaluation_alone=True).evaluation) == 1
+    with pytest.raises(UserError, match="moved.jsonl"):
+        load_prompts(data, tokenizer)
+
+
+def test_the_evaluation_file_of_a_folder_is_its_split_test(tokenizer, tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    write(folder / "train.jsonl", *({"prompt": f"question {i}?"} for i in range(5)))
+    write(folder / "test.jsonl", {"prompt": "another?"})
+    sets = load_prompts(DataSettings(str(folder), eval_dataset=str(folder)), tokenizer)
+    assert (len(sets.train), [p.example.question for p in sets.evaluation]) == (5, ["another?"])
+    (folder / "test.jsonl").rename(folder / "validation.jsonl")
+    with pytest.raises(UserError, match=r"no split 'test': --eval-dataset .*both, the splits are train, validation"):
+        load_prompts(DataSettings(str(folder), eval_dataset=str(folder)), tokenizer)
+
+
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 

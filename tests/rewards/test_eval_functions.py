@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from rlhf.rewards.eval_functions import NUMBER, attempts, exact_match, last_numb
 from rlhf.rewards.find import find_rule
 from rlhf.utils.errors import UserError
 
+COMPLETIONS = Path(__file__).parent / "last_number_completions.jsonl"
 RIGHT = [
     ("72", "72"),
     ("48 / 2 = 24 and 24 + 48 = 72.\n#### 72", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"),  # gsm8k
@@ -175,6 +178,16 @@ def test_last_number_scores():
     with pytest.raises(TypeError, match=r"'answer' contains \['4'\]"):
         last_number(["4"], answer=[["4"]])
     assert find_rule("last_number", ()) is last_number
+
+
+def test_last_number_of_40_completions_of_a_real_model():
+    """Sampled from SmolLM2-135M-Instruct (4-bit weights, dequantized) on questions of smollm2-sums, at most 24 tokens
+    at temperature 1. `right` was written down by reading them, not with the code."""
+    rows = [json.loads(line) for line in COMPLETIONS.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 40 and sum(row["right"] for row in rows) == 6
+    completions, answers, ended = ([row[name] for row in rows] for name in ("completion", "answer", "ended"))
+    scores = last_number(completions, answer=answers, ended=ended)
+    assert [row for row, score in zip(rows, scores, strict=True) if score != row["right"]] == []
 
 
 @given(st.text("130.,-$e% a", max_size=10), st.text("10.,-$e% a", max_size=4))

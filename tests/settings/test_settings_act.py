@@ -245,6 +245,15 @@ def outcomes_reward_timeout(configured, tmp_path):
     return outcome("--reward-timeout", 0.01), outcome()
 
 
+def outcomes_eval_dataset(configured, tmp_path):
+    (tmp_path / "e.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(9)))
+
+    def evaluated(*flags):
+        return [p.example for p in load_components(configured(*flags), CPU, Screen()).prompts.evaluation]
+
+    return evaluated("--eval-dataset", tmp_path / "e.jsonl"), evaluated()
+
+
 def outcomes_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 
@@ -337,6 +346,7 @@ OUTCOMES = {
         outcomes_rm_model,
         outcomes_allow_weak_reward_model,
         outcomes_prompts,
+        outcomes_eval_dataset,
         outcomes_plain_prompts,
         outcomes_reward_timeout,
         outcomes_epochs,

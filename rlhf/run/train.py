@@ -14,7 +14,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
-from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
+from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
@@ -46,6 +46,7 @@ from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import budget, plan_run
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
+from rlhf.callbacks.findings import show_run_findings
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
@@ -80,7 +81,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
             require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
             trainer.train()
         require_equal_weights(trainer.model, "the last update")
-        on_first(lambda: finish(trainer, config, log, screen))
+        on_first(lambda: finish(trainer, config, log, screen, screen))
         trackers.finish(log.record.figures)
     if is_first():  # the others need not wait: an upload may take longer than --ddp-timeout
         export_run(config, screen)
@@ -108,10 +109,11 @@ def load_parts(
     return config, components, pass_rates
 
 
-def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """Save the model and print the summary of a run whose training has ended."""
+def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, warnings: Screen) -> None:
+    """Save the model, and print the summary and the warnings of a run whose training has ended."""
     trainer.save_model(config.run.output)
     finish_run(config, trainer, log, screen)
+    show_run_findings(trainer, warnings)
 
 
 @contextmanager
@@ -178,7 +180,7 @@ def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: K
         *([tokens] if config.record.record_tokens else []),
         ProgressLine(trainer, screen, controller),
         Incidents(trainer, config, screen),
-        SameScores(trainer, screen),
+        FindingsWarning(trainer, screen),
     ]
 
 

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
+from rlhf.callbacks.findings import EXAMPLES, Examples, short_fields, show_run_findings
 from rlhf.callbacks.samples import markdown, sample_table, table_text
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.sampler import shorten
@@ -19,7 +20,6 @@ from rlhf.settings.fields import as_text, to_dict
 from rlhf.settings.types import KL_METRICS, kl_text
 from rlhf.trainer.eval_metrics import shown, tag_of
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
-from rlhf.callbacks.findings import EXAMPLES, Examples, short_fields, show_run_findings
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number, one_line
 

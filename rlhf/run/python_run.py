@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
+from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine
 from rlhf.callbacks.trackers import Trackers
@@ -31,7 +32,6 @@ from rlhf.setup.build import Components
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
-from rlhf.callbacks.findings import show_run_findings
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if

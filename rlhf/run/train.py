@@ -12,6 +12,7 @@ import torch
 from rlhf.algorithms.kl_control import KLController, kl_controller, with_horizon
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
+from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
@@ -46,7 +47,6 @@ from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import budget, plan_run
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
-from rlhf.callbacks.findings import show_run_findings
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
 from rlhf.data.sampler import shorten
 from rlhf.settings.fields import settings_of
@@ -31,13 +32,13 @@ from rlhf.setup.scan_figures import (
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
-from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
-OF_A_LOOK = ("scan", "scan_prompts", "dry_run", "check")  # not in the recommended command
+OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
+OF_A_START = ("dry_run", "check")  # not in any recommended command
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,9 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
 def show_recommendation(config: Config, scan: Scan, found: Recommendation, screen: Screen) -> None:
     """Print the recommended command with its reasons; first another scan if the completions are cut off."""
     if any(finding.name == "cut_off" for finding in scan.findings):
-        longer = {"max_new_tokens": 2 * config.sampling.max_new_tokens}
+        longer = {"max_new_tokens": 2 * config.sampling.max_new_tokens, "scan": True}
         screen.say("recommended: first scan again with more tokens:")
-        screen.say(f"  {command_with(config, longer)} --scan")
+        screen.say(f"  {command_with(config, longer, OF_A_START)}")
     if found.reasons:
         screen.say("recommended:")
         for reason in found.reasons:
@@ -186,7 +187,7 @@ def show_recommendation(config: Config, scan: Scan, found: Recommendation, scree
         screen.say("recommended: the settings as they are")
     changed = {"K": found.K, "batch_size": found.batch_size, "keep_pass_rate": found.keep_pass_rate}
     screen.say("train with:")
-    screen.say(f"  {command_with(config, changed)}")
+    screen.say(f"  {command_with(config, changed, (*OF_A_START, *OF_A_SCAN))}")
 
 
 def columns_of(scan: Scan) -> list[str]:
@@ -218,8 +219,8 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
     ]  # fmt: skip
 
 
-def command_with(config: Config, recommended: dict[str, Any]) -> str:
-    """Return the training command with the run's settings and the recommended ones that are not None."""
+def command_with(config: Config, recommended: dict[str, Any], without: Sequence[str]) -> str:
+    """Return the command with the run's settings, except `without`, and the recommended ones that are not None."""
     usual, words = usual_config(config.recipe, config.user_file, config.algorithm), []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
@@ -228,6 +229,6 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     for name, one in settings_of(Config).items():
         now, default = (getattr(getattr(c, one.group), name) for c in (config, usual))
         value = changed.get(name, now)
-        if value != default and name not in OF_A_LOOK and one.group not in foreign:
+        if value != default and name not in without and one.group not in foreign:
             words += flag_words(name, value)
     return command(*script_words(config.algorithm), *words)

@@ -89,7 +89,8 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
     assert changes(again, config) == {("sampling", "max_new_tokens"), ("run", "scan")}
     assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
-    assert changes(command, config) <= {("group", "K"), ("batch", "batch_size")}, "no filter by cut-off completions"
+    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan_prompts")}
+    assert changes(command, config) <= allowed, "no filter: the pass rates are those of cut-off completions"
     assert command.episodes_per_update == config.episodes_per_update
     assert list(tmp_path.glob("run*")) == []
 
@@ -117,10 +118,10 @@ HALF, NEVER = [1.0, 0.0] * 4, [0.0] * 8
 @pytest.mark.parametrize(
     ("share", "ended", "available", "names", "filtered"),
     [
-        (50, True, 1000, [], True),
-        (50, False, 1000, ["cut_off"], False),  # the pass rates of unfinished completions
+        (50, True, 1000, ["equal_groups"], True),
+        (50, False, 1000, ["cut_off", "equal_groups"], False),  # the pass rates of unfinished completions
         (24, True, 100_000, ["equal_groups", "out_of_reach"], False),  # a few percent of the prompts
-        (50, True, 40, [], False),  # fewer than three batches
+        (50, True, 40, ["equal_groups"], False),  # fewer than three batches
         (0, False, 1000, ["cut_off", "never_fires", "nothing"], None),
     ],
 )
@@ -128,7 +129,7 @@ def test_scan_keeps_no_few_percent_of_the_prompts(configured, share, ended, avai
     config = configured("--K", 2, "--batch-size", 8, algorithm="grpo")
     rows = [sampled(HALF if i < share else NEVER, ended) for i in range(100)]
     scan = results_of(config, rows, available, 8)
-    assert [finding.name for finding in scan.findings if share != 50 or finding.name != "equal_groups"] == names
+    assert [finding.name for finding in scan.findings] == names
     assert (scan.recommendation and scan.recommendation.keep_pass_rate is not None) == filtered
     assert (scan.nothing is not None) == (share == 0)
     assert scan.examples == [("text 0", rows[0].raw[0])] + [("text 0", row.raw[0]) for row in rows[1:3]]

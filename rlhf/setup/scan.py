@@ -162,7 +162,7 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
     groups = f", groups of {scan.group_size}" if scan.group_size > 1 else ""
     screen.say(
         f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
-        f"{groups}"
+        f"{groups} (columns: docs/before_a_run.md)"
     )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:  # a grid would wrap its cells if the output is a file

@@ -178,7 +178,8 @@ def test_progress_is_printed_and_can_be_turned_off(config, start_model, tmp_path
     assert "update 2/2 | score" in printed and "evaluation after update 2: score" in printed
     quiet = make_trainer(config(), ["a cat?", "a dog?"], [words], evaluation_prompts=["a fox?"], progress=False)
     quiet.train()
-    assert capsys.readouterr().out == ""
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.startswith("warning: ") for line in lines), "the tiny model never ends a completion"
 
 
 @pytest.mark.parametrize("progress", [True, False])

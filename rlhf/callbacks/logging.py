@@ -1,7 +1,8 @@
-"""TensorBoard, the progress line on the console, and the warning about equal scores."""
+"""TensorBoard, the progress line on the console, and the warnings about completions that teach little."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import cached_property
@@ -11,17 +12,18 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
+from rlhf.callbacks.findings import EXAMPLES, Examples, short_fields, show_run_findings
 from rlhf.callbacks.samples import markdown, sample_table, table_text
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.sampler import shorten
 from rlhf.settings.fields import as_text, to_dict
 from rlhf.settings.types import KL_METRICS, kl_text
 from rlhf.trainer.eval_metrics import shown, tag_of
-from rlhf.trainer.evaluation import shown_prompts
+from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.utils.console import Screen, clock, number
+from rlhf.utils.console import Screen, clock, number, one_line
 
-SOME_UPDATES = 10  # equal scores over this many updates are not a coincidence
+SOME_UPDATES = 10  # findings over this many updates are not a coincidence
 
 
 def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
@@ -112,10 +114,11 @@ class ProgressLine(Callback):
         topic = self.trainer.sampler.topic_of(update)
         score = f"score {metrics['rewards/mean']:+.2f}" if "rewards/mean" in metrics else "no score"
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "
+        signs = "".join(f"{field} | " for field in short_fields(metrics, self.trainer.config.sampling))
         self.screen.progress(
             f"update {update}/{updates} | {shown_topic}{score} | KL "
             f"{kl_text(kl, target.per)} ({aim}) | beta {metrics['kl_coef']:.3g} | "
-            f"length {metrics['completions/mean_length']:.0f} tokens | "
+            f"length {metrics['completions/mean_length']:.0f} tokens | {signs}"
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )
@@ -132,29 +135,36 @@ class ProgressLine(Callback):
             f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
             + "".join(f", {name} {shown(figures)}" for name, figures in evaluation.figures.items())
         )
+        self.screen.facts(self.example_of(evaluation))
+
+    def example_of(self, evaluation: Evaluation) -> list[tuple[str, str]]:
+        """Return rows of one evaluation prompt, the same throughout the run: the question, the completions of the
+        start model and of the current one, and their scores."""
+        start, prompts = self.trainer.evaluations[0], self.trainer.evaluation_prompts
+        drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)[0]
+        points = [start, evaluation] if evaluation is not start else [start]  # a resumed run has the start's as well
+        scores = [one.scores[drawn * one.samples] for one in points]
+        return [
+            ("question", one_line(prompts[drawn].example.messages[-1]["content"])),
+            *zip(("start model", "now"), [one_line(one.texts[drawn * one.samples]) for one in points], strict=False),
+            ("score", " -> ".join("none" if score is None else f"{score:.2f}" for score in scores)),
+        ]
 
 
-class SameScores(Callback):
-    """Warns after some updates and at the end if all completions had the same score: nothing can be learned."""
+class FindingsWarning(Callback):
+    """Prints the findings of the first updates once. The end of a run prints them again, about its last updates."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
         self.trainer, self.screen = trainer, screen
-        self.seen: set[float] = set()
+        self.examples: Examples = []
 
     def on_batch(self, update, batch, scores):
-        known = scores.raw[~scores.raw.isnan()]
-        if len(known):
-            self.seen |= {float(known.min()), float(known.max())}
+        if update == SOME_UPDATES:
+            texts = batch.completions.texts(self.trainer.processing_class)
+            step = max(1, len(texts) // EXAMPLES)  # of different prompts, also if a prompt has several completions
+            known = [None if math.isnan(score) else score for score in scores.raw.tolist()]
+            self.examples = list(zip(texts, known, strict=True))[::step][:EXAMPLES]
 
     def on_update_end(self, update, metrics):
-        if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):
-            self.screen.say(
-                f"warning: all completions of {update} updates have the same score, {min(self.seen):g}, so the policy "
-                f"learns nothing: {self.trainer.rewards}. Check the reward functions"
-            )
-
-    def state_dict(self) -> dict[str, list[float]]:
-        return {"seen": sorted(self.seen)[:2]}  # two different scores are enough
-
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        self.seen = set(state["seen"])
+        if update == SOME_UPDATES < self.trainer.updates:
+            show_run_findings(self.trainer, self.screen, self.examples)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
+from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.kl import KLControl, KLGuard
-from rlhf.callbacks.logging import ProgressLine, SameScores
+from rlhf.callbacks.logging import FindingsWarning, ProgressLine
 from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
@@ -114,6 +115,7 @@ def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator
         trainer.add_callback(trackers)
         show_budget(trainer, screen, progress)
         yield
+        show_run_findings(trainer, screen)
         if trackers.trackers:
             trackers.finish(results_of(trainer))
 
@@ -126,7 +128,7 @@ def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> N
     if is_first():
         if progress:
             trainer.add_callback(ProgressLine(trainer, screen, controller))
-        trainer.add_callback(SameScores(trainer, screen))
+        trainer.add_callback(FindingsWarning(trainer, screen))
     if config.kl.steered:
         held = config.critic.critic_warmup
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
@@ -155,7 +157,7 @@ def in_folder(
             show_budget(trainer, screen, progress)
             yield
         require_equal_weights(trainer.model, "the last update")
-        on_first(lambda: finish(trainer, config, log, shown))
+        on_first(lambda: finish(trainer, config, log, shown, screen))
         trackers.finish(log.record.figures)
     if is_first():
         export_run(config, shown)

@@ -12,9 +12,10 @@ import torch
 from rlhf.algorithms.kl_control import KLController, kl_controller, with_horizon
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
+from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
-from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
+from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
@@ -83,7 +84,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
             require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
             trainer.train()
         require_equal_weights(trainer.model, "the last update")
-        on_first(lambda: finish(trainer, config, log, screen))
+        on_first(lambda: finish(trainer, config, log, screen, screen))
         trackers.finish(log.record.figures)
     if is_first():  # the others need not wait: an upload may take longer than --ddp-timeout
         export_run(config, screen)
@@ -111,10 +112,11 @@ def load_parts(
     return config, components, pass_rates
 
 
-def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """Save the model and print the summary of a run whose training has ended."""
+def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, warnings: Screen) -> None:
+    """Save the model, and print the summary and the warnings of a run whose training has ended."""
     trainer.save_model(config.run.output)
     finish_run(config, trainer, log, screen)
+    show_run_findings(trainer, warnings)
 
 
 @contextmanager
@@ -181,7 +183,7 @@ def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: K
         *([tokens] if config.record.record_tokens else []),
         ProgressLine(trainer, screen, controller),
         Incidents(trainer, config, screen),
-        SameScores(trainer, screen),
+        FindingsWarning(trainer, screen),
     ]
 
 

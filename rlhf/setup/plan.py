@@ -27,7 +27,7 @@ from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
 from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
-from rlhf.utils.console import Screen, gib
+from rlhf.utils.console import Screen, counted, gib
 from rlhf.utils.processes import size
 
 MOST_TOPICS = 12  # listed in the plan
@@ -82,6 +82,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
+        ("optimizer", optimizer_line(config, updates)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
         *process_rows(trained if m.use_lora else total),
@@ -182,6 +183,18 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
         f"{b.minibatches} of {episodes} episodes; passes over each rollout: {b.ppo_epochs}; optimizer steps: "
         f"{config.optimizer_steps(1):,} per update, {config.optimizer_steps(updates):,} in total; micro-batch: at "
         f"most {at_once}"
+    )
+
+
+def optimizer_line(config: Config, updates: int) -> str:
+    """Return learning rate and schedule, and how completions are sampled."""
+    o, sampling = config.optimizer, config.sampling
+    warmup = o.warmup_updates(updates)
+    rises = f" after a warm-up of {counted(warmup, 'update')}" if warmup else ""
+    top_k = f", top-k {sampling.top_k}" if sampling.top_k else ""
+    return (
+        f"{o.optim}, learning rate {o.learning_rate:g}, {o.lr_schedule} schedule{rises}; sampling: temperature "
+        f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} tokens"
     )
 
 

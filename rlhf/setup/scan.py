@@ -10,8 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
 from rlhf.data.sampler import shorten
 from rlhf.settings.fields import settings_of
@@ -31,12 +33,12 @@ from rlhf.setup.scan_figures import (
 )
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, clock
+from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
-OF_A_LOOK = ("scan", "scan_prompts", "dry_run", "check")  # not in the recommended command
-MANY = 0.5  # share of completions (or prompts) from which a cause of equal scores is reported
+OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
+OF_A_START = ("dry_run", "check")  # not in any recommended command
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,17 @@ class Scan:
 
     overall: Part
     topics: dict[str, Part]  # empty without at least two topics
-    group_size: int  # completions per group of the shares; without groups, all completions of a prompt
+    group_size: int  # completions per group of the shares; 1 without groups: all completions of a prompt
     samples: int  # completions per prompt
     binary: bool  # all scores are 0 or 1, so that the mean is a pass rate
     recommendation: Recommendation | None  # None: nothing can be learned
-    nothing: str | None  # why nothing can be learned, and what to do; None: something can
+    findings: list[Finding]  # why little can be learned, and what to do
+    examples: Examples  # some completions with their scores
+
+    @property
+    def nothing(self) -> str | None:
+        """Why nothing can be learned, and what to do; None: something can."""
+        return next((finding.text for finding in self.findings if finding.name == "nothing"), None)
 
 
 def scan_run(config: Config, components: Components, screen: Screen) -> None:
@@ -101,15 +109,18 @@ def results_of(config: Config, sampled: Sequence[Sampled], available: int, sampl
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
     parts = {name: part_of(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
-    overall, nothing = part_of(config, complete, group), None
-    if overall.figures.signal == 0:
-        nothing = why_nothing(config, complete)
+    overall = part_of(config, complete, group)
+    findings = findings_of(sample_figures(config, complete, overall), config.sampling)
+    names = {finding.name for finding in findings}
     scores, raw = [one.shaped for one in complete], [one.raw for one in complete]
     limits = config.data.keep_pass_rate or IN_REACH
-    found = recommend(
-        scores, raw if in_unit_range(raw) else None, config.group_size, config.batch.batch_size, available, limits
-    )
-    return Scan(overall, parts, group, samples, is_binary(scores), None if nothing else found, nothing)
+    # pass rates of unfinished completions select the wrong prompts
+    rates = raw if in_unit_range(raw) and "cut_off" not in names else None
+    found = recommend(scores, rates, config.group_size, config.batch.batch_size, available, limits)
+    return Scan(
+        overall, parts, config.group_size, samples, is_binary(scores), None if "nothing" in names else found, findings,
+        [(one.texts[0], one.raw[0]) for one in complete[:EXAMPLES]],
+    )  # fmt: skip
 
 
 def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
@@ -121,32 +132,24 @@ def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
     return Part(figures_of(scores, group), interval, truncated)
 
 
-def why_nothing(config: Config, rows: Sequence[Sampled]) -> str:
-    """Return the error line for a scan in which the completions of each prompt have equal scores, with the causes that
-    apply."""
-    scores = {score for one in rows for score in one.shaped}
-    truncated = 1 - fmean(ended for one in rows for ended in one.ended)
-    same = fmean(one.distinct == 1 for one in rows)
-    fixes = []
-    if truncated >= MANY:
-        tokens = config.sampling.max_new_tokens
-        fixes.append(
-            f"{truncated:.0%} of the completions reach {tokens} tokens without EOS: raise --max-new-tokens, or use a "
-            "start model that ends its completions"
-        )
-    if same >= MANY:
-        fixes.append(
-            f"all completions are equal for {same:.0%} of the prompts: raise --temperature (now "
-            f"{config.sampling.temperature:g})"
-        )
-    if scores == {1.0}:
-        fixes.append("every completion is solved: use harder prompts")
-    elif not fixes or scores == {0.0}:
-        fixes.append("use easier prompts, or a start model that solves some of them (--actor-model)")
-    every = (
-        f"every score is {min(scores):g}" if len(scores) == 1 else "the completions of each prompt have equal scores"
+def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> SampleFigures:
+    """Return the figures for `findings_of`."""
+    figures, values = overall.figures, {}
+    for one in rows:
+        for name, found in one.by_function.items():
+            values.setdefault(name, []).extend(found)
+    return SampleFigures(
+        of=counted(len(rows), "prompt"),
+        where="--scan",
+        truncated=overall.truncated,
+        equal_groups=figures.no_difference if config.group_size > 1 else None,
+        scores=[score for one in rows for score in one.shaped],
+        functions=values,
+        signal=figures.signal,
+        same_texts=fmean(one.distinct == 1 for one in rows),
+        in_reach=figures.in_reach,
+        pass_rate=figures.mean,
     )
-    return f"nothing can be learned, {every} ({len(rows)} prompts): --scan. Fix: {'; '.join(fixes)}"
 
 
 # --- printing --------------------------------------------------------------------------------------------------------
@@ -156,24 +159,35 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
     """Print the table, and the recommended command with its reasons."""
     parts = {**scan.topics, "all": scan.overall}
     rows = [["topic", *columns_of(scan)], *([shorten(name), *cells_of(scan, part)] for name, part in parts.items())]
+    groups = f", groups of {scan.group_size}" if scan.group_size > 1 else ""
     screen.say(
-        f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions, "
-        f"groups of {scan.group_size}"
+        f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
+        f"{groups} (columns: docs/before_a_run.md)"
     )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:  # a grid would wrap its cells if the output is a file
         right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         screen.say("  ".join([f"  {name.ljust(widths[0])}", *right]))
-    if scan.recommendation is None:
-        return
-    if not scan.recommendation.reasons:
-        screen.say("recommended: the settings as they are. Train with:")
-    else:
+    show_findings([finding for finding in scan.findings if finding.name != "nothing"], scan.examples, screen)
+    if scan.recommendation is not None:
+        show_recommendation(config, scan, scan.recommendation, screen)
+
+
+def show_recommendation(config: Config, scan: Scan, found: Recommendation, screen: Screen) -> None:
+    """Print the recommended command with its reasons; first another scan if the completions are cut off."""
+    if any(finding.name == "cut_off" for finding in scan.findings):
+        longer = {"max_new_tokens": 2 * config.sampling.max_new_tokens, "scan": True}
+        screen.say("recommended: first scan again with more tokens:")
+        screen.say(f"  {command_with(config, longer, OF_A_START)}")
+    if found.reasons:
         screen.say("recommended:")
-        for reason in scan.recommendation.reasons:
+        for reason in found.reasons:
             screen.say(f"  {reason}")
-        screen.say("train with:")
-    screen.say(f"  {recommended_command(config, scan.recommendation)}")
+    elif not scan.findings:
+        screen.say("recommended: the settings as they are")
+    changed = {"K": found.K, "batch_size": found.batch_size, "keep_pass_rate": found.keep_pass_rate}
+    screen.say("train with:")
+    screen.say(f"  {command_with(config, changed, (*OF_A_START, *OF_A_SCAN))}")
 
 
 def columns_of(scan: Scan) -> list[str]:
@@ -205,17 +219,16 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
     ]  # fmt: skip
 
 
-def recommended_command(config: Config, found: Recommendation) -> str:
-    """Return the training command with the run's settings and the recommended ones."""
+def command_with(config: Config, recommended: dict[str, Any], without: Sequence[str]) -> str:
+    """Return the command with the run's settings, except `without`, and the recommended ones that are not None."""
     usual, words = usual_config(config.recipe, config.user_file, config.algorithm), []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
-    changed = {"K": found.K, "batch_size": found.batch_size, "keep_pass_rate": found.keep_pass_rate}
-    changed = {name: value for name, value in changed.items() if value is not None}
+    changed = {name: value for name, value in recommended.items() if value is not None}
     foreign = ALGORITHMS[config.algorithm].foreign
     for name, one in settings_of(Config).items():
         now, default = (getattr(getattr(c, one.group), name) for c in (config, usual))
         value = changed.get(name, now)
-        if value != default and name not in OF_A_LOOK and one.group not in foreign:
+        if value != default and name not in without and one.group not in foreign:
             words += flag_words(name, value)
     return command(*script_words(config.algorithm), *words)

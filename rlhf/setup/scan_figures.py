@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import fmean, variance
 
+from rlhf.callbacks.findings import FEWEST_IN_REACH
+
 Scores = Sequence[float]
 
 IN_REACH = (0.2, 0.8)  # pass rates between which a prompt is neither too hard nor too easy
 TARGET = 0.7  # smallest share of groups with a difference: at most 30% of the episodes teach nothing
 WORTH_FILTERING = 1.25  # a filter is recommended if the kept prompts have this many times the signal of all prompts
+FEW_BATCHES = 3  # a recommended filter keeps prompts for as many batches, and FEWEST_IN_REACH of all prompts
 FEWEST = 2  # scores of a prompt from which a variance can be estimated
 
 
@@ -168,7 +171,8 @@ def recommend(
 
     Args:
         prompts: shaped scores per prompt.
-        pass_rates: scores in [0, 1] per prompt, of the same completions; None: there are none, so no filter.
+        pass_rates: scores in [0, 1] per prompt, of the same completions; None: there are none, or they say little, so
+            no filter.
         K: completions per prompt of the run; 1 without groups.
         batch_size: prompts per update of the run.
         available: number of training prompts.
@@ -178,7 +182,8 @@ def recommend(
     everywhere, episodes, reasons = fmean(map(learning_signal, prompts)), K * batch_size, []
     signal = fmean(map(learning_signal, kept)) if kept else 0.0
     size, differ = best_group_size(kept, K, episodes) if kept and K > 1 else (K, 0.0)
-    filtered = signal >= WORTH_FILTERING * everywhere and share * available >= max(batch_size, episodes // size)
+    needed = max(FEWEST_IN_REACH * available, FEW_BATCHES * max(batch_size, episodes // size))
+    filtered = signal >= WORTH_FILTERING * everywhere and share * available >= needed
     if not filtered and K > 1:
         size, differ = best_group_size(prompts, K, episodes)
     if size != K:

@@ -30,6 +30,8 @@ class Sampled:
     shaped: list[float]  # after the missing-EOS penalty, as training uses them; without normalization
     ended: list[bool]  # per completion: EOS was sampled
     distinct: int  # number of distinct texts
+    texts: list[str]  # of the completions with a score
+    by_function: dict[str, list[float]]  # the values of each reward function, before its weight
 
 
 def drawn(prompts: Sequence[Prompt], seed: int, by_topic: bool) -> list[int]:
@@ -84,7 +86,8 @@ def _scored(
         )  # fmt: skip
     policy.train(was_training)
     texts, ended = completions.texts(tokenizer), completions.ended.tolist()
-    total = components.rewards.score(prompts, texts, completions.rows(), ended).total
+    given = components.rewards.score(prompts, texts, completions.rows(), ended)
+    total, functions = given.total, given.by_function.items()
     penalty = config.reward.missing_eos_penalty
     found = []
     for start in range(0, len(prompts), samples):
@@ -97,6 +100,8 @@ def _scored(
                 shaped=[total[i] - (0.0 if ended[i] else penalty) for i in scored],
                 ended=[ended[i] for i in rows],
                 distinct=len({texts[i] for i in rows}),
+                texts=[texts[i] for i in scored],
+                by_function={name: [found[i] for i in rows if found[i] is not None] for name, found in functions},
             )
         )
     return found

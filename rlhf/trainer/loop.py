@@ -183,7 +183,7 @@ class OnPolicyLoop:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
-        self.progress.count_update(skipped=False)
+        self.progress.count_update(scores)
         require_finite_weights(self.model, update, self.recovery)
         times.append(perf_counter())
         tag = self.topic_tags.get(self.sampler.topic_of(update))
@@ -203,7 +203,7 @@ class OnPolicyLoop:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        self.progress.count_update(skipped=True)
+        self.progress.count_update(None)
         require_finite_weights(self.model, update, self.recovery)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:

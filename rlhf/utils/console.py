@@ -186,6 +186,13 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def one_line(text: str, most: int = 110) -> str:
+    """Return text on one line of at most about `most` characters. Of a long text, the beginning and the end are kept:
+    an answer is often at the end."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most * 2 // 3]} ... {line[-(most // 3) :]}"
+
+
 def clock(seconds: float) -> str:
     """Return seconds as text: 45 s, 3:20, 1:02:05."""
     whole = int(seconds)

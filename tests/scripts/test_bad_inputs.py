@@ -684,7 +684,7 @@ REWARDS = [
         r"no result after 0\.1 s: reward function 'f', 6 completions, the first is '.*'\. Make it faster, or raise "
         r"--reward-timeout; its inputs are saved in .*failed_inputs\.json$", status=1),
     Row(67, "the same for the whole run", reward_function("return [1.0] * len(completions)"),
-        r"warning: all completions of 2 updates have the same score, 1, so the policy learns nothing: 1 x f\. Check",
+        r"warning: nothing can be learned, every score is 1 \(last 2 updates\): 1 x f\. Fix: .*use harder prompts",
         status=0),
 ]  # fmt: skip
 

@@ -67,7 +67,8 @@ def table(out: str) -> dict[str, list[str]]:
 
 
 def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_path, capsys):
-    """The figures are those of the same completions, scored here. The printed command has the run's settings."""
+    """The figures are those of the same completions, scored here. The printed command has the run's settings, and the
+    command of another scan comes first, because the tiny model never ends a completion."""
     argv = flags("--K", 2, "--scan-prompts", 12)
     train_grpo.main([*argv, "--scan"])
     out = capsys.readouterr().out
@@ -85,23 +86,60 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     solved = [sum(one.raw) for one in sampled]
     assert float(cells["all"][1].split()[0]) == pytest.approx(sum(solved) / (12 * 8), abs=0.005)
     assert float(cells["all"][6]) == pytest.approx(sum(c * (8 - c) / 56 for c in solved) / 12, abs=0.0005)
-    command = parse_cli(typed(out.splitlines()[-1].strip()), "grpo")
-    changed = {
+    again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
+    assert changes(again, config) == {("sampling", "max_new_tokens"), ("run", "scan")}
+    assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
+    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan_prompts")}
+    assert changes(command, config) <= allowed, "no filter: the pass rates are those of cut-off completions"
+    assert command.episodes_per_update == config.episodes_per_update
+    assert list(tmp_path.glob("run*")) == []
+
+
+def changes(command, config) -> set[tuple[str, str]]:
+    """Return (group, name) of the settings that differ."""
+    return {
         (group, name)
         for group, values in to_dict(command).items()
         if isinstance(values, dict)
         for name, value in values.items()
         if value != to_dict(config)[group][name]
     }
-    assert changed <= {("group", "K"), ("batch", "batch_size"), ("data", "keep_pass_rate"), ("run", "scan_prompts")}
-    assert ("data", "keep_pass_rate") in changed and command.episodes_per_update == config.episodes_per_update
-    assert list(tmp_path.glob("run*")) == []
+
+
+def sampled(scores: list[float], ended: bool = True) -> Sampled:
+    """Return the completions of one prompt with these scores of one function."""
+    ends, texts = [ended] * len(scores), [f"text {i}" for i in range(len(scores))]
+    return Sampled(Prompt((1,), Example(())), scores, scores, ends, len(texts), texts, {"right": scores})
+
+
+HALF, NEVER = [1.0, 0.0] * 4, [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("share", "ended", "available", "names", "filtered"),
+    [
+        (50, True, 1000, ["equal_groups"], True),
+        (50, False, 1000, ["cut_off", "equal_groups"], False),  # the pass rates of unfinished completions
+        (24, True, 100_000, ["equal_groups", "out_of_reach"], False),  # a few percent of the prompts
+        (50, True, 40, ["equal_groups"], False),  # fewer than three batches
+        (0, False, 1000, ["cut_off", "never_fires", "nothing"], None),
+    ],
+)
+def test_scan_keeps_no_few_percent_of_the_prompts(configured, share, ended, available, names, filtered):
+    config = configured("--K", 2, "--batch-size", 8, algorithm="grpo")
+    rows = [sampled(HALF if i < share else NEVER, ended) for i in range(100)]
+    scan = results_of(config, rows, available, 8)
+    assert [finding.name for finding in scan.findings] == names
+    assert (scan.recommendation and scan.recommendation.keep_pass_rate is not None) == filtered
+    assert (scan.nothing is not None) == (share == 0)
+    assert scan.examples == [("text 0", rows[0].raw[0])] + [("text 0", row.raw[0]) for row in rows[1:3]]
 
 
 def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys):
-    for script in (train_ppo, train_rloo):
+    for script, grouped in ((train_ppo, False), (train_rloo, True)):
         script.main(flags("--scan", "--scan-prompts", 6, "--scan-samples", 9))
-        assert "6 training prompts x 9 completions, groups of" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "6 training prompts x 9 completions" in out and ("groups of" in out) == grouped
     train_ppo.main(run_flags("--scan", "--scan-prompts", 6, "--missing-eos-penalty", 1))
     cells = table(capsys.readouterr().out)
     assert cells["topic"] == ["prompts", "score (95%)", "no difference", "sd within/between", "signal", "no EOS"]
@@ -116,8 +154,8 @@ def test_scan_uses_at_least_k_completions(flags, capsys):
 @pytest.mark.parametrize(
     ("rule", "more", "expected"),
     [
-        ("zero", ["--max-new-tokens", 2], r"every score is 0 \(6 prompts\): --scan\. Fix: \d+% of the completions "
-         r"reach 2 tokens without EOS: raise --max-new-tokens.*; use easier prompts"),
+        ("zero", ["--max-new-tokens", 2], r"every score is 0 \(6 prompts\): --scan\. Fix: use a larger "
+         r"--max-new-tokens; .*; use easier prompts"),
         ("one", [], r"every score is 1 .*every completion is solved: use harder prompts"),
         ("zero", ["--temperature", 0.01], r"all completions are equal for 100% of the prompts: raise --temperature"),
     ],
@@ -155,10 +193,13 @@ def test_penalty_and_missing_scores(configured):
     """Scores None are left out. A missing EOS costs the penalty in the signal, not in the pass rate."""
     config = configured("--K", 2, "--batch-size", 2, algorithm="grpo")
     prompt = Prompt((1,), Example(()))
-    rows = [Sampled(prompt, [1.0, 0.0], [0.0, 0.0], [False, True], 2), Sampled(prompt, [1.0], [1.0], [True] * 2, 1)]
+    rows = [
+        Sampled(prompt, [1.0, 0.0], [0.0, 0.0], [False, True], 2, ["a", "b"], {}),
+        Sampled(prompt, [1.0], [1.0], [True] * 2, 1, ["c"], {}),
+    ]
     found = results_of(config, rows, 10, 2)
     assert (found.overall.figures.prompts, found.overall.truncated) == (1, 0.5)
-    assert found.nothing.startswith("nothing can be learned, every score is 0 (1 prompts)")
+    assert found.nothing.startswith("nothing can be learned, every score is 0 (1 prompt)")
     with pytest.raises(RunError, match="no prompt has 2 completions with a score: --scan"):
         results_of(config, rows[1:], 10, 2)
 

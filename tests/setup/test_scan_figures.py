@@ -104,13 +104,13 @@ def test_recommendation_with_a_filter_by_hand():
     """Signal of all prompts: half of 2/7. Of the kept half of the prompts, two of four: 1/3, more than 1.25 times as
     much. Groups of 2 of 4 differ with 4/6, groups of 4 always."""
     prompts = [HALF, NEVER] * 10
-    found = recommend(prompts, prompts, K=2, batch_size=32, available=100)
+    found = recommend(prompts, prompts, K=2, batch_size=32, available=200)
     assert (found.K, found.batch_size, found.keep_pass_rate) == (4, 16, (0.2, 0.8))
     assert found.reasons == [
         "--K 4: 100% of the groups have scores that differ, the smallest K that reaches 70%",
         "--batch-size 16: an update keeps its 64 episodes",
         "--keep-pass-rate 0.2 0.8: the learning signal of these prompts is 0.333, of all prompts 0.143; about 50% of "
-        "the 100 training prompts stay",
+        "the 200 training prompts stay",
     ]
 
 

@@ -1,0 +1,180 @@
+"""Findings: reasons why little can be learned from sampled completions. `--scan`, the progress line and the end of a
+run use the same function and the same limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from rlhf.settings.training import SamplingSettings
+from rlhf.trainer.evaluation import shown_prompts
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.console import Screen, counted, one_line
+
+CUT_OFF = 0.2  # share of completions without EOS above which the length limit is a finding
+FEWEST_IN_REACH = 0.25  # share of the prompts in reach below which they are too few to train on them alone
+EQUAL_GROUPS = 0.5  # share of groups with equal scores above which they are a finding; docs/metrics.md has the range
+SAME_TEXTS = 0.5  # share of prompts with equal completions from which a low temperature is a cause
+FAILED = (0.0, -1.0)  # values that a checker gives to a wrong answer
+LAST_UPDATES = 10  # findings of a run are about these
+EXAMPLES = 3  # completions printed with their scores
+
+Range = Sequence[float]  # lowest and highest value
+
+
+@dataclass(frozen=True)
+class SampleFigures:
+    """Figures of sampled completions. Shares are in [0, 1]. None: not known, or not defined."""
+
+    of: str  # what was sampled, for the messages: "128 prompts"
+    where: str  # the setting or the rewards that an error line names
+    truncated: float  # share of the completions without EOS
+    equal_groups: float | None = None  # share of the groups with equal scores; None without groups
+    scores: Range | None = None  # of all completions that have one, over the whole run or scan
+    functions: dict[str, Range] = field(default_factory=dict)  # values of each reward function before its weight
+    # only in a scan
+    signal: float | None = None  # mean variance of the score within a prompt
+    same_texts: float = 0.0  # share of the prompts whose completions are all equal
+    in_reach: float | None = None  # share of the prompts with a pass rate of 20% to 80%
+    pass_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason why little can be learned."""
+
+    name: str  # cut_off, never_fires, equal_groups, out_of_reach or nothing
+    text: str  # one line with the fix
+    short: str = ""  # field of the progress line
+
+
+def findings_of(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]:
+    """Return the findings, the first cause first. If nothing can be learned, `nothing` is the last one."""
+    failing = [name for name, values in figures.functions.items() if set(values) <= set(FAILED) and is_equal(values)]
+    # without the range of the scores, the figures are of one update, which is no proof
+    nothing = figures.scores and (is_equal(figures.scores) or figures.signal == 0 or figures.equal_groups == 1)
+    found = [*cut_off(figures, sampling), *(never_fires(figures, name) for name in failing)]
+    if nothing:
+        return [*found, Finding("nothing", why_nothing(figures, sampling, failing))]
+    return [*found, *equal_groups(figures), *out_of_reach(figures)]
+
+
+def is_equal(values: Range | None) -> bool:
+    """True if there are values and all are equal."""
+    return bool(values) and min(values) == max(values)
+
+
+def cut_off(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]:
+    if figures.truncated <= CUT_OFF:
+        return []
+    share, tokens = f"{figures.truncated:.0%}", sampling.max_new_tokens
+    text = (
+        f"{share} of the completions are cut off at {tokens} tokens and scored unfinished ({figures.of}): "
+        "--max-new-tokens. Use a larger value first, unless training makes the completions shorter"
+    )
+    return [Finding("cut_off", text, f"cut off {share}")]
+
+
+def never_fires(figures: SampleFigures, name: str) -> Finding:
+    return Finding(
+        "never_fires",
+        f"the reward function {name!r} gives {min(figures.functions[name]):g} to all completions ({figures.of}): "
+        "--reward-func. A function that compares the whole completion needs the answer alone: use one that finds the "
+        "answer in the text, such as last_number, or a larger --max-new-tokens if the answer comes too late",
+    )
+
+
+def equal_groups(figures: SampleFigures) -> list[Finding]:
+    if figures.equal_groups is None or figures.equal_groups <= EQUAL_GROUPS:
+        return []
+    share = f"{figures.equal_groups:.0%}"
+    text = (
+        f"{share} of the groups have equal scores and teach nothing ({figures.of}): --K. Use prompts that the model "
+        "sometimes solves, a larger --K, or --dynamic-sampling"
+    )
+    return [Finding("equal_groups", text, f"equal groups {share}")]
+
+
+def out_of_reach(figures: SampleFigures) -> list[Finding]:
+    if figures.in_reach is None or figures.pass_rate is None or figures.in_reach >= FEWEST_IN_REACH:
+        return []
+    fix = "harder prompts"
+    if figures.pass_rate < 0.5:
+        fix = "easier prompts, a larger --max-new-tokens, or a reward function that also scores parts of an answer"
+    text = (
+        f"only {figures.in_reach:.0%} of the prompts have a pass rate of 20% to 80%, too few to train on these alone "
+        f"({figures.of}): --prompts. Use {fix}"
+    )
+    return [Finding("out_of_reach", text)]
+
+
+def why_nothing(figures: SampleFigures, sampling: SamplingSettings, failing: Sequence[str]) -> str:
+    """Return the error line for completions whose scores do not differ, with the causes that apply."""
+    fixes = ["use a larger --max-new-tokens"] if figures.truncated > CUT_OFF else []
+    fixes += ["use another reward function"] if failing else []
+    if figures.same_texts >= SAME_TEXTS:
+        fixes.append(
+            f"all completions are equal for {figures.same_texts:.0%} of the prompts: raise --temperature (now "
+            f"{sampling.temperature:g})"
+        )
+    lowest, highest = min(figures.scores), max(figures.scores)
+    if lowest == highest == 1:
+        fixes.append("every completion is solved: use harder prompts")
+    elif lowest == highest == 0:
+        fixes.append("use easier prompts, or a start model that solves some of them (--actor-model)")
+    elif not fixes:
+        fixes.append("use prompts that the model solves in some of its attempts")
+    every = f"every score is {lowest:g}" if lowest == highest else "the completions of each prompt have equal scores"
+    return f"nothing can be learned, {every} ({figures.of}): {figures.where}. Fix: {'; '.join(fixes)}"
+
+
+# --- of a run --------------------------------------------------------------------------------------------------------
+
+Examples = Sequence[tuple[str, float | None]]  # completions and their scores
+
+
+def short_fields(metrics: dict[str, float], sampling: SamplingSettings) -> list[str]:
+    """Return the fields of the progress line for an update's metrics: only those above their limits."""
+    figures = SampleFigures(
+        "this update", "", 1 - metrics["completions/eos_rate"], metrics.get("rewards/equal_groups")
+    )
+    return [found.short for found in findings_of(figures, sampling) if found.short]
+
+
+def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
+    """Return the figures of a run: shares over its last updates, and scores over all. None if none was logged."""
+    rows = [entry for entry in trainer.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
+    if not rows:
+        return None
+    equal = [entry["rewards/equal_groups"] for entry in rows if "rewards/equal_groups" in entry]
+    return SampleFigures(
+        of=f"last {counted(len(rows), 'update')}",
+        where=str(trainer.rewards),
+        truncated=1 - fmean(entry["completions/eos_rate"] for entry in rows),
+        equal_groups=fmean(equal) if equal else None,
+        scores=trainer.progress.scores,
+        functions=trainer.progress.functions,
+    )
+
+
+def show_run_findings(trainer: OnPolicyLoop, screen: Screen, examples: Examples = ()) -> None:
+    """Print the findings of a run as warnings. Without `examples`, completions of the last evaluation are printed if a
+    reward function never fires."""
+    figures = run_figures(trainer)
+    found = [] if figures is None else findings_of(figures, trainer.config.sampling)
+    if not examples and trainer.evaluations:
+        last, seed = trainer.evaluations[-1], trainer.config.run.seed
+        drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]
+        examples = [(last.texts[i], last.scores[i]) for i in drawn]
+    show_findings(found, examples, screen)
+
+
+def show_findings(found: Sequence[Finding], examples: Examples, screen: Screen) -> None:
+    """Print one warning per finding. If a reward function never fires, some completions with their scores follow."""
+    for finding in found:
+        screen.say(f"warning: {finding.text}")
+    if any(finding.name == "never_fires" for finding in found):
+        for text, score in examples[:EXAMPLES]:
+            screen.say(f"  {'no score' if score is None else f'score {score:.2f}'}: {one_line(text)!r}")

@@ -1,0 +1,153 @@
+"""Tests of the findings: from figures to their names, in the progress line, and at the end of a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train_ppo
+from rlhf.api import make_trainer
+from rlhf.callbacks.findings import SampleFigures, findings_of, run_figures, short_fields
+from rlhf.settings.training import SamplingSettings
+from rlhf.trainer.evaluation import shown_prompts
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.progress import Progress
+from rlhf.trainer.scores import Scores
+
+SAMPLING = SamplingSettings(max_new_tokens=24)
+GOOD = SampleFigures("8 prompts", "--scan", 0.2, 0.5, (0.0, 1.0), {"right": (0.0, 1.0)}, 0.1, 0.0, 0.25, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({}, []),  # all at their limits
+        ({"truncated": 0.21}, ["cut_off"]),
+        ({"equal_groups": 0.51}, ["equal_groups"]),
+        ({"equal_groups": None}, []),
+        ({"in_reach": 0.02}, ["out_of_reach"]),
+        ({"functions": {"right": (0.0, 0.0), "other": (0.5, 0.5)}}, ["never_fires"]),
+        ({"functions": {"form": (-1.0, -1.0)}}, ["never_fires"]),
+        ({"functions": {"form": (-1.0, 0.0), "always": (1.0, 1.0), "none": ()}}, []),
+        ({"scores": (1.0, 1.0), "functions": {"right": (1.0, 1.0)}, "equal_groups": 1.0}, ["nothing"]),
+        ({"scores": (0.0, 0.0), "functions": {"right": (0.0, 0.0)}, "truncated": 0.7, "in_reach": 0.0},
+         ["cut_off", "never_fires", "nothing"]),
+        ({"signal": 0.0}, ["nothing"]),
+        ({"equal_groups": 1.0}, ["nothing"]),
+        ({"scores": None, "functions": {}, "equal_groups": 1.0}, ["equal_groups"]),  # one update is no proof
+    ],
+)  # fmt: skip
+def test_findings_of_figures(changed, names):
+    assert [finding.name for finding in findings_of(replace(GOOD, **changed), SAMPLING)] == names
+
+
+@pytest.mark.parametrize(
+    ("changed", "fix"),
+    [
+        ({"scores": (0.0, 0.0)}, "--actor-model"),
+        ({"scores": (1.0, 1.0)}, "harder prompts"),
+        ({"signal": 0.0, "same_texts": 0.6}, "--temperature"),
+        ({"signal": 0.0, "truncated": 0.6}, "--max-new-tokens"),
+        ({"in_reach": 0.1, "pass_rate": 0.9}, "harder prompts"),
+        ({"in_reach": 0.1, "pass_rate": 0.1}, "easier prompts"),
+    ],
+)
+def test_the_fix_fits_the_cause(changed, fix):
+    assert fix in findings_of(replace(GOOD, **changed), SAMPLING)[-1].text
+
+
+@pytest.mark.parametrize(
+    ("eos", "equal", "fields"),
+    [
+        (0.8, 0.5, []),
+        (0.8, None, []),
+        (0.07, 0.5, ["cut off 93%"]),
+        (0.9, 0.66, ["equal groups 66%"]),
+        (0.0, 1.0, ["cut off 100%", "equal groups 100%"]),
+    ],
+)
+def test_progress_line_has_fields_only_above_the_limits(eos, equal, fields):
+    metrics = {"completions/eos_rate": eos, **({} if equal is None else {"rewards/equal_groups": equal})}
+    assert short_fields(metrics, SAMPLING) == fields
+
+
+def test_ranges_of_scores_are_counted_over_updates():
+    progress = Progress()
+    progress.count_update(Scores(torch.tensor([0.5, float("nan")]), torch.zeros(2), {"f": [0.5, None], "g": [None]}))
+    progress.count_update(None)
+    progress.count_update(Scores(torch.tensor([2.0, -1.0]), torch.zeros(2), {"f": [1.0, -1.0], "g": [None]}))
+    assert progress.scores == [-1.0, 2.0]
+    assert progress.functions == {"f": [-1.0, 1.0], "g": []}
+    assert (progress.skipped, progress.skipped_in_a_row) == (1, 0)
+
+
+# --- in runs ---------------------------------------------------------------------------------------------------------
+
+PROMPTS, HELD_OUT = [f"number {i}?" for i in range(8)], ["one?", "two?", "three?"]
+
+
+def zero(completions, **_):
+    return [0.0] * len(completions)
+
+
+def last_word(completions, **_):
+    return [float(len(completion) % 3) for completion in completions]
+
+
+def test_a_run_reports_its_findings_after_some_updates_and_at_the_end(configured, capsys):
+    """With three completions each time. The tiny model never ends a completion."""
+    config = configured("--K", 2, "--batch-size", 2, "--num-iterations", 11, "--max-new-tokens", 3, algorithm="grpo")
+    trainer = make_trainer(config, PROMPTS, [zero, last_word], [1.0, 0.0], evaluation_prompts=HELD_OUT, progress=False)
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("warning: ") for line in lines] == [*[True] * 3, *[False] * 3] * 2
+    assert all(re.match(r"  score 0\.00: '", line) for line in lines if not line.startswith("warning"))
+    names = [finding.name for finding in findings_of(run_figures(trainer), config.sampling)]
+    assert names == ["cut_off", "never_fires", "nothing"]
+    assert run_figures(trainer).functions.keys() == {"zero", "last_word"}
+    assert max(run_figures(trainer).functions["last_word"]) > 0
+
+
+def test_a_short_run_reports_them_once(configured, capsys):
+    config = configured("--num-iterations", 2, "--max-new-tokens", 3)
+    make_trainer(config, PROMPTS, [zero], evaluation_prompts=HELD_OUT).train()
+    out = capsys.readouterr().out
+    assert out.count("warning: ") == 3 and "| cut off 100% |" in out and "equal groups" not in out
+
+
+def rows_of(out: str) -> list[dict[str, str]]:
+    """Return the rows below each evaluation line."""
+    parts = re.findall(r"^evaluation after update .*\n((?:  .*\n)+)", out, re.MULTILINE)
+    return [dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in part.splitlines()) for part in parts]
+
+
+def test_every_evaluation_prints_one_question_with_both_answers(run_flags, tmp_path, capsys, monkeypatch):
+    """Also after a resume. The question is the first of those that the samples at the end are drawn from."""
+    flags = run_flags("--num-iterations", 3, "--eval-every", 1, "--save-every", 1)
+    original, seen = OnPolicyLoop.update_step, []
+
+    def stopped(self, update):
+        seen.append(self)
+        if update == 3:
+            raise KeyboardInterrupt
+        return original(self, update)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OnPolicyLoop, "update_step", stopped)
+        train_ppo.main(flags)
+    before = rows_of(capsys.readouterr().out)
+    train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
+    (after,) = rows_of(capsys.readouterr().out)
+    trainer = seen[0]
+    drawn = shown_prompts(len(trainer.evaluation_prompts), trainer.config.run.seed)[0]
+    start = trainer.evaluations[0]
+    assert [set(rows) for rows in before] == [{"question", "start model", "score"}] + [set(after)] * 2
+    assert "now" in after and {rows["question"] for rows in [*before, after]} == {
+        trainer.evaluation_prompts[drawn].example.messages[-1]["content"]
+    }
+    assert {rows["start model"] for rows in before} == {after["start model"]}
+    assert [rows["score"].split(" -> ")[0] for rows in [*before, after]] == [f"{start.scores[drawn]:.2f}"] * 4
+    assert before[1]["score"].split(" -> ")[1] == f"{trainer.evaluations[1].scores[drawn]:.2f}"

@@ -549,10 +549,11 @@ class RunSettings:
         "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the "
         "name of an --eval-func: its highest value within --perplexity-gate",
     )
-    perplexity_gate: float = setting(
-        1.1,
+    perplexity_gate: float | None = setting(
+        None,
         "largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule "
-        "perplexity)",
+        "perplexity); unset: 1.3 if a reward model gives scores and others than the start model wrote the text, "
+        "otherwise no limit while there is a KL target or only functions give scores",
         gt=0,
     )
     output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")

@@ -303,8 +303,8 @@ class TrainingSettings(TypedDict, total=False):
 
     perplexity_gate: float | None
     """Largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule perplexity);
-    unset: 1.3 if a reward model gives scores and others than the start model wrote the text, otherwise no limit while
-    there is a KL target or only functions give scores."""
+    unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the text is the start
+    model's own and there is a KL target."""
 
     output: str
     """Run folder."""

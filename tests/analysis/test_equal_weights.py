@@ -52,7 +52,7 @@ def test_another_or_changed_start_model_is_not_equal(saved, start, tmp_path):
 
 def test_models_of_one_run_and_update_are_equal(saved, start):
     models = [saved(2, "final"), saved(2), saved(1), saved(2, id="1" * 32), saved(2, "checkpoint-2", base="base")]
-    assert equal_weights(models, start) == {1: 0}, "an other update, an other run and an adapter are not equal"
+    assert equal_weights(models, start) == {1: 0}, "another update, another run and an adapter are not equal"
 
 
 def test_a_sentence_names_each_pair(saved, start):
@@ -101,5 +101,6 @@ def test_run_whose_best_is_the_start_model_is_compared(start_is_best, runs, eval
     compare_runs.main([str(start_is_best), str(runs["grpo", 1]), *flags])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert len(evaluated) == 2 and evaluated[0] == "start model" and "grpo_1" in evaluated[1]
-    assert report["figures"]["PPO"]["1"]["score"] == report["figures"]["start"]["score"]
+    ppo = next(name for name, group in report["groups"].items() if group["algorithm"] == "ppo")
+    assert report["figures"][ppo]["1"]["score"] == report["figures"]["start"]["score"]
     assert sum("start model" in caveat and str(start_is_best) in caveat for caveat in report["caveats"]) == 1

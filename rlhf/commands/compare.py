@@ -37,6 +37,7 @@ def compare_command(argv: list[str] | None = None) -> None:
 def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) -> None:
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
+    from rlhf.analysis.equal_weights import equal_in_words, evaluate_once
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.models.device import start_device
     from rlhf.reports.comparison_report import make_comparison, make_groups, show_comparison, write_comparison
@@ -52,9 +53,9 @@ def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) ->
     evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
     evaluator.write_printed(folder / PRINTED_FILE)
     screen.facts(evaluator.facts())
-    start = evaluator.evaluate_start(screen)
-    groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models], labels)
-    report = make_comparison(evaluator, groups, start, eval_points)
+    start, measured = evaluate_once(evaluator, models, screen)
+    groups = make_groups(models, measured, labels)
+    report = make_comparison(evaluator, groups, start, eval_points, equal_in_words(models, evaluator.start))
     made = tables(report, groups)
     write_comparison(report, made, groups, start, curves, folder, screen, labels)
     show_comparison(report, made, screen)

@@ -39,6 +39,7 @@ def evaluate_command(argv: list[str] | None = None) -> None:
 
 
 def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
+    from rlhf.analysis.equal_weights import equal_in_words, equal_weights, evaluate_once
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -48,11 +49,15 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     evaluator.write_printed(output / PRINTED_FILE)
     screen.facts(evaluator.facts())
-    start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
-    measured = [evaluator.evaluate(model, screen) for model in models]
-    report = make_report(evaluator, models, measured, start)
+    start, measured = evaluate_once(evaluator, models, screen)
+    equal = equal_weights(models, evaluator.start)  # not in the report: every difference would be 0
+    shown = [i for i in range(len(models)) if i not in equal]
+    results = [measured[i] for i in shown]
+    report = make_report(
+        evaluator, [models[i] for i in shown], results, start, equal_in_words(models, evaluator.start)
+    )
     show_report(report, screen)
-    write_report(report, [m for m in (start, *measured) if m is not None], output, screen)
+    write_report(report, [m for m in (start, *results) if m is not None], output, screen)
 
 
 def show_tokens(config: EvaluationConfig, screen: Screen) -> None:

@@ -49,9 +49,10 @@ def make_comparison(
     groups: Sequence[RunGroup],
     start: GenerationResults,
     eval_points: Sequence[tuple[str, list[EvalPoint]]],
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the comparison as JSON-ready data. `eval_points`: (name of the group, evaluations during training) per
-    run."""
+    run. `notes` are more caveats."""
     seed = evaluator.settings.seed
     judges = [judge.name for judge in evaluator.judges]
     independent = not judges or evaluator.judges[0].independent
@@ -63,7 +64,12 @@ def make_comparison(
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *without_score(everyone), *at_equal_in_words(equal, evaluator.judge_name)],
+        "caveats": [
+            *verdict.caveats,
+            *notes,
+            *without_score(everyone),
+            *at_equal_in_words(equal, evaluator.judge_name),
+        ],
         "judges": judges,
         "warnings": _warnings(groups, start, seed),
         "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),

@@ -49,8 +49,9 @@ def make_report(
     models: Sequence[ModelRef],
     measured: Sequence[GenerationResults],
     start: GenerationResults | None,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns the report on the models as JSON-ready data."""
+    """Returns the report on the models as JSON-ready data. `notes` are printed with the figures."""
     seed = evaluator.settings.seed
     everyone = [*([start] if start is not None else []), *measured]
     report = {
@@ -58,7 +59,7 @@ def make_report(
         **environment(),
         "facts": facts_as_json(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
-        "notes": without_score(everyone),
+        "notes": [*notes, *without_score(everyone)],
         "seed": seed,
         "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
         "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
@@ -99,7 +100,7 @@ def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults
         entry["warnings"] = warnings(results, start, seed, target)
         if model.update == 0:
             entry["warnings"].append(
-                "these are the weights of the start model, because no later evaluation was better"
+                "these are the weights of the run's start model, because no later evaluation was better"
             )
     return entry
 
@@ -151,8 +152,8 @@ def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of the comparison with the start model; empty if there is none."""
-    if report["start"] is None:
+    """Returns columns and rows of the comparison with the start model; empty if there is none, or nothing else."""
+    if report["start"] is None or not report["models"]:
         return [], []
     rows = []
     for name in report["models"][0]["against_start"]:

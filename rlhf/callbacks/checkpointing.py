@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
-from rlhf.checkpoints.best import Candidate, choose
+from rlhf.checkpoints.best import Candidate, choose, perplexity_limit
 from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
@@ -59,7 +59,9 @@ class BestCheckpoint(Callback):
         )
         self.memory.append(self.trainer.progress.peak_memory / 2**30)
         self.episodes.append(self.trainer.episodes)
-        best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
+        learned, by_start = self.trainer.rewards.has_model, self.trainer.evaluator.text.by_start
+        limit = perplexity_limit(run.perplexity_gate, learned, by_start, self.config.kl.steered)
+        best, why = choose(self.candidates, run.best_rule, limit)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.model, f"update {evaluation.update}")
             on_first(lambda: update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KL_GATE = 1.5  # largest KL, times the target in force
+PERPLEXITY_GATE = 1.15  # largest perplexity, times the start model's: 0.14 nats per token
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,42 @@ class Candidate:
         return self.score if rule == "score" else self.metrics.get(rule, {}).get("value", -math.inf)
 
 
-def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -> tuple[int, str]:
+@dataclass(frozen=True)
+class PerplexityLimit:
+    """The largest perplexity of the best checkpoint, and why it is this one."""
+
+    ratio: float | None  # times the start model's; None: no limit
+    why: str  # completes a sentence about the limits; "" if the user gave the limit
+
+
+def perplexity_limit(given: float | None, learned: bool, by_start: bool, kl_limited: bool) -> PerplexityLimit:
+    """Return the limit of the rules that choose a highest value.
+
+    A limit that the user gives always applies. Otherwise only learned scores have one: they can rise while the text
+    gets worse. A checker's score cannot, and with a checker the perplexity rises while answers change as they should.
+    The perplexity of the start model's own sample measures the distance from the start model, as the KL does, and no
+    damage. So it is the limit only if there is no other.
+
+    Args:
+        given: the setting `perplexity_gate`.
+        learned: a reward model or a module gives scores.
+        by_start: the start model sampled the text of the perplexity.
+        kl_limited: there is a KL target, so there is a KL limit.
+    """
+    if given is not None:
+        return PerplexityLimit(given, "")
+    if not learned:
+        return PerplexityLimit(None, "no limit of perplexity, because reward functions give all scores")
+    if by_start and kl_limited:
+        return PerplexityLimit(None, "no limit of perplexity, because its text is the start model's own")
+    return PerplexityLimit(PERPLEXITY_GATE, "")
+
+
+def choose(candidates: Sequence[Candidate], rule: str, limit: PerplexityLimit) -> tuple[int, str]:
     """Return the index of the best candidate, and the reason in words.
 
     The rule "score" chooses the highest score among the candidates with KL <= 1.5 x their target and perplexity <=
-    `perplexity_gate` x the start model's. The name of an evaluation function chooses its highest value among the same
+    `limit.ratio` x the start model's. The name of an evaluation function chooses its highest value among the same
     candidates. The rule "perplexity" (used by the reference systems) chooses the lowest perplexity among the
     candidates with KL <= 1.5 x their target. Ties go to the earlier one. If no candidate is within the limits, the one
     that exceeds them least is chosen.
@@ -38,13 +70,14 @@ def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -
     Args:
         candidates: the evaluations; the first is the start model.
         rule: "score", "perplexity" or the name of an evaluation function.
-        perplexity_gate: largest perplexity, times the start model's.
+        limit: the limit of perplexity; the rule "perplexity" does not use it.
     """
-    most = perplexity_gate * candidates[0].perplexity if rule != "perplexity" else None
-    excess = [_excess(c, most) for c in candidates]
+    ratio, why = (None, "") if rule == "perplexity" else (limit.ratio, limit.why)
+    excess = [_excess(c, ratio and ratio * candidates[0].perplexity) for c in candidates]
     gates = [f"KL at most {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
-    gates += [f"perplexity at most {perplexity_gate:g} x the start model's"] if rule != "perplexity" else []
+    gates += [f"perplexity at most {ratio:g} x the start model's"] if ratio is not None else []
     gate = " and ".join(gates) or "any KL (there is no KL target)"
+    gate += f"; {why}" if why else ""
     passing = [i for i, far in enumerate(excess) if far <= 1]
     if not passing:
         nearest = excess.index(min(excess))

@@ -85,6 +85,11 @@ class Rewards:
         pairs = zip(self.functions, self.weights, strict=True)
         return next(((f.model, w) for f, w in pairs if isinstance(f, LearnedReward)), None)
 
+    @property
+    def has_model(self) -> bool:
+        """True if a reward model or a module gives scores, and not only functions."""
+        return any(isinstance(f, LearnedReward | ModuleReward) for f in self.functions)
+
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> RewardScores:

@@ -301,9 +301,10 @@ class TrainingSettings(TypedDict, total=False):
     is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the name of an
     --eval-func: its highest value within --perplexity-gate."""
 
-    perplexity_gate: float
-    """Largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule
-    perplexity)."""
+    perplexity_gate: float | None
+    """Largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule perplexity);
+    unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the text is the start
+    model's own and there is a KL target."""
 
     output: str
     """Run folder."""

@@ -549,10 +549,11 @@ class RunSettings:
         "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the "
         "name of an --eval-func: its highest value within --perplexity-gate",
     )
-    perplexity_gate: float = setting(
-        1.1,
+    perplexity_gate: float | None = setting(
+        None,
         "largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule "
-        "perplexity)",
+        "perplexity); unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the "
+        "text is the start model's own and there is a KL target",
         gt=0,
     )
     output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")

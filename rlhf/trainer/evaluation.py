@@ -42,6 +42,7 @@ class FixedText:
     prompts: list[Prompt]
     completions: list[list[int]]  # token ids whose log-probabilities are averaged
     source: str  # description, printed next to the perplexity
+    by_start: bool = False  # the start model sampled it; False: others wrote it
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def fixed_text(
     parts = start(prompts[:most])
     rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.completions.rows(), strict=True)]
     source = f"one fixed sample of the start model's completions ({len(rows)})"
-    return FixedText([p for p, _ in rows], [row for _, row in rows], source)
+    return FixedText([p for p, _ in rows], [row for _, row in rows], source, by_start=True)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:

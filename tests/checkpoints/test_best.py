@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.best import Candidate, choose
+from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, PerplexityLimit, choose, perplexity_limit
 from rlhf.utils.files import update_dir_atomically
 from tests.conftest import attach
 
@@ -20,32 +20,35 @@ def candidates(*rows) -> list[Candidate]:
     return [Candidate(50 * i, score, kl, 6.0, ppl) for i, (score, kl, ppl) in enumerate(rows)]
 
 
+GATE, NO_GATE = PerplexityLimit(1.1, ""), PerplexityLimit(None, "no limit of perplexity")
+
+
 def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen():
     run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.2), (0.9, 8.9, 10.9), (1.4, 9.1, 10.5), (1.2, 5.0, 11.1))
-    best, why = choose(run, "score", 1.1)
+    best, why = choose(run, "score", GATE)
     assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.1 over 1.1 x 10"
     assert why == (
         "the highest score (+0.900) among 3 of 5 evaluations with KL at most 1.5 x the target and "
         "perplexity at most 1.1 x the start model's"
     )
-    assert choose(run, "score", 1.2)[0] == 4
+    assert choose(run, "score", PerplexityLimit(1.2, ""))[0] == 4
 
 
 def test_start_model_is_chosen_for_a_collapsed_run():
     """The score rises while the text becomes useless. Every evaluation after the first exceeds the limits."""
     run = candidates((0.0, 0.0, 10.0), (2.0, 30.0, 14.0), (4.0, 90.0, 80.0), (5.0, 200.0, 500.0))
-    assert choose(run, "score", 1.1)[0] == 0
-    assert choose(run, "perplexity", 1.1)[0] == 0
+    assert choose(run, "score", GATE)[0] == 0
+    assert choose(run, "perplexity", GATE)[0] == 0
 
 
 def test_start_model_is_chosen_if_all_scores_are_lower():
-    assert choose(candidates((0.0, 0.0, 10.0), (-0.5, 2.0, 10.0)), "score", 1.1)[0] == 0
+    assert choose(candidates((0.0, 0.0, 10.0), (-0.5, 2.0, 10.0)), "score", GATE)[0] == 0
 
 
 def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them():
     """This happens if the reference model is not the start model. Then update 0 exceeds the limits, too."""
     run = candidates((0.0, 30.0, 10.0), (0.4, 9.9, 10.5), (0.9, 9.5, 13.0))
-    best, why = choose(run, "score", 1.1)
+    best, why = choose(run, "score", GATE)
     assert best == 1, "9.9 / 9 = 1.10 x the KL limit; the third has 13 / 11 = 1.18 x the perplexity limit"
     assert why.startswith("none of 3 evaluations has KL at most 1.5 x the target and") and "1.10 x its limit" in why
 
@@ -53,14 +56,14 @@ def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them():
 def test_perplexity_rule_chooses_the_lowest_perplexity():
     """The rule `perplexity` applies the KL limit and then chooses the lowest perplexity. It ignores the score."""
     run = candidates((0.0, 0.0, 10.0), (0.9, 5.0, 9.5), (0.5, 8.0, 9.2), (2.0, 9.5, 8.0))
-    best, why = choose(run, "perplexity", 1.1)
+    best, why = choose(run, "perplexity", GATE)
     assert best == 2 and why.startswith("the lowest perplexity (9.200) among 3 of 4")
 
 
 def test_earlier_of_two_equal_evaluations_is_chosen():
     run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.0), (0.5, 3.0, 10.0))
-    assert choose(run, "score", 1.1)[0] == 1
-    assert choose(run, "perplexity", 1.1)[0] == 0
+    assert choose(run, "score", GATE)[0] == 1
+    assert choose(run, "perplexity", GATE)[0] == 0
 
 
 def test_each_evaluation_is_compared_with_the_kl_target_of_its_update():
@@ -70,13 +73,76 @@ def test_each_evaluation_is_compared_with_the_kl_target_of_its_update():
         Candidate(50, 1.0, 0.06, 0.05, 10.0),
         Candidate(100, 2.0, 0.06, 0.02, 10.0),
     ]
-    assert choose(run, "score", 1.1)[0] == 1
+    assert choose(run, "score", GATE)[0] == 1
 
 
 def test_without_a_kl_target_there_is_no_kl_limit():
     run = [Candidate(0, 0.0, 0.0, None, 10.0), Candidate(50, 1.0, 99.0, None, 10.0)]
-    best, why = choose(run, "score", 1.1)
+    best, why = choose(run, "score", GATE)
     assert best == 1 and "KL" not in why
+
+
+# --- the limit of perplexity ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("learned", "by_start", "kl_limited", "ratio"),
+    [
+        (False, False, True, None),  # a checker: an answer that changes as it should has another perplexity
+        (False, True, False, None),
+        (True, False, True, PERPLEXITY_GATE),
+        (True, False, False, PERPLEXITY_GATE),
+        (True, True, True, None),  # the KL measures the distance from the start model already
+        (True, True, False, PERPLEXITY_GATE),  # the only limit
+    ],
+)
+def test_limit_of_perplexity(learned, by_start, kl_limited, ratio):
+    assert perplexity_limit(None, learned, by_start, kl_limited).ratio == ratio
+    assert perplexity_limit(1.5, learned, by_start, kl_limited).ratio == 1.5, "the user's limit always applies"
+
+
+def test_checker_on_a_real_model_gives_its_last_evaluation():
+    """SmolLM2-135M-Instruct, GRPO with a checker, KL target 10/sequence: accuracy, KL, perplexity on the start model's
+    own completions. The start model was chosen when this perplexity had a limit."""
+    rows = [(0.039, 0.0, 5.39), (0.258, 4.6, 6.42), (0.422, 6.8, 7.70), (0.49, 6.9, 8.81)]
+    run = [Candidate(10 * i, score, kl, 10.0, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
+    assert choose(run, "score", GATE)[0] == 0
+    best, why = choose(run, "score", perplexity_limit(None, learned=False, by_start=True, kl_limited=True))
+    assert best == 3 and "KL at most 1.5 x the target; no limit of perplexity" in why
+
+
+def test_checker_without_a_kl_target_gives_the_evaluation_before_a_collapse():
+    rows = [(0.25, 0.0, 3.0), (0.6, 4.0, 4.0), (0.02, 90.0, 900.0), (0.0, 200.0, 9e9)]
+    run = [Candidate(10 * i, score, kl, None, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
+    assert choose(run, "score", perplexity_limit(None, False, True, False))[0] == 1
+
+
+@pytest.mark.parametrize(("by_start", "target"), [(False, None), (False, 6.0), (True, None), (True, 6.0)])
+def test_learned_score_that_rises_in_a_collapse_is_never_the_best(by_start, target):
+    """A learned score has at least one limit: KL, perplexity, or both."""
+    rows = [(0.0, 0.0, 5.0), (0.5, 4.0, 5.5), (1.4, 90.0, 50.0), (1.9, 200.0, 900.0)]
+    run = [Candidate(10 * i, score, kl, target, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
+    assert choose(run, "score", perplexity_limit(None, True, by_start, target is not None))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio"), [("function", None), ("module", PERPLEXITY_GATE), ("model", PERPLEXITY_GATE)]
+)
+def test_run_has_the_limit_of_its_rewards(build, kind, ratio):
+    """The evaluation prompts have chosen completions, which others wrote. A module's scores are learned, too."""
+
+    class Module(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return (input_ids * attention_mask).float().sum(1)
+
+    given = {"function": {"rewards": [lambda completions, **_: [float(len(c)) for c in completions]]}}
+    given |= {"module": {"rewards": [Module()]}, "model": {}}
+    trainer = build("--eval-every", 9, **given[kind])
+    run_log = attach(trainer)
+    trainer.train()
+    why = json.loads(run_log.path.read_text())["best"]["why"]
+    assert (f"perplexity at most {ratio} x" in why) == (ratio is not None)
+    assert ("no limit of perplexity" in why) == (ratio is None)
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
@@ -91,7 +157,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     def scripted(completions, **_):  # six evaluation prompts; in training, scores must differ
         return [next(script)] * 6 if len(completions) == 6 else [float(i) for i in range(len(completions))]
 
-    trainer = build("--eval-every", 1, "--perplexity-gate", 100, *flags, algorithm=algorithm, rewards=[scripted])
+    trainer = build("--eval-every", 1, *flags, algorithm=algorithm, rewards=[scripted])
     run_log, best = attach(trainer), Path(trainer.config.run.output) / "best"
     weights = []
 

@@ -132,7 +132,7 @@ BY_GRPO_RUN = {
 # the same for settings that choose the best of two evaluations: score 1, perplexity 10 and score 2, perplexity 12
 BY_BEST = {
     "best_rule": (["--best-rule", "perplexity"], ["--perplexity-gate", "1.3"]),
-    "perplexity_gate": (["--perplexity-gate", "1.3"], []),
+    "perplexity_gate": (["--perplexity-gate", "1.1"], []),
 }
 
 

@@ -20,6 +20,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
+from rlhf.trainer.state import _text_from_json, _text_to_json
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 
@@ -59,7 +60,7 @@ def test_perplexity_uses_the_chosen_completions(start_model):
     tokenizer = load_tokenizer(str(start_model))
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
-    assert text.source == "3 held-out chosen completions"
+    assert text.source == "3 held-out chosen completions" and not text.by_start
     assert text.completions == [encode_completion(tokenizer, "yes")] * 3
 
 
@@ -72,7 +73,9 @@ def test_perplexity_without_pairs_uses_completions_of_the_start_model(build, tmp
     trainer.train()
     count = len(trainer.evaluation_prompts)
     source = f"one fixed sample of the start model's completions ({count})"
-    assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
+    text = trainer.evaluator.text
+    assert text.source == source == log.record.best.perplexity_text and text.by_start
+    assert _text_from_json(json.loads(json.dumps(_text_to_json(text)))).by_start, "as in a checkpoint"
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
     decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
     assert decoded == start, "the decoded completions must equal the recorded samples"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -59,10 +60,12 @@ def test_checkpoint_is_evaluated_with_the_settings_of_its_run(evaluation, runs):
     assert report["models"][0]["which"] == "checkpoint-2" and "(checkpoint-2, after update 2)" in facts
 
 
-def test_which_best_evaluates_the_best_checkpoint(evaluation, runs):
-    report, facts = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
-    update = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
-    assert report["models"][0]["which"] == "best" and f"(best, after update {update})" in facts
+def test_which_best_evaluates_the_best_checkpoint(evaluation, runs, tmp_path):
+    folder = shutil.copytree(runs["ppo", 1], tmp_path / "run")
+    facts = json.loads((folder / "run.json").read_text())  # on some CPUs, the best one is the start model
+    (folder / "run.json").write_text(json.dumps({**facts, "best": {**facts["best"], "update": 1}}))
+    report, shown = evaluation("--model-path", folder, "--which", "best", "--num-prompts", 2)
+    assert report["models"][0]["which"] == "best" and "(best, after update 1)" in shown
 
 
 def test_one_completion_of_one_prompt(evaluation, runs):
@@ -115,7 +118,6 @@ def test_tokens_flag_writes_a_token_page(runs, tmp_path, capsys):
 
 
 def test_token_page_of_a_completion_without_a_score(runs, tmp_path):
-    import shutil
 
     run = shutil.copytree(runs["ppo", 1], tmp_path / "run")
     (file,) = (run / "tokens").glob("*.jsonl")
@@ -211,7 +213,6 @@ def test_verdict_uses_the_judge_if_given(comparison, runs, tmp_path):
 
 def copy_with_settings(run, folder, **settings):
     """Copies a run and changes settings in the copy's run.json."""
-    import shutil
 
     shutil.copytree(run, folder)
     facts = json.loads((folder / "run.json").read_text())
@@ -293,7 +294,6 @@ def test_budget_counts_the_episodes_of_the_evaluated_weights(comparison, runs):
 
 @pytest.mark.parametrize("case", ["corrupted samples", "no samples", "output is a file", "output under a file"])
 def test_comparison_reports_errors_before_sampling(runs, tmp_path, capsys, case):
-    import shutil
 
     run, output = shutil.copytree(runs["ppo", 1], tmp_path / "run"), tmp_path / "out"
     flags = arguments(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1)

@@ -69,14 +69,6 @@ class GenerationResults:
         return {"scores": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
 
 
-@dataclass
-class _Part:
-    """Some prompts with their completions, in the form that `fixed_text` expects."""
-
-    prompts: list[Prompt]
-    completions: Completions
-
-
 class ModelEvaluator:
     """Evaluates the start model and other models with the same prompts, sampling settings and scores."""
 
@@ -193,11 +185,11 @@ class ModelEvaluator:
             text = replace(text, source=f"{len(text.completions)} chosen completions of {self.settings.prompts}")
         return text
 
-    def _start_completions(self, prompts: Sequence[Prompt]) -> list[_Part]:
+    def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Samples the start model's completions as a run does for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
         uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
-        return [_Part(list(prompts), self._sample(self.reference.copy, self.tokenizer, prompts, uniform))]
+        return self._sample(self.reference.copy, self.tokenizer, prompts, uniform).rows()
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()

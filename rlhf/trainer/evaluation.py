@@ -136,14 +136,14 @@ def gold_qualities(prompts: Iterable[Prompt], texts: Sequence[str], ended: Seque
 def fixed_text(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    start: Callable[[Sequence[Prompt]], Sequence[Rollout]],
+    start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
     file: str | None,
     most: int = 128,
 ) -> FixedText:
     """Returns the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, which `start` samples. At most `most` completions are used.
+    any, and otherwise completions of the start model, whose ids `start` samples. At most `most` completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -151,10 +151,9 @@ def fixed_text(
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
-    parts = start(prompts[:most])
-    rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.completions.rows(), strict=True)]
-    source = f"one fixed sample of the start model's completions ({len(rows)})"
-    return FixedText([p for p, _ in rows], [row for _, row in rows], source, by_start=True)
+    completions = list(start(prompts[:most]))
+    source = f"one fixed sample of the start model's completions ({len(completions)})"
+    return FixedText(list(prompts[:most]), completions, source, by_start=True)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
@@ -227,23 +226,27 @@ class PolicyEvaluator:
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
         self.fix_text()
-        rollouts = self.rollouts(prompts, self.config.run.eval_samples)
+        batches = self._batches(prompts, self.config.run.eval_samples)
+        rollouts = [self.collector.collect(rows, 0, "evaluate") for rows in batches]
         with self.collector.micro_batch_budget.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)
 
-    def rollouts(self, prompts: Sequence[Prompt], samples: int = 1) -> list[Rollout]:
-        """Samples `samples` completions per prompt, in batches. The first of each prompt does not depend on their
-        number."""
+    def _batches(self, prompts: Sequence[Prompt], samples: int = 1) -> list[list[tuple[int, Prompt]]]:
+        """Returns the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
+        each prompt do not depend on `samples`."""
         rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
         batch = size() * budget_of(self.collector.device).eval_batch_size
-        return [
-            self.collector.collect(rows[start : start + batch], 0, "evaluate") for start in range(0, len(rows), batch)
-        ]
+        return [rows[start : start + batch] for start in range(0, len(rows), batch)]
+
+    def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Samples one completion per prompt as an evaluation does, without its log-probs."""
+        batches = self._batches(prompts)
+        return [row for rows in batches for row in self.collector.sample(rows, 0, "evaluate").rows()]
 
     def fix_text(self) -> None:
         """Chooses the text for the perplexity, on the first call. The policy must still be the start model then."""
         if self.text is None:
-            self.text = fixed_text(self.tokenizer, self.prompts, self.rollouts, self.config.data.eval_text)
+            self.text = fixed_text(self.tokenizer, self.prompts, self._start_completions, self.config.data.eval_text)
 
     def _measured(self, parts: Sequence[Rollout], update: int) -> Evaluation:
         """Computes the results of the rollout. Raises RunError if no completion has a score."""

@@ -39,7 +39,7 @@ def equal_weights(models: Sequence[ModelRef], start: ModelRef | None) -> dict[in
 def _is_start_of(model: ModelRef, start: ModelRef) -> bool:
     """True if `start` is the model that the run of `model` started with, and has not changed since."""
     recorded, name = model.run.data.get("start_model"), model.run.flat_settings["actor_model"]
-    return start.name == name and files_print(name, "*.safetensors") == recorded
+    return start.name == name and files_print(start.source, "*.safetensors") == recorded
 
 
 def evaluate_once(

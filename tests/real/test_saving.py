@@ -50,6 +50,5 @@ def test_merged_model_equals_the_adapter(real_flags, smollm2, plain_model, large
     start = plain_model(ids).logits
     adapted = PeftModel.from_pretrained(load(smollm2), large_folder / "run").eval()(ids).logits
     merged = load(large_folder / "run" / "merged")(ids).logits
-    print(float((merged - adapted).abs().max()), float((adapted - start).abs().max()))
     assert_close(merged, adapted, rtol=0, atol=1e-3)
     assert float((adapted - start).abs().max()) > 0.05, "the update must change the logits"

@@ -21,7 +21,7 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.run.python_run import attach_in_memory, check_settings, in_folder, in_memory, prepared, recorded
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_models
-from rlhf.setup.fit import fit
+from rlhf.setup.fit import choose_settings
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
@@ -75,7 +75,7 @@ def make_trainer(
             asked = recorded(config, folder, rewards, reward_weights, eval_functions)
             used = from_first(lambda: prepared(asked, screen))
         inputs = load_inputs(used, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-        used = used if used.run.resume and folder is not None else fit(used, inputs, device, screen)
+        used = used if used.run.resume and folder is not None else choose_settings(used, inputs, device, screen)
         components = load_models(used, inputs, device, screen)
         return used, *keep_by_pass_rate(used, components, screen, folder)
 
@@ -108,7 +108,7 @@ def scan(
 
     def load() -> tuple[Config, Components]:
         inputs = load_inputs(config, screen, prompts, None, rewards, reward_weights)
-        fitted = fit(config, inputs, device, screen)
+        fitted = choose_settings(config, inputs, device, screen)
         return fitted, load_models(fitted, inputs, device, screen)
 
     return scan_prompts(*agree(load), screen)

@@ -25,6 +25,7 @@ MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that 
 MINOR = (
     *("eval_every", "eval_prompts", "eval_text", "best_rule", "perplexity_gate", "reward_timeout"),
     *("rollout_engine", "rollout_slots", "packed", "fused_head", "fit", "micro_batch_size", "gradient_checkpointing"),
+    "bf16",
 )
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label, if they are enough to tell the groups apart

@@ -24,16 +24,33 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import is_path, missing_path
+from rlhf.utils.paths import is_gguf, is_path, missing_path
 
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
-    *("prompts", "split", "dataset_config", "dataset_split", "columns", "skip_bad_rows", "prompt_length", "eval_text"),
+    *(
+        "prompts",
+        "eval_dataset",
+        "split",
+        "dataset_config",
+        "dataset_split",
+        "columns",
+        "skip_bad_rows",
+        "prompt_length",
+        "eval_text",
+    ),
     *("max_new_tokens", "temperature", "top_k", "top_p"),
 )
 # settings that describe a run's own data, and their values for --prompts
-OF_THE_FILE = {"split": None, "dataset_config": None, "dataset_split": None, "columns": (), "skip_bad_rows": None}
+OF_THE_FILE = {
+    "eval_dataset": None,
+    "split": None,
+    "dataset_config": None,
+    "dataset_split": None,
+    "columns": (),
+    "skip_bad_rows": None,
+}
 
 
 @dataclass(frozen=True)
@@ -82,8 +99,8 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if is_path(name):
-            raise missing_path(name, "model", f"{flag} takes a run folder, a model folder or a hub name")
+        if is_path(name) and not is_gguf(name):
+            raise missing_path(name, "model", f"{flag} takes a run folder, a model folder, a GGUF file or a hub name")
         return ModelRef(name, find_model(name, flag))
     run = RunRecord.read(folder)
     if run is not None:

@@ -115,7 +115,7 @@ def _held_out(
     line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts{unseen}"
     if len(drawn) < count:
         line += f" (--num-prompts {count} is more than there are)"
-    line += f" ({data.prompts}, seed {settings.seed})"
+    line += f" ({data.eval_dataset or data.prompts}, seed {settings.seed})"
     return EvaluationPrompts(drawn, sets.evaluation[: data.eval_prompts], sets.evaluation, line)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoints.gguf import gguf_folder
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean
-from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.paths import is_gguf, is_path, missing_path, resolve_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -27,7 +28,10 @@ def how_to_train() -> str:
 
 def find_model(name: str, flag: str) -> str:
     """Return where to load a model from: a hub name, or the absolute path of a folder (adapters store it as their
-    base). Raises UserError if `name` is neither, or is the folder of an adapter; the message contains `flag`."""
+    base). For a GGUF file or `package:NAME` it is the folder with its converted weights (`gguf_folder`). Raises
+    UserError if `name` is none of these, or is the folder of an adapter; the message contains `flag`."""
+    if is_gguf(name):
+        return str(gguf_folder(name, flag))
     folder = resolve_path(name)
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
@@ -41,7 +45,7 @@ def find_model(name: str, flag: str) -> str:
             )
         return str(folder)
     if is_path(name):
-        raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name")
+        raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
     from rlhf.utils.hub import require_hub  # slow to import, and only hub names need it
 
     return require_hub(name, "model", f"{flag} FOLDER")

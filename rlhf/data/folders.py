@@ -34,12 +34,13 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def choose_split(splits: list[str], source: DataSource) -> str:
-    """Return the split to read: that of --dataset-split, otherwise "train" or the only one."""
-    wanted, known = source.dataset_split, f"the splits are {', '.join(splits)}"
-    if wanted is None and ("train" in splits or len(splits) == 1):
-        return "train" if "train" in splits else splits[0]
+    """Return the split to read: that of --dataset-split, otherwise the usual one ("train") or the only one."""
+    wanted, known, usual = source.dataset_split, f"the splits are {', '.join(splits)}", source.usual_split
+    if wanted is None and (usual in splits or len(splits) == 1):
+        return usual if usual in splits else splits[0]
     if wanted is None:
-        raise UserError(f"no split 'train': {source.flag} {source.name}, {known}. Choose one with --dataset-split")
+        fix = "Choose one with --dataset-split" if usual == "train" else "Give the files of one split"
+        raise UserError(f"no split {usual!r}: {source.flag} {source.name}, {known}. {fix}")
     if wanted not in splits:
         near = did_you_mean(wanted, splits, "Choose one of them")
         raise UserError(f"no split {wanted!r}: {source.flag} {source.name}, {known}. {near.strip()}")

@@ -84,19 +84,29 @@ class PromptSets:
 class Selection:
     """The rows of a run's data, split into parts."""
 
-    examples: list[Example]  # all rows
+    examples: list[Example]  # all rows of --prompts
     split: Split
     parts: dict[str, list[Example]]
     distinct: int  # different training prompts, at most --max-prompts
 
 
-def select_examples(data: DataSettings, say: Callable[[str], None] = print) -> Selection:
-    """Read and split the data of the settings. Needs no tokenizer. Raises UserError for rows that are not valid."""
-    by_topic = data.steps_per_topic is not None
-    examples = load_examples(DataSource.of(data), say=say, topics=by_topic)
+def select_examples(
+    data: DataSettings, say: Callable[[str], None] = print, evaluation_alone: bool = False
+) -> Selection:
+    """Read and split the data of the settings. Needs no tokenizer. Raises UserError for rows that are not valid.
+
+    With --eval-dataset, its rows are the evaluation part, and no row of --prompts is held out. If `evaluation_alone`,
+    --prompts is then not read.
+    """
+    by_topic, separate = data.steps_per_topic is not None, data.eval_dataset is not None
+    held_out = load_examples(DataSource.of_evaluation(data), say=say) if separate else []
+    unread = separate and evaluation_alone
+    examples = [] if unread else load_examples(DataSource.of(data), say=say, topics=by_topic)
     has_pairs = any(e.chosen is not None for e in examples)
     split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
+    split = Split(split.reward, split.rl + split.evaluation, 0) if separate else split
     parts = split_examples(examples, split)
+    parts["evaluation"] += held_out
     return Selection(examples, split, parts, len(distinct_questions(parts["rl"], by_topic)[: data.max_prompts]))
 
 
@@ -114,12 +124,15 @@ def load_prompts(
     `evaluation_alone`) or no evaluation prompt. `room` is the length of the longest prompt that the model can read,
     for advice. `selection` is the result of `select_examples`, if it was called already.
     """
-    by_topic, selection = data.steps_per_topic is not None, selection or select_examples(data, say)
+    by_topic, selection = data.steps_per_topic is not None, selection or select_examples(data, say, evaluation_alone)
     examples, split, parts = selection.examples, selection.split, selection.parts
     sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say, room)
-    for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
-        if not kept and not (evaluation_alone and name == "train"):
-            raise _no_prompts(name, f"{data.prompts}, {len(examples)} rows, split {split}", part, tokenizer)
+    where = f"{data.prompts}, {len(examples)} rows, split {split}"
+    if not sets.train and not evaluation_alone:
+        raise _no_prompts("train", where, parts["rl"], tokenizer)
+    if not sets.evaluation:
+        where = where if data.eval_dataset is None else f"--eval-dataset {data.eval_dataset}"
+        raise _no_prompts("evaluate", where, parts["evaluation"], tokenizer)
     train = sets.train[: data.max_prompts]
     if by_topic:
         _warn_about_lost_topics(examples, train, data.prompts, say)
@@ -184,15 +197,17 @@ def given_prompts(
 ) -> PromptSets:
     """Encode prompts given in Python.
 
-    If `evaluation` is None, a tenth of `prompts` is held out, selected by the hash of the question. With fewer than
-    FEW_PROMPTS prompts none is held out, and the training prompts are also the evaluation prompts. Raises UserError if
-    a prompt is invalid or none is short enough.
+    If `evaluation` is None, the evaluation prompts are those of `eval_dataset`. Without that, a tenth of `prompts` is
+    held out, selected by the hash of the question. With fewer than FEW_PROMPTS prompts none is held out, and the
+    training prompts are also the evaluation prompts. Raises UserError if a prompt is invalid or none is short enough.
     """
     by_topic = data.steps_per_topic is not None
     train = examples_of(prompts, by_topic, data.columns, data.skip_bad_rows, say)
     if not train:
         raise UserError("an empty list: prompts. Pass texts or chats")
-    if evaluation is None:
+    if evaluation is None and data.eval_dataset is not None:
+        held_out = load_examples(DataSource.of_evaluation(data), say=say)
+    elif evaluation is None:
         parts = split_examples(train, Split(0, 90, 10))
         enough = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf.settings.reward_model import RewardDataSettings
@@ -24,12 +24,19 @@ class DataSource:
     columns: tuple[Renaming, ...] = ()
     skip_bad_rows: float | None = None  # percent; None: 0 for files, 1 for hub datasets
     flag: str = "--prompts"  # the flag that gave the name, for messages
+    usual_split: str = "train"  # without `dataset_split`
 
     @classmethod
     def of(cls, data: DataSettings | RewardDataSettings) -> DataSource:
         """Return the source that a group of settings describes."""
         name, flag = (data.prompts, "--prompts") if isinstance(data, DataSettings) else (data.pairs, "--pairs")
         return cls(name, data.dataset_config, data.dataset_split, data.columns, data.skip_bad_rows, flag)
+
+    @classmethod
+    def of_evaluation(cls, data: DataSettings) -> DataSource:
+        """Return the source of --eval-dataset, which must be set."""
+        source = cls(data.eval_dataset, None, None, data.columns, data.skip_bad_rows, "--eval-dataset", "test")
+        return source if source.is_local else replace(source, dataset_config=data.dataset_config)
 
     @property
     def is_local(self) -> bool:

@@ -139,12 +139,12 @@ def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
 
 
 def read_hub(source: DataSource) -> list[tuple[str, Any]]:
-    """Return the rows of a split of a hub dataset: "train" if --dataset-split is not given."""
+    """Return the rows of a split of a hub dataset: the usual one if --dataset-split is not given."""
     from datasets import load_dataset
 
     place = require_hub(source.name, "dataset", "a data file")
     try:
-        split = source.dataset_split or "train"
+        split = source.dataset_split or source.usual_split
         return _rows(source.name, load_dataset(place, name=source.dataset_config, split=split))
     except Exception as error:  # the exceptions of `datasets` and of the readers below it have no common class
         flags = [("--dataset-config", source.dataset_config), ("--dataset-split", source.dataset_split)]
@@ -171,7 +171,11 @@ def _choices(place: str, source: DataSource) -> str:
     ):
         return f"Choose --dataset-config from {', '.join(configs)}"
     splits = names(get_dataset_split_names, source.dataset_config)
-    if splits and (source.dataset_split or "train") not in splits:
+    if splits and (source.dataset_split or source.usual_split) not in splits:
+        if source.usual_split != "train":
+            return (
+                f"It has no split {source.usual_split!r}. Save one of {', '.join(splits)} to a file and give that file"
+            )
         return f"Choose --dataset-split from {', '.join(splits)}"
     return "Check the dataset on the hub"
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import cached_file
 
 from rlhf.checkpoints.model_folder import read_config, read_object, vocabulary_problem
 from rlhf.data.chat_template import end_of_turn
@@ -45,6 +49,7 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             name, config=_config_for_tokenizer(name), padding_side="left", trust_remote_code=False
         )
+    _restore_pre_tokenizer(tokenizer, name)
     if plain:
         tokenizer.chat_template = None
     if tokenizer.eos_token_id is None:
@@ -55,6 +60,22 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer
+
+
+def _restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer the sequence of pre-tokenizers in the model's tokenizer.json, if loading has dropped it.
+
+    transformers 5.23 builds the tokenizer of class GPT2Tokenizer with a ByteLevel pre-tokenizer only. SmolLM2's file
+    names this class and has Digits before ByteLevel: without it, numbers have other ids than in its pretraining.
+    """
+    file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, local_files_only=True)
+    stored = read_object(Path(file)).get("pre_tokenizer") or {} if file is not None else {}
+    loaded = tokenizer.backend_tokenizer.pre_tokenizer if tokenizer.is_fast else None
+    if stored.get("type") == "Sequence" and isinstance(loaded, ByteLevel):
+        empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+        tokenizer.backend_tokenizer.pre_tokenizer = Tokenizer.from_str(
+            json.dumps(empty | {"pre_tokenizer": stored})
+        ).pre_tokenizer
 
 
 def _config_for_tokenizer(name: str) -> PreTrainedConfig | None:

@@ -1,4 +1,4 @@
-"""Writes the missing parts of demo-checker: the start model and the questions."""
+"""Writes the missing parts of demo-checker (start model and questions) and of smollm2-sums (questions)."""
 
 from __future__ import annotations
 
@@ -8,36 +8,57 @@ from functools import partial
 
 from filelock import FileLock
 
-from rlhf.demo import checker_questions, ready
+from rlhf.demo import checker_questions, ready, sums_questions
 from rlhf.utils.console import Screen
 from rlhf.utils.files import atomic_write, write_json, write_text
 
+Rows = list[dict[str, str]]
 
-def prepare_checker(screen: Screen) -> None:
-    """Write `demo_checker_parts/` unless it is complete. It is written again if the start model or the questions
+
+def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
+    """Write the folder of parts unless it is complete. It is written again if the start model or the questions
     change."""
-    if ready.checker_is_complete():
-        return screen.say(f"demo-checker: start model and questions are in {ready.CHECKER_FOLDER}")
-    ready.CHECKER_FOLDER.mkdir(exist_ok=True)
-    with FileLock(ready.CHECKER_FOLDER / ".lock"):  # runs may start at the same time
-        if not ready.checker_is_complete():
-            _write(ready.checker_stamp(), screen)
+    parts = ready.parts_of(recipe)
+    if parts.are_complete():
+        return screen.say(f"{recipe}: {_content(parts)} are in {parts.folder}")
+    parts.folder.mkdir(exist_ok=True)
+    with FileLock(parts.folder / ".lock"):  # runs may start at the same time
+        if not parts.are_complete():
+            _write(parts, screen)
 
 
-def _write(stamp: dict[str, str], screen: Screen) -> None:
+def _content(parts: ready.CheckerParts) -> str:
+    return "start model and questions" if parts.weights is not None else "questions"
+
+
+def _write(parts: ready.CheckerParts, screen: Screen) -> None:
     """Write all parts, each file in one step, because a run may be reading the old one. The stamp comes last."""
-    (ready.CHECKER_FOLDER / ready.STAMP_FILE).unlink(missing_ok=True)
-    for file in ready.CHECKER_WEIGHTS.iterdir():
-        atomic_write(ready.CHECKER_FOLDER / "start_model" / file.name, partial(shutil.copyfile, file))
-    rows = question_rows()
-    write_text(ready.CHECKER_FOLDER / ready.QUESTIONS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
-    write_json(ready.CHECKER_FOLDER / ready.STAMP_FILE, stamp)
-    screen.say(f"demo-checker: wrote the start model and {len(rows):,} questions to {ready.CHECKER_FOLDER}")
+    (parts.folder / ready.STAMP_FILE).unlink(missing_ok=True)
+    for file in parts.start_model_files:
+        atomic_write(parts.folder / "start_model" / file.name, partial(shutil.copyfile, file))
+    files = {ready.QUESTIONS_FILE: question_rows()} if parts.recipe == "demo-checker" else sums_rows()
+    for name, rows in files.items():
+        write_text(parts.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+    write_json(parts.folder / ready.STAMP_FILE, parts.stamp())
+    start = "the start model and " if parts.weights is not None else ""
+    counts = " and ".join(f"{len(rows):,} questions" for rows in files.values())
+    screen.say(f"{parts.recipe}: wrote {start}{counts} to {parts.folder}")
 
 
-def question_rows() -> list[dict[str, str]]:
-    """Return the rows of the questions file: question, answer and topic (family and level)."""
+def question_rows() -> Rows:
+    """Return the rows of demo-checker's questions file: question, answer and topic (family and level)."""
     return [
         {"question": one.text, "answer": one.answer, "topic": one.topic}
         for one in checker_questions.questions(ready.PER_CELL, ready.SEED)
     ]
+
+
+def sums_rows() -> dict[str, Rows]:
+    """Return the rows of the files of smollm2-sums: question, answer and topic (kind and size)."""
+    return {
+        ready.SUMS_FILES[part]: [
+            {"question": one.text, "answer": str(one.answer), "topic": one.topic}
+            for one in sums_questions.questions(part, per_topic, ready.SEED)
+        ]
+        for part, per_topic in ready.SUMS_PER_TOPIC.items()
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, WEIGHTS_FILE
@@ -23,12 +24,16 @@ SEED = 42  # of questions, completions and reward model, independent of the run'
 CHECKER_FOLDER = Path("demo_checker_parts")
 QUESTIONS_FILE = "questions.jsonl"
 PER_CELL = 190  # questions of each family and level
-BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a second"}
+# smollm2-sums
+SUMS_FOLDER = Path("smollm2_sums_parts")
+SUMS_FILES = {"train": "train.jsonl", "evaluation": "eval.jsonl"}  # part -> its file
+SUMS_PER_TOPIC = {"train": 120, "evaluation": 16}  # questions of each of the 16 topics
+BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a second", "smollm2-sums": "a second"}
 
 
 def is_ready(recipe: str) -> bool:
     """Return True if all parts of a demo exist and were made by this version."""
-    return record_of_demo() is not None if recipe == "demo" else checker_is_complete()
+    return record_of_demo() is not None if recipe == "demo" else parts_of(recipe).are_complete()
 
 
 def record_of_demo() -> dict | None:
@@ -42,10 +47,39 @@ def record_of_demo() -> dict | None:
         return None
 
 
-def checker_is_complete() -> bool:
-    """Return True if all parts of demo-checker exist and were made by this version."""
-    files = (QUESTIONS_FILE, *(f"start_model/{file.name}" for file in CHECKER_WEIGHTS.iterdir()))
-    return _is_complete(CHECKER_FOLDER, files, checker_stamp())
+@dataclass(frozen=True)
+class CheckerParts:
+    """The parts of a demo whose answers a program checks: files of questions, and a start model if one is shipped."""
+
+    recipe: str
+    folder: Path
+    questions: tuple[str, ...]  # files
+    settings: tuple  # of the generator
+    generator: Path  # its code
+    weights: Path | None = None  # the shipped start model; None: the recipe names another one
+
+    @property
+    def start_model_files(self) -> list[Path]:
+        return sorted(self.weights.iterdir()) if self.weights is not None else []
+
+    def are_complete(self) -> bool:
+        """Return True if all parts exist and were made by this version."""
+        files = (*self.questions, *(f"start_model/{file.name}" for file in self.start_model_files))
+        return _is_complete(self.folder, files, self.stamp())
+
+    def stamp(self) -> dict[str, str]:
+        """Return a hash of the generator's code, its settings and the start model."""
+        weights = [] if self.weights is None else [self.weights / WEIGHTS_FILE]
+        return _stamp(self.settings, [self.generator, *weights])
+
+
+def parts_of(recipe: str) -> CheckerParts:
+    """Return the parts of demo-checker or smollm2-sums."""
+    if recipe == "demo-checker":
+        code, settings = HERE / "checker_questions.py", (PER_CELL, SEED)
+        return CheckerParts(recipe, CHECKER_FOLDER, (QUESTIONS_FILE,), settings, code, CHECKER_WEIGHTS)
+    code, settings = HERE / "sums_questions.py", (SUMS_PER_TOPIC, SEED)
+    return CheckerParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), settings, code)
 
 
 def _is_complete(folder: Path, files: Iterable[str], stamp: dict[str, str]) -> bool:
@@ -61,11 +95,6 @@ def demo_stamp() -> dict[str, str]:
     settings = to_dict(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]))
     code = [HERE / name for name in ("families.py", "tasks.py", "pairs.py")]
     return _stamp((settings, QUESTIONS, SAMPLES_PER_QUESTION, SEED), [*code, WEIGHTS / WEIGHTS_FILE])
-
-
-def checker_stamp() -> dict[str, str]:
-    """Return a hash of the generator's code, its settings and the start model."""
-    return _stamp((PER_CELL, SEED), [HERE / "checker_questions.py", CHECKER_WEIGHTS / WEIGHTS_FILE])
 
 
 def _stamp(settings: tuple, files: Iterable[Path]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Metrics for answers that can be checked: exact match, and pass@k. Uses only text and numbers."""
+"""Metrics for answers that can be checked: exact match, last number, and pass@k. Uses only text and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from statistics import fmean
 from rlhf.rewards.arguments import Completion, text_of
 
 BOXED = "\\boxed{"
-NUMBER = re.compile(r"([+-]?)\$?(\d{1,3}(?:,\d{3})+|\d*)(\.\d*)?(e[+-]?\d{1,3})?")
+# a number in lower-case text: sign, dollar, whole part with fraction or a fraction alone, exponent. The conditions at
+# the sign and at the fraction alone only matter inside a text: in "3-4" and "No.5" the number is 4 and 5.
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]}%])([+-]))?\$?"
+    r"(?:(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d*)?|(?<![\w.])(\.\d+))"
+    r"(e[+-]?\d{1,3}(?!\d))?"
+)
+CUT_EXPONENT = re.compile(r"(?<=[\d.])e[+-]?\d*\Z")  # "12e", which may become "12e3"
+MINUS_SIGN = "\u2212"  # of typeset mathematics
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[str | float | None], **_) -> list[float | None]:
@@ -26,6 +34,66 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[str | float 
     ]
 
 
+def last_number(
+    completions: Sequence[Completion],
+    answer: Sequence[str | float | None],
+    ended: Sequence[bool] | None = None,
+    **_,
+) -> list[float | None]:
+    """Return 1 for a completion whose last number equals the number of the column `answer`, otherwise 0.
+
+    None if the row has no answer (None or NaN), or an answer without a number. The number of the answer is its
+    `normal_form`, or the last number in its final answer, such as 72 in "#### 72 apples". Raises TypeError for an
+    answer that is neither text nor a number.
+
+    Args:
+        completions: texts, or lists of one message.
+        answer: the column of the data.
+        ended: False for a completion that was cut off, in which a number at its end does not count. None: all
+            ended.
+    """
+    whole = [True] * len(completions) if ended is None else ended
+    scores: list[float | None] = []
+    for given, right, end in zip(completions, answer, whole, strict=True):
+        wanted = None if right is None or right != right else _number_of_answer(_as_text(right))
+        scores.append(None if wanted is None else float(number_at_end(text_of(given), end) == wanted))
+    return scores
+
+
+def _number_of_answer(text: str) -> Decimal | None:
+    value = normal_form(text)
+    return value if isinstance(value, Decimal) else number_at_end(final_answer(text))
+
+
+def number_at_end(text: str, ended: bool = True) -> Decimal | None:
+    """Return the last number in a text, None if it has none.
+
+    A number may have a sign, a dollar sign, thousands separators, a fraction and an exponent. A hyphen directly after
+    a letter, a digit, a percent sign or a closing bracket is not a sign. Fractions such as 1/2 are two numbers.
+
+    If the text was cut off (`ended` is False), digits, commas and periods at its very end are ignored, with an
+    exponent after them: "12", "12," "12." "1,2" and "12e" may all become another number. A number with anything else
+    after it, such as a space, a percent sign or a letter, is complete.
+    """
+    text = text.replace(MINUS_SIGN, "-").casefold()
+    if not ended:
+        text = _without_last_digits(text)
+    found = list(NUMBER.finditer(text))
+    return _value(found[-1]) if found else None
+
+
+def _without_last_digits(text: str) -> str:
+    """Return a text without the digits, commas, periods and exponents at its end."""
+    before = None
+    while text != before:
+        before, text = text, CUT_EXPONENT.sub("", text)
+        end = len(text)
+        while end and (text[end - 1] in ".," or text[end - 1].isdecimal()):
+            end -= 1
+        text = text[:end]
+    return text
+
+
 def normal_form(text: str) -> str | Decimal:
     """Return the final answer of a text, in a form in which equal answers are equal.
 
@@ -34,10 +102,13 @@ def normal_form(text: str) -> str | Decimal:
     """
     answer = " ".join(final_answer(text).casefold().split()).removesuffix(".")
     found = NUMBER.fullmatch(answer.replace("$ ", "$"))
-    if found is None or not any(c.isdigit() for c in (found[2] + (found[3] or ""))):
-        return answer
-    sign, whole, part, exponent = found.groups(default="")
-    return Decimal(f"{sign}{whole.replace(',', '') or 0}{part}{exponent}")
+    return answer if found is None else _value(found)
+
+
+def _value(found: re.Match[str]) -> Decimal:
+    """Return the number that NUMBER matched."""
+    sign, whole, part, part_alone, exponent = found.groups(default="")
+    return Decimal(f"{sign}{whole.replace(',', '') or 0}{part}{part_alone}{exponent}")
 
 
 def final_answer(text: str) -> str:

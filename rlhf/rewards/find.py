@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Given = RewardFunction | nn.Module | str
     Functions = Sequence[Given] | Given
 
-BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match")
+BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match", "last_number")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
 

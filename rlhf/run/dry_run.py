@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf.data.prompts import Selection
 from rlhf.models.device import start_device
 from rlhf.settings.training import Config
-from rlhf.setup.fit import fit
+from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export
 from rlhf.setup.load_inputs import check_device, load_inputs
 from rlhf.setup.plan import plan_run
@@ -18,5 +18,5 @@ def dry_run(config: Config, screen: Screen, selection: Selection | None = None) 
     device = start_device(screen, config.run.deterministic)
     inputs = load_inputs(config, screen, selection=selection)
     check_device(config, inputs.start, device)
-    config = config if config.run.resume else fit(config, inputs, device, screen)
+    config = config if config.run.resume else choose_settings(config, inputs, device, screen)
     plan_run(config, inputs, device, screen)

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_folder import is_in_use, read_status
 from rlhf.demo.ready import is_ready
 from rlhf.distributed.join import OF_LAUNCHERS, visible_gpus
+from rlhf.run.resume_checks import in_one_precision
 from rlhf.run.seeds import configs_of_seeds, is_finished, resumed_config, show_results
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.recipes import DEMOS
@@ -152,12 +154,24 @@ def train_runs(
     for name, one in runs.items():
         if name in finished:
             screen.say(f"{name}: already finished in {one.run.output} (delete the folder to train it again)")
+    if not all(name in finished for name in runs) and not visible_gpus():
+        runs = in_one_precision(runs, lambda one: _precision_here(one, screen))
     waiting = {name: one for name, one in runs.items() if name not in finished}
     with screen, GracefulStop(screen.say) as stop:
         ended = Processes(waiting, screen, stop, parallel).run() if waiting else []
     if stop.by is not None:
         raise TrainingInterrupted(stop.by, f"stopped. Resume with: {resume}")
     return ended
+
+
+def _precision_here(config: Config, screen: Screen) -> bool | None:
+    """Return bf16 as this CPU's measurement sets it. The processes of the runs would disturb each other's."""
+    import torch
+
+    from rlhf.setup.precision import choose_precision
+
+    model = find_model(config.model.actor_model, "--actor-model")
+    return choose_precision(config, model, torch.device("cpu"), screen).model.bf16
 
 
 def report_rest(runs: dict[str, Config], ended: Sequence[TrainingProcess], screen: Screen) -> None:

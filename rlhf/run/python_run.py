@@ -22,7 +22,7 @@ from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.resume import prepare_resume, resume_run
-from rlhf.run.resume_checks import fitted_as, is_extended
+from rlhf.run.resume_checks import is_extended, with_choices_of
 from rlhf.run.train import attached, finish, start_run
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
@@ -94,7 +94,7 @@ def prepared(config: Config, screen: Screen) -> Config:
         return config
     output = config.run.output
     run = RunRecord.require(Path(output), "output")
-    config = with_horizon(fitted_as(config, run), run.plan.updates)
+    config = with_horizon(with_choices_of(config, run), run.plan.updates)
     if run.status == "finished" and not is_extended(config, run):
         raise UserError(
             f"this run is already finished: make_config(resume=True), {output}. Load its model with "

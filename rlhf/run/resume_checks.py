@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord, differences, environment, flat_settings
+from rlhf.checkpoints.run_record import (
+    RESUME_MAY_CHANGE,
+    RunRecord,
+    differences,
+    environment,
+    flat_settings,
+    read_json,
+)
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
+
+T = TypeVar("T")
 
 
 def check_resume(config: Config) -> None:
@@ -27,12 +37,29 @@ def check_resume(config: Config) -> None:
         raise_if_changed(changes(run, to_dict(config), environment()))
 
 
-def fitted_as(config: Config, run: RunRecord) -> Config:
-    """With --fit, return the configuration with the settings that --fit chose when the run started. A resumed run
-    reads them from run.json like all its settings; several seeds have no common run.json."""
-    if config.speed.fit is None:
-        return config
-    return replaced(config, **{name: run.flat_settings[name] for name in FITTED if name in run.flat_settings})
+def with_choices_of(config: Config, run: RunRecord) -> Config:
+    """Return the configuration with the settings that the run chose when it started: the precision if --bf16 is unset,
+    and with --fit those of --fit. A resumed run reads them from run.json like all its settings; several seeds have no
+    common run.json."""
+    names = (*(("bf16",) if config.model.bf16 is None else ()), *(FITTED if config.speed.fit is not None else ()))
+    return replaced(config, **{name: run.flat_settings[name] for name in names if name in run.flat_settings})
+
+
+def in_one_precision(
+    configs: dict[T, Config], choose: Callable[[Config], bool | None] = lambda config: None
+) -> dict[T, Config]:
+    """Return the configurations of a command's runs, with one precision for all runs of a start model if --bf16 is
+    unset: that of a run that was started before, otherwise what `choose` returns (None: unset)."""
+    found: dict[str, bool | None] = {}
+    for one in configs.values():
+        stored = flat_settings((read_json(Path(one.run.output)) or {}).get("settings", {}))
+        if stored.get("bf16") is not None and not one.run.overwrite:
+            found.setdefault(stored.get("actor_model"), stored["bf16"])
+    unset = {key: one for key, one in configs.items() if one.model.bf16 is None and not one.run.resume}
+    for one in unset.values():
+        if one.model.actor_model not in found:
+            found[one.model.actor_model] = choose(one)
+    return configs | {key: replaced(one, bf16=found[one.model.actor_model]) for key, one in unset.items()}
 
 
 def is_extended(config: Config, run: RunRecord) -> bool:

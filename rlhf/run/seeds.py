@@ -13,7 +13,7 @@ from rlhf.analysis.models import measuring_flags
 from rlhf.checkpoints.run_folder import is_in_use, read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.distributed.group import from_first
-from rlhf.run.resume_checks import fitted_as
+from rlhf.run.resume_checks import in_one_precision, with_choices_of
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
@@ -90,7 +90,7 @@ def configs_of_seeds(config: Config, with_others: bool = False) -> tuple[dict[in
     for seed, one in configs.items():
         if not finished[seed] and not (with_others and is_in_use(Path(one.run.output))):
             check_run_folder(one)
-    return configs, finished
+    return in_one_precision(configs), finished
 
 
 def resumed_config(config: Config, screen: Screen) -> Config | None:
@@ -106,8 +106,8 @@ def with_seed(config: Config, seed: int) -> Config:
     """Return the configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
     run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
-    if run is not None:  # settings that followed from the length of the run, and those that --fit chose
-        config = with_horizon(fitted_as(config, run), run.plan.updates)
+    if run is not None:  # settings that followed from the length of the run, and those that it chose
+        config = with_horizon(with_choices_of(config, run), run.plan.updates)
     changed = {"seed": seed, "seeds": None, "parallel": False, "output": output, "resume": run is not None}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
@@ -125,7 +125,7 @@ def is_finished(config: Config) -> bool:
             return False
         raise
     differ = differences(
-        run.settings, to_dict(with_horizon(fitted_as(config, run), run.plan.updates)), SEEDS_MAY_DIFFER
+        run.settings, to_dict(with_horizon(with_choices_of(config, run), run.plan.updates)), SEEDS_MAY_DIFFER
     )
     if differ and not config.run.overwrite:
         raise UserError(

@@ -19,6 +19,8 @@ from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
 from rlhf.callbacks.trackers import Trackers
+from rlhf.checkpoints.gguf import gguf_record
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_folder import METRICS_LOG, SAMPLES_FOLDER, claim_output
 from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
@@ -39,7 +41,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components, build_trainer, load_models, prepare_demo_components
-from rlhf.setup.fit import estimator_of, fit, what_helps
+from rlhf.setup.fit import choose_settings, estimator_of, what_helps
 from rlhf.setup.inputs import check_export, check_run_folder, placing
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
@@ -50,6 +52,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
+from rlhf.utils.paths import is_gguf
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop
 
@@ -89,14 +92,14 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 def load_parts(
     config: Config, screen: Screen, device: torch.device, selection: Selection | None
 ) -> tuple[Config, Components, PassRates | None]:
-    """Load the parts of a run, and print its plan. Returns them with the configuration that --fit has completed, and
+    """Load the parts of a run, and print its plan. Returns them with the completed configuration, and
     the pass rates of --keep-pass-rate. Raises UserError."""
     require_equal(environment()["versions"], "Install the same versions everywhere")
     check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
-    config = config if config.run.resume else fit(config, inputs, device, screen)
+    config = config if config.run.resume else choose_settings(config, inputs, device, screen)
     filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
     if not filtered:
         plan_run(config, inputs, device, screen)
@@ -243,16 +246,20 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
 def data_of(config: Config, components: Components) -> dict:
     """Return what run.json stores of a run's data: numbers of prompts, and hashes of prompts, models and reward
     functions."""
+    start = config.model.actor_model
+    start = find_model(start, "--actor-model") if is_gguf(start) else start
     data = {
         "train_prompts": len(components.prompts.train),
         "evaluation_prompts": len(components.prompts.evaluation),
         "too_long": components.prompts.too_long,
         "train_sha256": fingerprint(components.prompts.train),
         "evaluation_sha256": fingerprint(components.prompts.evaluation),
-        "start_model": files_print(config.model.actor_model, "*.safetensors"),
+        "start_model": files_print(start, "*.safetensors"),
         "reward_model": files_print(config.model.rm_model, "*.safetensors"),
         "rules": {rule: code_print(rule) for rule in config.reward.functions},
     }
+    if (source := gguf_record(start)) is not None:
+        data["start_model_gguf"] = source
     if config.data.steps_per_topic is not None:
         data["topics_sha256"] = topics_fingerprint(components.prompts.train)
     return data

@@ -20,7 +20,12 @@ from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.paths import is_path, resolve_path
 
 DEFAULT_RECIPE = "smollm2-orca"
-DEMOS = ("demo", "demo-checker")  # recipes whose start model and prompts the project makes
+# recipes with parts that the project makes -> the settings that name these parts
+DEMOS = {
+    "demo": ("actor_model", "rm_model", "prompts"),
+    "demo-checker": ("actor_model", "prompts"),
+    "smollm2-sums": ("prompts", "eval_dataset"),
+}
 FOLDER = Path(__file__).parent.parent / "recipes"
 
 

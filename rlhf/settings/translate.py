@@ -219,7 +219,7 @@ ATTENTION = "Not needed, because packed attention is chosen for the device ({pac
 CHAT_TEMPLATE = "Not needed, because the chat template of the start model is used; {plain_prompts} turns it off"
 EVAL_EVERY = "{eval_every}, in updates"
 HELD_OUT = "{split}, which holds out a part of the questions"
-OTHER_PROMPTS = HELD_OUT + "; after a run, the evaluate command takes --prompts FILE"
+OTHER_SPLIT = "{eval_dataset} with the file of that split; of a hub dataset it reads the split test"
 WHOLE_EVALUATION = "Not needed, because results are always collected over all evaluation prompts ({eval_every})"
 EVALUATED_AS_SAMPLED = "Not offered, because evaluations during training sample as training does ({temperature})"
 EVALUATION_BATCH = "Not offered, because the batch size of evaluations is fixed; it does not change their results"
@@ -312,7 +312,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "bnb_4bit_quant_type": "Not needed, because the type is always NF4 ({load_in_4bit})",
     "bnb_4bit_quant_storage": "Not needed, because the type is always NF4 ({load_in_4bit})",
     "use_bnb_nested_quant": "Not offered, because nested quantization is not used ({load_in_4bit})",
-    "dataset_test_split": HELD_OUT,
+    "dataset_test_split": OTHER_SPLIT,
     "dataset_streaming": "Not offered, because the rows are split before training; {max_prompts} limits them",
     "ignore_bias_buffers": LAUNCHER,
     "reward_model_name_or_path": "{rm_model}",
@@ -353,8 +353,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "eval_accumulation_steps": WHOLE_EVALUATION,
     "eval_do_concat_batches": WHOLE_EVALUATION,
     "eval_use_gather_object": WHOLE_EVALUATION,
-    "eval_dataset": OTHER_PROMPTS,
-    "eval_split": OTHER_PROMPTS,
+    "eval_split": OTHER_SPLIT,
     "eval_num_beams": EVALUATED_AS_SAMPLED,
     "save_strategy": "{save_every}, in updates",
     "eval_on_start": "Not needed, because the start model is always evaluated",
@@ -504,7 +503,6 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "enforce_eager": "{rollout_engine} slots",
     "enable_gradient_checkpointing": "{gradient_checkpointing}",
     "train_files": ("{prompts}", "{pairs}"),
-    "val_files": HELD_OUT,
     "prompt_key": "{columns} prompt=NAME",
     "max_response_length": "{max_new_tokens}",
     "custom_reward_function.path": "{reward_func} FILE.py:NAME",

@@ -20,6 +20,7 @@ from rlhf.models.load import load_policy, lora_modules
 from rlhf.rewards.build import load_rewards, make_eval_functions
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
 from rlhf.trainer.loop import OnPolicyLoop
@@ -27,11 +28,11 @@ from rlhf.utils.console import Screen
 
 
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
-    """With the recipe of a demo, make its start model, its prompts and its reward model if they do not exist yet."""
+    """With a recipe that has parts, make those that do not exist yet: prompts, start model, reward model."""
     if config.recipe == "demo":
         prepare_demo(screen, device)
-    elif config.recipe == "demo-checker":
-        prepare_checker(screen)
+    elif config.recipe in DEMOS:
+        prepare_checker(screen, config.recipe)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import IMPORTED, Estimator
+from rlhf.setup.precision import choose_precision
 from rlhf.setup.shape import Shape, adapter_weights, base_parameters, parameters_in, shape_of, weights_of
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError
@@ -65,6 +66,12 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         libraries=0,
         packs=packable(base_of(policy)),
     )
+
+
+def choose_settings(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
+    """Return the configuration with the settings that a new run chooses for its machine: the precision, and with --fit
+    those that reduce memory. Raises UserError as `fit`."""
+    return fit(choose_precision(config, inputs.start.folder, device, screen), inputs, device, screen)
 
 
 # --- --fit -----------------------------------------------------------------------------------------------------------

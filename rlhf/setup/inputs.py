@@ -16,7 +16,7 @@ from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.paths import exists, is_path, missing_path, resolve_path
 from rlhf.utils.processes import is_first
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PUSH = "--push-to-hub"
-BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipes make
+MAY_BE_ON_HUB = ("--actor-model", "--rm-model", "--prompts", "--eval-dataset")
 
 
 def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None:
@@ -35,7 +35,7 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     Returns the rows of the data if it is local, so that they are read only once. Hub names, and the parts that a demo
     builds, are checked later. `say` prints notes about the data.
     """
-    built = {find_recipe(config.recipe).value(name) for name in BUILT} if config.recipe in DEMOS else set()
+    built = {find_recipe(config.recipe).value(name) for name in DEMOS.get(config.recipe, ())}
     _check_missing(config, built)
     m, targets = config.model, config.model.lora_targets if config.model.use_lora else ()
     problems = policy_problems(m.actor_model, "--actor-model", targets) if _is_there(m.actor_model, built) else []
@@ -46,7 +46,8 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
         check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
-    if not _is_there(config.data.prompts, built):
+    data = (config.data.prompts, config.data.eval_dataset)
+    if not all(_is_there(name, built) for name in data if name is not None):
         return None
     selection = select_examples(config.data, say)
     check_fills_a_batch(config, selection.distinct)
@@ -59,7 +60,7 @@ def _is_there(name: str, built: Container[str]) -> bool:
 
 
 def is_on_hub_by_name(name: str) -> bool:
-    return not is_path(name) and not resolve_path(name).exists()
+    return not is_path(name) and not exists(name)
 
 
 def check_fills_a_batch(config: Config, prompts: int) -> None:
@@ -103,8 +104,8 @@ def _check_missing(config: Config, built: Container[str]) -> None:
     """Raise UserError that lists every missing local input of a training run."""
     problems = []
     for flag, name in inputs_of(config):
-        on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
-        if name in built or on_hub or resolve_path(name).exists():
+        on_hub = flag in MAY_BE_ON_HUB and not is_path(name)
+        if name in built or on_hub or exists(name):
             continue
         if flag != "--rm-model":
             problems += _missing(flag, name)
@@ -124,7 +125,7 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
         ("--base-model", config.training.base_model),
         ("--actor-model", config.calibration.actor_model),
     ]
-    named = [(flag, name) for flag, name in named if name and is_path(name) and not resolve_path(name).exists()]
+    named = [(flag, name) for flag, name in named if name and is_path(name) and not exists(name)]
     raise_if([problem for flag, name in named for problem in _missing(flag, name)])
     models = [("--base-model", config.training.base_model), ("--actor-model", config.calibration.actor_model)]
     models = [(flag, name) for flag, name in models if name and not is_on_hub_by_name(name)]
@@ -137,8 +138,8 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
 def _missing(flag: str, name: str) -> list[str]:
     """Return the error line for a missing input."""
     if flag in ("--actor-model", "--base-model"):
-        what, hint = "model", f"{flag} takes a Hugging Face model folder or a hub name"
-    elif flag in ("--prompts", "--pairs"):
+        what, hint = "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
+    elif flag in ("--prompts", "--eval-dataset", "--pairs"):
         what, hint = "data file", f"{flag} takes a data file, a folder or the name of a hub dataset"
     else:
         what, hint = "file", f"{flag} takes a file"
@@ -168,7 +169,8 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
     """Return what a run reads, as (flag, path or hub name)."""
     named = [
         ("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model),
-        ("--prompts", config.data.prompts), ("--eval-text", config.data.eval_text),
+        ("--prompts", config.data.prompts), ("--eval-dataset", config.data.eval_dataset),
+        ("--eval-text", config.data.eval_text),
     ]  # fmt: skip
     rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
     named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]

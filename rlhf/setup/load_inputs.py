@@ -176,7 +176,8 @@ def _load_prompt_sets(
     else:
         source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
-    check_overlap(sets, screen)
+    separate = data.eval_dataset is not None and evaluation_prompts is None
+    check_overlap(sets, f"--eval-dataset {data.eval_dataset}" if separate else "evaluation_prompts", screen)
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
     check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
@@ -228,12 +229,12 @@ def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> Non
         )
 
 
-def check_overlap(prompts: PromptSets, screen: Screen) -> None:
-    """Warn if evaluation prompts are training prompts too."""
+def check_overlap(prompts: PromptSets, source: str, screen: Screen) -> None:
+    """Warn if evaluation prompts are training prompts too. `source` is the flag or argument that gave them."""
     trained = {question_hash(p.example) for p in prompts.train}
     known = sum(question_hash(p.example) in trained for p in prompts.evaluation)
     if known:
         screen.say(
             f"warning: {known} of the {len(prompts.evaluation)} evaluation prompts are also training prompts, so "
-            "evaluation results are too good: evaluation_prompts. Use other prompts for evaluation"
+            f"evaluation results are too good: {source}. Use other prompts for evaluation"
         )

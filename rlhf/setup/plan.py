@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
 from rlhf.config import make_config, user_file_line
@@ -73,7 +74,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
         *user_file_rows(config),
-        ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
+        ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
@@ -98,6 +99,12 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     for line in (*kl_warnings(config, updates), *filter(None, [warmup_warning(config, updates), recipe_hint(config)])):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
+
+
+def quantized(folder: str) -> str:
+    """Return the quantization of the GGUF file that a start model was converted from; "" for another model."""
+    source = gguf_record(folder)
+    return "" if source is None else f", {source['file']}, {source['quantization']} weights, dequantized to float32"
 
 
 def prompts_line(sets: PromptSets) -> str:

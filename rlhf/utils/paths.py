@@ -9,15 +9,28 @@ from typing import Any
 
 from rlhf.utils.errors import CLOSE, UserError
 
+GGUF_SUFFIX = ".gguf"
+PACKAGE = "package:"  # in front of the name of an installed Python package that contains a GGUF file
+
 
 def is_path(name: str) -> bool:
-    """True if a name can only be a local path. Hub names are `name` or `owner/name`."""
+    """True if a name can only be local. Hub names are `name` or `owner/name`."""
     return (
-        name.startswith((".", "/", "~", os.sep))
+        name.startswith((".", "/", "~", os.sep, PACKAGE))
         or "\\" in name
         or name.count("/") > 1
-        or Path(name).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+        or Path(name).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", GGUF_SUFFIX)
     )
+
+
+def is_gguf(name: str) -> bool:
+    """True for the name of a GGUF file or of a package that contains one."""
+    return name.startswith(PACKAGE) or (name.endswith(GGUF_SUFFIX) and not Path(name).is_dir())
+
+
+def exists(name: str) -> bool:
+    """True if a path exists. A package is looked up when its model is loaded."""
+    return name.startswith(PACKAGE) or resolve_path(name).exists()
 
 
 def same_value(one: Any, other: Any) -> bool:

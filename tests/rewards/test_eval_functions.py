@@ -1,4 +1,4 @@
-"""Tests of exact match, and of pass@k against an enumeration of all subsets."""
+"""Tests of exact match and last number, and of pass@k against an enumeration of all subsets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.rewards.eval_functions import attempts, exact_match, pass_at_k
+from rlhf.rewards.eval_functions import NUMBER, attempts, exact_match, last_number, number_at_end, pass_at_k
 from rlhf.rewards.find import find_rule
 from rlhf.utils.errors import UserError
 
@@ -80,6 +80,107 @@ def test_exact_match_refuses_an_answer_that_is_neither_text_nor_a_number():
 def test_exact_match_of_any_text_is_0_or_1_and_of_equal_text_1(one, other):
     assert exact_match([one, one], answer=[one, other])[0] == 1.0
     assert exact_match([one], answer=[other])[0] in (0.0, 1.0)
+
+
+LAST_NUMBERS = [  # completion that ended -> its last number
+    ("22", "22"),
+    ("7 + 15 = 22", "22"),
+    ("7 + 15 is 22.", "22"),
+    ("The answer is 12.0", "12"),
+    ("It costs $1,234.50.", "1234.5"),
+    ("It costs 1,234,567 dollars!", "1234567"),
+    ("That is 12%.", "12"),
+    ("She has 12 apples left.", "12"),
+    ("12 km, or 12000m", "12000"),
+    ("3-4", "4"),
+    ("pages 10-20", "20"),
+    ("5%-7%", "7"),
+    ("(3)-4", "4"),
+    ("-4", "-4"),
+    ("3 - 7 = -4", "-4"),
+    ("x=-4", "-4"),
+    ("3 \u2212 7 = \u22124", "-4"),
+    ("-$4", "-4"),
+    ("$-4", "-4"),
+    ("- 4", "4"),  # an item of a list
+    ("#### 72", "72"),
+    ("#### 72\nThat took 3 steps", "3"),
+    ("**22**", "22"),
+    ("\\boxed{22}", "22"),
+    ("\\(7 + 15 = 22\\)", "22"),
+    (".5", "0.5"),
+    ("It is .5", "0.5"),
+    ("No.5", "5"),
+    ("1.2.3", "3"),
+    ("so 3..5", "5"),
+    ("1, 2, 3", "3"),
+    ("1,0000", "0"),  # not a thousands separator
+    ("1000,500", "500"),
+    ("2e3", "2000"),
+    ("12eggs", "12"),
+    ("1 200", "200"),
+    ("1/2", "2"),
+    ("3x4", "4"),
+    ("the 12th", "12"),
+    ("7 + 15 = 22. Is that all?", "22"),
+    ("twenty-two", None),
+    ("", None),
+    ("...", None),
+    ("$", None),
+]
+CUT_OFF = [  # completion that was cut off -> its last number that is certainly complete
+    ("7 + 15 = 22", "15"),
+    ("7 + 15 = 22.", "15"),
+    ("7 + 15 = 22,", "15"),
+    ("7 + 15 = 22.5", "15"),
+    ("7 + 15 = 2,2", "15"),
+    ("7 + 15 = 22e", "15"),
+    ("7 + 15 = 22e-1", "15"),
+    ("7 + 15 = -22", "15"),
+    ("7 + 15 = $22", "15"),
+    ("7 + 15 = $", "15"),
+    ("7 + 15 = 22 ", "22"),
+    ("7 + 15 = 22\n", "22"),
+    ("7 + 15 = 22. ", "22"),
+    ("7 + 15 = 22%", "22"),
+    ("7 + 15 = 22)", "22"),
+    ("7 + 15 = 22 apples", "22"),
+    ("7 + 15 = 22 apples.", "22"),
+    ("1 2", "1"),
+    ("3-4", "3"),
+    ("22", None),
+    ("22.", None),
+    ("\u0662\u0662", None),  # Arabic digits
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("completion", "number"), LAST_NUMBERS)
+def test_last_number_of_a_completion_that_ended(completion, number):
+    assert number_at_end(completion) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(("completion", "number"), CUT_OFF)
+def test_a_number_that_touches_the_cut_off_does_not_count(completion, number):
+    assert number_at_end(completion, ended=False) == (None if number is None else Decimal(number))
+
+
+def test_last_number_scores():
+    chat = [{"role": "assistant", "content": "She has 12 apples."}]
+    completions = [chat, "12", "12", "12", "12 or 13", "none"]
+    answers = ["12", 12.0, "so 6 + 6 = 12\n#### 12 apples", "$12.00", "12", "12"]
+    assert last_number(completions, answer=answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert last_number(["= 12", "= 12", "= 12 "], answer=["12"] * 3, ended=[True, False, False]) == [1.0, 0.0, 1.0]
+    assert last_number(["12"] * 4, answer=[None, float("nan"), "Paris", np.int64(12)]) == [None, None, None, 1.0]
+    with pytest.raises(TypeError, match=r"'answer' contains \['4'\]"):
+        last_number(["4"], answer=[["4"]])
+    assert find_rule("last_number", ()) is last_number
+
+
+@given(st.text("130.,-$e% a", max_size=10), st.text("10.,-$e% a", max_size=4))
+def test_the_number_of_a_cut_off_completion_stays_one_of_its_numbers_whatever_follows(text, more):
+    complete = number_at_end(text, ended=False)
+    assert complete is None or complete in {number_at_end(found[0]) for found in NUMBER.finditer(text + more)}
 
 
 @given(st.data())

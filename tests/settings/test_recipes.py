@@ -57,7 +57,15 @@ def test_every_shipped_recipe_is_valid_for_every_command(name):
 
 
 def test_the_shipped_recipes():
-    assert shipped_recipes() == ("smollm2-orca", "demo", "demo-checker", "phased-kl", "qwen3-tldr", "rank1-voice")
+    assert shipped_recipes() == (
+        "smollm2-orca",
+        "demo",
+        "demo-checker",
+        "phased-kl",
+        "qwen3-tldr",
+        "rank1-voice",
+        "smollm2-sums",
+    )
     for name in shipped_recipes():
         text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
         assert text.startswith("kind: recipe\n# "), f"{name} must start with its source"

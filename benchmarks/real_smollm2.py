@@ -1,0 +1,270 @@
+"""Trains the recipe smollm2-sums with PPO, GRPO and RLOO, and a control run; writes one JSON file per finished run.
+
+    python benchmarks/real_smollm2.py                                   train
+    python benchmarks/real_smollm2.py --probe                           what did the model learn?
+    python benchmarks/real_smollm2.py --sweep learning_rate=1e-5,5e-5   short runs with other settings
+    python benchmarks/real_smollm2.py --table --picture pictures/real_smollm2.png
+
+The runs are ordinary training commands, one after the other. After an interruption, start the same command again: a
+run with a JSON file is skipped, an unfinished run is resumed. Flags after `--` are passed to every training command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
+
+from benchmarks.demo_runs import PROJECT
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.utils.console import Screen, quiet_libraries
+from rlhf.utils.errors import RunError, UserError, run_command
+from rlhf.utils.files import write_json
+from rlhf.utils.intervals import over_prompts
+
+RESULTS = PROJECT / "benchmarks" / "results" / "real_smollm2"
+CONTROL = ("--control", "shuffled")
+# name in the tables -> algorithm, flags
+KINDS = {"ppo": ("ppo", ()), "grpo": ("grpo", ()), "rloo": ("rloo", ()), "control": ("grpo", CONTROL)}
+SWEEP = "learning_rate=1e-5,2e-5,5e-5,1e-4"
+STORED_SETTINGS = (
+    *("learning_rate", "lr_schedule", "warmup_steps", "num_iterations", "episodes", "batch_size", "K", "ppo_epochs"),
+    *("minibatches", "max_new_tokens", "temperature", "kl_placement", "kl_schedule", "kl_coef", "kl_target", "bf16"),
+    *("use_lora", "reward_func", "control", "missing_eos_penalty", "eval_every"),
+)
+SESSION = "# session "  # begins the first line of each session in a run's console log
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training command."""
+
+    name: str  # of its run folder and of its JSON file
+    kind: str  # a key of KINDS, or "sweep"
+    algorithm: str
+    seed: int
+    words: tuple[str, ...]  # flags
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    quiet_libraries()
+    screen = Screen()
+    if arguments.table or arguments.picture:
+        from benchmarks.real_smollm2_report import draw, tables
+
+        if arguments.table:
+            print(tables(arguments.results))
+        if arguments.picture:
+            draw(arguments.results, arguments.picture)
+    elif arguments.probe is not None:
+        from benchmarks.real_smollm2_probe import probe_models
+
+        probe_models(arguments.probe, arguments.runs, arguments.results, screen)
+    else:
+        axes, seeds = arguments.sweep, arguments.seeds
+        trainings = trainings_of(arguments.kinds, seeds) if axes is None else sweep_of(axes, seeds, arguments.updates)
+        for training in trainings:
+            measure(training, arguments, screen.say)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="seeds (42)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=f"runs ({' '.join(KINDS)})")
+    parser.add_argument("--runs", type=Path, default=Path("real_smollm2_runs"), help="folder of the run folders")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--recipe", default="smollm2-sums", help="the recipe (smollm2-sums)")
+    parser.add_argument("--sweep", nargs="*", metavar="NAME=VALUE,VALUE", help=f"GRPO with each value ({SWEEP})")
+    parser.add_argument("--updates", type=int, default=8, help="updates of each run of --sweep (8)")
+    parser.add_argument("--probe", nargs="*", metavar="RUN", help="probe the start model and these runs (grpo_42)")
+    parser.add_argument("--table", action="store_true", help="print Markdown tables of the JSON files")
+    parser.add_argument("--picture", type=Path, help="draw the JSON files into this file")
+    parser.add_argument("more", nargs="*", help="after --: flags for every training command")
+    return parser.parse_args(argv)
+
+
+def trainings_of(kinds: Sequence[str], seeds: Sequence[int]) -> list[Training]:
+    """Return one training per seed and kind, all kinds of the first seed first."""
+    return [Training(f"{kind}_{seed}", kind, KINDS[kind][0], seed, KINDS[kind][1]) for seed in seeds for kind in kinds]
+
+
+def sweep_of(axes: Sequence[str], seeds: Sequence[int], updates: int) -> list[Training]:
+    """Return a short GRPO training per combination of values, evaluated before and after.
+
+    An axis is `NAME=VALUE,VALUE`, as of `--sweep` of the training command. Raises UserError for other texts.
+    """
+    axes = axes or [SWEEP]
+    for axis in axes:
+        if not all(axis.partition("=")):
+            raise UserError(f"not a setting with values: --sweep {axis}. Write NAME=VALUE,VALUE")
+    names = [axis.partition("=")[0] for axis in axes]
+    length = ("--num-iterations", str(updates), "--eval-every", str(updates))
+    found = []
+    for values in product(*(axis.partition("=")[2].split(",") for axis in axes)):
+        point = dict(zip(names, values, strict=True))
+        words = [word for name, value in point.items() for word in (f"--{name.replace('_', '-')}", value)]
+        label = "_".join(f"{name}={value}" for name, value in point.items()).replace("/", "-")
+        found += [Training(f"sweep_{label}_{updates}_{s}", "sweep", "grpo", s, (*length, *words)) for s in seeds]
+    return found
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def measure(training: Training, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Train, unless the training has a JSON file, and write that file."""
+    file = arguments.results / f"{training.name}.json"
+    if file.is_file():
+        say(f"already measured: {file}")
+        return
+    folder, log = arguments.runs / training.name, arguments.runs / f"{training.name}.log"
+    record = RunRecord.read(folder)
+    if record is None or record.status != "finished":
+        words = [*training.words, *arguments.more, "--seed", str(training.seed), "--output", str(folder)]
+        words = ["--recipe", arguments.recipe, *words, *(["--resume"] if record is not None else [])]
+        say(f"{'training' if record is None else 'resuming'} {training.name}, console output in {log}")
+        train([sys.executable, str(PROJECT / f"train_{training.algorithm}.py"), *words], log)
+    write_json(file, {"name": training.name, "kind": training.kind, **facts_of_run(folder, log)})
+    say(f"finished: {file}")
+
+
+def train(words: Sequence[str], log: Path) -> None:
+    """Run a training command and append its console output to `log`. Raises RunError with the end of the output."""
+    from benchmarks.machine import busy
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    session = {"start": time.time(), "busy_before_percent": busy()}
+    with log.open("a", encoding="utf-8") as opened:
+        opened.write(f"\n{SESSION}{json.dumps(session)}\n")
+        opened.flush()
+        with subprocess.Popen(list(words), stdout=opened, stderr=subprocess.STDOUT) as process:
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:  # Ctrl-C reaches the training, too, which then saves a checkpoint
+                process.wait()
+                raise
+    if status != 0:
+        raise RunError(f"the training failed: {log}. Its last output: {log.read_text(encoding='utf-8')[-1500:]}")
+
+
+# --- the JSON file of a run ------------------------------------------------------------------------------------------
+
+
+def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
+    """Return the figures of a finished run. Raises UserError if the run is not finished.
+
+    `right` has one character per question: "1" if the completion is right. The recipe samples one per question.
+    """
+    import torch
+
+    from benchmarks.machine import machine
+
+    run = RunRecord.require(folder, "--runs")
+    if run.status != "finished":
+        raise UserError(f"the run is {run.status}: {folder}. Start this command again to resume it")
+    settings, rule = run.flat_settings, run.flat_settings["reward_func"][0]
+    files = sorted((folder / "samples").glob("update-*.jsonl"))
+    before, after = (samples_of(file, rule) for file in (files[0], files[-1]))
+    evaluations, seconds = evaluations_of(folder, log, run, rule, files)
+    return {
+        "recipe": run.recipe,
+        "algorithm": run.algorithm,
+        "seed": run.seed,
+        "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        **{name: getattr(run, name) for name in ("python", "platform", "versions", "commit")},
+        "start_model": {"name": settings["actor_model"], "weights_sha256": run.data["start_model"]}
+        | (run.data.get("start_model_gguf") or {}),
+        "settings": {name: settings[name] for name in STORED_SETTINGS if name in settings},
+        "sessions": 1 + len(run.sessions or ()),
+        "seconds": seconds,
+        "kl_per_sequence": run.figures["kl_after"],
+        "accuracy": {"questions": len(before), **rise_of(before, after, run.seed)},
+        "evaluations": evaluations,
+        "topics": topics_of(before, after),
+        "right": {name: digits(value for value, _ in rows) for name, rows in (("before", before), ("after", after))},
+    }
+
+
+Samples = list[tuple[float, str]]  # per question: 1 if the completion is right, and the topic
+
+
+def samples_of(file: Path, rule: str) -> Samples:
+    """Return the values of the reward function `rule` in an evaluation's samples. A missing score counts as wrong."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [(row.get("metrics", {}).get(rule, row["score"]) or 0.0, row.get("topic", "all")) for row in rows]
+
+
+def rise_of(before: Samples, after: Samples, seed: int) -> dict[str, float]:
+    """Return accuracy before and after, and the rise with its paired 95% bootstrap interval over questions."""
+    rises = [b - a for (a, _), (b, _) in zip(before, after, strict=True)]
+    found = over_prompts(rises, seed)
+    means = {"before": fmean(value for value, _ in before), "after": fmean(value for value, _ in after)}
+    return {**means, "rise": found.value, "low": found.low, "high": found.high}
+
+
+def topics_of(before: Samples, after: Samples) -> dict[str, dict[str, float]]:
+    """Return the number of questions and the accuracy before and after, per topic."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for (was, topic), (now, _) in zip(before, after, strict=True):
+        pairs.setdefault(topic, []).append((was, now))
+    return {
+        topic: {"questions": len(found), "before": fmean(a for a, _ in found), "after": fmean(b for _, b in found)}
+        for topic, found in sorted(pairs.items())
+    }
+
+
+def digits(values) -> str:
+    """Return one digit per question: how many of its completions are right."""
+    return "".join(str(round(value)) for value in values)
+
+
+def evaluations_of(folder: Path, log: Path, run: RunRecord, rule: str, files: Sequence[Path]):
+    """Return the evaluation curve, and the run's times in seconds since the start of the command.
+
+    Event files have no time of the command's start. The log of this script has it; the file of the first evaluation's
+    samples connects both clocks. Pauses between sessions do not count.
+    """
+    from rlhf.analysis.curves import read_scalars
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    curve = read_scalars(folder / "logs")[0]["eval/score"]
+    first, last = (file.stat().st_mtime for file in (files[0], files[-1]))
+    start = max((s["start"] for s in sessions_of(log) if s["start"] <= first), default=_seconds(run.started))
+    at = {int(u): float(s) + first - start for u, s in zip(curve.updates, curve.seconds, strict=True)}
+    names = {"length": "reply_length", "eos_rate": "eos_rate", "perplexity": "perplexity", "kl": "kl_divergence"}
+    found = [
+        {"update": row["update"], "seconds": at[row["update"]], "accuracy": row.get(f"eval/{rule}", row["eval/score"])}
+        | {name: row[f"eval/{tag}"] for name, tag in names.items()}
+        for row in rows
+        if "eval/score" in row
+    ]
+    updates = [sum(v for name, v in row.items() if name.startswith("time/")) for row in rows if "loss" in row]
+    total = found[-1]["seconds"] + _seconds(run.ended) - last
+    busy = [s["busy_before_percent"] for s in sessions_of(log)]
+    return found, {"total": total, "update_median": median(updates), "busy_before_percent": max(busy, default=None)}
+
+
+def sessions_of(log: Path) -> list[dict[str, float]]:
+    """Return start (Unix time) and CPU use of other programs before each session of a run."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return [json.loads(line.removeprefix(SESSION)) for line in lines if line.startswith(SESSION)]
+
+
+def _seconds(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()
+
+
+if __name__ == "__main__":
+    run_command(main)

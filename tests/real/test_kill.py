@@ -40,13 +40,14 @@ def kill_after_first_checkpoint(flags: list[str], output: Path) -> None:
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows has no SIGKILL")
-def test_killed_run_resumes_with_bit_identical_weights(real_flags, smollm2, large_folder):
+def test_killed_run_resumes_with_bit_identical_weights(real_flags, smollm2, reward_file, large_folder):
     """All weights are trained, with Adam's state and the value head: weights, best/, checkpoints and metrics."""
     flags = real_flags("--num-iterations", 2, "--save-every", 1, "--keep", 1, "--max-new-tokens", 8)
     train_ppo.main([*flags, "--output", str(large_folder / "plain")])
     kill_after_first_checkpoint(flags, large_folder / "killed")
     assert not (large_folder / "killed" / "checkpoint-2").exists()
-    train_ppo.main(["--resume", "--output", str(large_folder / "killed")])
+    reward = ["--reward-func", f"{reward_file}:letters"]  # the code of a reward is given again
+    train_ppo.main(["--resume", *reward, "--output", str(large_folder / "killed")])
     assert differing(large_folder / "plain", large_folder / "killed") == []
     start, end = (load_file(folder / WEIGHTS_FILE) for folder in (smollm2, large_folder / "killed"))
     assert all(not start[name].equal(end[name]) for name in start), "training must change every weight"

@@ -1,13 +1,13 @@
 """One-step sums and word problems with one right number, made by a procedure. Uses only the standard library.
 
-    add          What is 7 + 15?                                                            22
-    subtract     Calculate 31 - 12.                                                         19
+    add          What is 7 + 5?                                                             12
+    subtract     Calculate 19 - 12.                                                         7
     multiply     How much is 6 times 8?                                                     48
-    get more     Anna has 7 apples. She buys 15 more. How many apples does she have now?    22
-    give away    Tom has 31 stamps and gives 12 of them to Lucy. How many are left?         19
+    get more     Anna has 7 apples. She buys 5 more. How many apples does she have now?     12
+    give away    Tom has 19 stamps and gives 12 of them to Lucy. How many are left?         7
     groups of    There are 6 boxes with 8 pens in each box. How many pens are there?        48
     share        Ben shares 24 cookies equally among 6 friends. How many does each get?     4
-    difference   Sara is 31 years old and Leo is 12. By how many years is Sara older?       19
+    difference   Sara is 19 years old and Leo is 12. By how many years is Sara older?       7
     price        One ticket costs 6 dollars. How much do 8 tickets cost, in dollars?        48
 
 A topic is a kind and a size, such as `add small`. Every question has exactly two numbers. The evaluation questions
@@ -153,8 +153,8 @@ def _quotient(rng: random.Random) -> Pair:
     return divisor * quotient, divisor
 
 
-SMALL_SUM, LARGE_SUM = _sum(2, 12), _sum(11, 40)
-SMALL_DIFFERENCE, LARGE_DIFFERENCE = _difference(5, 18), _difference(19, 50)
+SMALL_SUM, LARGE_SUM = _sum(2, 12), _sum(13, 25)
+SMALL_DIFFERENCE, LARGE_DIFFERENCE = _difference(4, 12), _difference(13, 22)
 SMALL_PRODUCT, LARGE_PRODUCT = _product(4, 30), _product(31, 100)
 # topic -> its pairs of numbers
 TOPICS: dict[str, Callable[[random.Random], Pair]] = {

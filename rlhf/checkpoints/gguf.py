@@ -197,7 +197,7 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str, screen: Screen) -> None:
     """Give the tokenizer the pre-tokenizer that `name`, the value of tokenizer.ggml.pre, stands for.
 
-    transformers ignores this value. SmolLM splits numbers into digits; without it, about 2% of texts get other ids.
+    transformers ignores this value. SmolLM splits numbers into digits; without it, some texts get other ids.
     Prints a warning if the value is unknown.
     """
     if name == SMOLLM:

@@ -58,6 +58,12 @@ def gguf_record(folder: str | Path) -> dict[str, Any] | None:
         return None
 
 
+def quantized(folder: str) -> str:
+    """Return the file and the quantization that a model folder was converted from, in words; "" for another folder."""
+    source = gguf_record(folder)
+    return "" if source is None else f", {source['file']}, {source['quantization']} weights, dequantized to float32"
+
+
 def _file_of_package(package: str, place: str) -> Path:
     """Return the only `.gguf` file of an installed package, without importing the package."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None

@@ -26,6 +26,7 @@ from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import RunError, run_command
 from rlhf.utils.libraries import check_libraries, import_libraries
+from rlhf.utils.paths import exists, is_path
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.system import available_cores, new_process_group, send_stop, stop_signals
 
@@ -170,7 +171,10 @@ def _precision_here(config: Config, screen: Screen) -> bool | None:
 
     from rlhf.setup.precision import choose_precision
 
-    model = find_model(config.model.actor_model, "--actor-model")
+    name = config.model.actor_model
+    if is_path(name) and not exists(name):  # the run's process builds it (the demos' are tiny), or reports it
+        return None
+    model = find_model(name, "--actor-model")
     return choose_precision(config, model, torch.device("cpu"), screen).model.bf16
 
 

@@ -13,7 +13,7 @@ class TrainingSettings(TypedDict, total=False):
     """All settings of a training run, by their first names. Other names of the settings work, too."""
 
     actor_model: str
-    """Start model: a folder or a hub name."""
+    """Start model: a folder, a GGUF file, package:NAME (an installed package with one GGUF file) or a hub name."""
 
     rm_model: str | None
     """Reward model: a folder or a hub name; none: use only the reward functions (--reward-func)."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.gguf import gguf_record
+from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
 from rlhf.config import make_config, user_file_line
@@ -76,7 +76,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         *user_file_rows(config),
         ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
-        *control_rows(config),
+        *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
@@ -101,17 +101,6 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     for line in (*kl_warnings(config, updates), *filter(None, [warmup_warning(config, updates), recipe_hint(config)])):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
-
-
-def quantized(folder: str) -> str:
-    """Return the quantization of the GGUF file that a start model was converted from; "" for another model."""
-    source = gguf_record(folder)
-    return "" if source is None else f", {source['file']}, {source['quantization']} weights, dequantized to float32"
-
-
-def control_rows(config: Config) -> list[tuple[str, str]]:
-    """Return the plan's row of a control run; no row without a control."""
-    return [] if config.reward.control == "none" else [("control", CONTROL_MEANS)]
 
 
 def prompts_line(sets: PromptSets) -> str:

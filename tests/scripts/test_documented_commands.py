@@ -28,6 +28,7 @@ RUN_ELSEWHERE = {
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
     r"--sweep": "tests/run/test_sweep.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
+    r"--recipe smollm2-sums": "tests/real/test_recipe.py",
     r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
 }
 # commands of packages: what python runs in their place, with the environment of the tests

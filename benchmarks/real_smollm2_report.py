@@ -104,7 +104,14 @@ def run_table(runs: Sequence[Facts]) -> str:
             f"{run['kl_per_sequence']:.1f}", *(f"{e['length']:.1f}, {e['eos_rate']:.0%}" for e in (first, last)),
             f"{last['perplexity'] / first['perplexity']:.2f}",
         ])  # fmt: skip
-    columns = ["run", "seed", "before, %", "after, %", "rise, points (95% interval)", "rise minus control's, points"]
+    columns = [
+        "run",
+        "seed",
+        "before, %",
+        "after, %",
+        "rise, points (95% interval)",
+        "rise minus GRPO control's, points",
+    ]
     columns += ["KL, nats/sequence", "tokens, EOS before", "tokens, EOS after", "perplexity, times the start's"]
     title = f"{MODEL}: held-out accuracy on {runs[0]['accuracy']['questions']} questions"
     return markdown(title, columns, rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.analysis.models import ModelRef, updates_of
+from rlhf.analysis.models import ModelRef, in_4_bit, updates_of
 from rlhf.utils.files import files_print
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def equal_weights(models: Sequence[ModelRef], start: ModelRef | None) -> dict[in
     for i, model in enumerate(models):
         if model.run is None:
             continue
-        if model.update == 0 and start is not None and _is_start_of(model, start):
+        if model.update == 0 and start is not None and not in_4_bit(model) and _is_start_of(model, start):
             found[i] = START
             continue
         key = model.run.id, model.update, model.base  # a merged adapter has no base, and was rounded
@@ -39,7 +39,7 @@ def equal_weights(models: Sequence[ModelRef], start: ModelRef | None) -> dict[in
 def _is_start_of(model: ModelRef, start: ModelRef) -> bool:
     """True if `start` is the model that the run of `model` started with, and has not changed since."""
     recorded, name = model.run.data.get("start_model"), model.run.flat_settings["actor_model"]
-    return start.name == name and files_print(start.source, "*.safetensors") == recorded
+    return start.name == name and recorded is not None and files_print(start.source, "*.safetensors") == recorded
 
 
 def evaluate_once(

@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that do not separate runs of an algorithm
 # settings of evaluations, speed and memory: named only if nothing else tells the groups apart
 MINOR = (
-    *("eval_every", "eval_prompts", "eval_text", "best_rule", "perplexity_gate", "reward_timeout"),
+    *("eval_every", "eval_prompts", "eval_dataset", "eval_text", "best_rule", "perplexity_gate", "reward_timeout"),
     *("rollout_engine", "rollout_slots", "packed", "fused_head", "fit", "micro_batch_size", "gradient_checkpointing"),
     "bf16",
 )

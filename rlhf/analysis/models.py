@@ -12,6 +12,7 @@ from rlhf.checkpoints.model_folder import (
     ADAPTER_FILE,
     WEIGHTS_FILE,
     base_of_adapter,
+    find_base,
     find_model,
 )
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLDER
@@ -113,7 +114,7 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         return ModelRef(name, *_weights(folder, baseline, flag), outer, which, kept)
     update = update_number(inner)
     if update is not None and (outer := RunRecord.read(whole)) is not None:
-        return ModelRef(name, *_weights(folder, baseline, flag), outer, inner, update)
+        return ModelRef(name, *_weights(folder, baseline, flag, outer), outer, inner, update)
     return ModelRef(name, *_weights(folder, baseline, flag))
 
 
@@ -121,10 +122,10 @@ def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str |
     if which == "best":
         if run.best is None:
             raise UserError(f"no best checkpoint yet: {flag} {name}. The run has not made its first evaluation")
-        return ModelRef(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run.best.update)
+        return ModelRef(name, *_weights(folder / BEST_FOLDER, baseline, flag, run), run, which, run.best.update)
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
         raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. Add --which best")
-    return ModelRef(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
+    return ModelRef(name, *_weights(folder, baseline, flag, run), run, which, updates_of(run))
 
 
 def updates_of(run: RunRecord) -> int:
@@ -135,13 +136,14 @@ def updates_of(run: RunRecord) -> int:
     return (run.spent or run.plan).updates
 
 
-def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
-    """Returns the folder to load weights from, and the base model if they are an adapter."""
+def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | None = None) -> tuple[str, str | None]:
+    """Returns the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
     base = base_of_adapter(folder)
+    start = (run.flat_settings["actor_model"], run.data.get("start_model_gguf")) if run is not None else ()
     try:
-        return str(folder), find_model(base or "nothing", flag)
+        return str(folder), find_base(folder, flag, *start)
     except UserError:
         if baseline is None:
             raise UserError(

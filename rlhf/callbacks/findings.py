@@ -54,7 +54,7 @@ def findings_of(figures: SampleFigures, sampling: SamplingSettings) -> list[Find
     """Return the findings, the first cause first. If nothing can be learned, `nothing` is the last one."""
     failing = [name for name, values in figures.functions.items() if set(values) <= set(FAILED) and is_equal(values)]
     # without the range of the scores, the figures are of one update, which is no proof
-    nothing = figures.scores and (is_equal(figures.scores) or figures.signal == 0 or figures.equal_groups == 1)
+    nothing = figures.scores and (is_equal(figures.scores) or figures.signal == 0)
     found = [*cut_off(figures, sampling), *(never_fires(figures, name) for name in failing)]
     if nothing:
         return [*found, Finding("nothing", why_nothing(figures, sampling, failing))]
@@ -81,8 +81,8 @@ def never_fires(figures: SampleFigures, name: str) -> Finding:
     return Finding(
         "never_fires",
         f"the reward function {name!r} gives {min(figures.functions[name]):g} to all completions ({figures.of}): "
-        "--reward-func. A function that compares the whole completion needs the answer alone: use one that finds the "
-        "answer in the text, such as last_number, or a larger --max-new-tokens if the answer comes too late",
+        "--reward-func. Check that this is right. If it compares the whole completion with an answer, use a function "
+        "that finds the answer in the text, such as last_number; if the answer comes too late, raise --max-new-tokens",
     )
 
 
@@ -148,7 +148,8 @@ def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
     rows = [entry for entry in trainer.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
     if not rows:
         return None
-    equal = [entry["rewards/equal_groups"] for entry in rows if "rewards/equal_groups" in entry]
+    is_control = trainer.config.reward.control != "none"  # its groups have other completions' scores
+    equal = [entry["rewards/equal_groups"] for entry in rows if "rewards/equal_groups" in entry and not is_control]
     return SampleFigures(
         of=f"last {counted(len(rows), 'update')}",
         where=str(trainer.rewards),

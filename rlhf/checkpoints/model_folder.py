@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoints.gguf import gguf_folder
+from rlhf.checkpoints.gguf import gguf_folder, gguf_record
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.paths import is_gguf, is_path, missing_path, resolve_path
@@ -49,6 +49,23 @@ def find_model(name: str, flag: str) -> str:
     from rlhf.utils.hub import require_hub  # slow to import, and only hub names need it
 
     return require_hub(name, "model", f"{flag} FOLDER")
+
+
+def find_base(adapter: Path, flag: str, start: str | None = None, source: dict[str, Any] | None = None) -> str:
+    """Return where to load an adapter's base model from. Raises UserError.
+
+    Args:
+        adapter: folder of the adapter.
+        flag: for error messages.
+        start: the start model of the adapter's run, as in its settings. A GGUF file is converted again if its cached
+            folder, which the adapter names, is gone.
+        source: the GGUF file in the run's record.
+    """
+    if start is not None and source is not None and is_gguf(start):
+        folder = find_model(start, flag)
+        if gguf_record(folder) == source:
+            return folder
+    return find_model(base_of_adapter(adapter) or "nothing", flag)
 
 
 def base_of_adapter(folder: Path) -> str | None:

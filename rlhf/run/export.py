@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import (
 )
 
 from rlhf.analysis.groups import title_of
-from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_model
+from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_base
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
@@ -45,7 +45,8 @@ def export_run(config: Config, screen: Screen) -> None:
     if export.merge_lora:
         screen.say("merging the adapter into its base model (float32)")
         source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
-        merge_adapter(source.folder, folder / MERGED_FOLDER)
+        start, gguf = run.flat_settings["actor_model"], run.data.get("start_model_gguf")
+        merge_adapter(source.folder, folder / MERGED_FOLDER, start, gguf)
         run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
         run.write(folder)
@@ -85,17 +86,18 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merge_adapter(adapter: Path, folder: Path) -> None:
+def merge_adapter(adapter: Path, folder: Path, start: str | None = None, source: dict | None = None) -> None:
     """Merge an adapter into its base and write the model into `folder`. Raises UserError.
 
     Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
-    even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
+    even if the base is stored in bfloat16: bfloat16 would round most of a small change away. `start` and `source`:
+    as in `find_base`.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
     tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
     try:
-        found = find_model(str(base_name), "--actor-model")
+        found = find_base(adapter, "--actor-model", start, source)
     except UserError:
         raise UserError(
             f"the adapter's base model is missing ({base_name}): --merge-lora, {adapter}. Restore it, then run the "

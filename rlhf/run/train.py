@@ -229,6 +229,7 @@ def continued(config: Config, data: dict, screen: Screen) -> RunLog:
 def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json."""
     folder = Path(config.run.output)
+    used = (config.model.actor_model, config.data.prompts, config.data.eval_dataset)
     held, moved = claim_output(folder, **placing(config))
     if moved:
         screen.say(moved)
@@ -241,7 +242,7 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
         data=data,
         plan=budget(config, updates),
         prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
-        on_hub=[n for n in (config.model.actor_model, config.data.prompts) if n != IN_PYTHON and is_on_hub(n)],
+        on_hub=[name for name in used if name and name != IN_PYTHON and is_on_hub(name)],
     )
 
 

@@ -159,7 +159,7 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
     known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
     if model.use_lora and not config.export.merge_lora and not known:
         raise UserError(
-            f"other users could not load this adapter, because its base model is a local folder: {PUSH} {name}, "
+            f"other users could not load this adapter, because its base model is not on the hub: {PUSH} {name}, "
             f"--actor-model {model.actor_model}. Add --merge-lora"
         )
     require_push(name, PUSH)

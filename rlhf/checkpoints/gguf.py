@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECORD_FILE = "gguf.json"  # in a converted folder: its source, and the SHA-256 of each file
-CONVERTER = 2  # version of the conversion: a higher number converts every file again
+CONVERTER = 1  # version of the conversion: a higher number converts every file again
 MAGIC = b"GGUF"
 # values of tokenizer.ggml.pre whose pre-tokenizer transformers builds as in the original tokenizer
 SAME_PRE_TOKENIZER = ("default", "gpt-2", "qwen2")

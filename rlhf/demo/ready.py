@@ -27,7 +27,7 @@ PER_CELL = 190  # questions of each family and level
 # smollm2-sums
 SUMS_FOLDER = Path("smollm2_sums_parts")
 SUMS_FILES = {"train": "train.jsonl", "evaluation": "eval.jsonl"}  # part -> its file
-SUMS_PER_TOPIC = {"train": 120, "evaluation": 16}  # questions of each of the 16 topics
+SUMS_PER_TOPIC = {"train": 120, "evaluation": 24}  # questions of each of the 11 topics
 BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a second", "smollm2-sums": "a second"}
 
 

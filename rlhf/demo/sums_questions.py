@@ -1,13 +1,11 @@
 """One-step sums and word problems with one right number, made by a procedure. Uses only the standard library.
 
     add          What is 7 + 5?                                                             12
-    subtract     Calculate 19 - 12.                                                         7
+    subtract     Calculate 12 - 7.                                                          5
     multiply     How much is 6 times 8?                                                     48
     get more     Anna has 7 apples. She buys 5 more. How many apples does she have now?     12
-    give away    Tom has 19 stamps and gives 12 of them to Lucy. How many are left?         7
+    give away    Tom has 12 stamps and gives 7 of them to Lucy. How many are left?          5
     groups of    There are 6 boxes with 8 pens in each box. How many pens are there?        48
-    share        Ben shares 24 cookies equally among 6 friends. How many does each get?     4
-    difference   Sara is 19 years old and Leo is 12. By how many years is Sara older?       7
     price        One ticket costs 6 dollars. How much do 8 tickets cost, in dollars?        48
 
 A topic is a kind and a size, such as `add small`. Every question has exactly two numbers. The evaluation questions
@@ -80,20 +78,6 @@ PATTERNS = {
         "A shop sells {things} by the {holder}, with {b} in every {holder}. How many {things} are in {a} {holder}s?",
         "{x} packs {b} {things} per {holder}. How many {things} are packed in {a} {holder}s?",
     ),
-    "share": (
-        "{x} shares {a} {things} equally among {b} friends. How many {things} does each friend get?",
-        "{a} {things} are divided equally between {b} children. How many {things} does each child get?",
-        "{x} puts {a} {things} into {b} {holder}s, the same number in each. How many {things} are in one {holder}?",
-        "A teacher hands out {a} {things} to {b} pupils. Everyone gets the same number. How many does each pupil get?",
-        "{x} cuts a rope of {a} meters into {b} equal pieces. How many meters long is each piece?",
-    ),
-    "difference": (
-        "{x} is {a} years old and {y} is {b} years old. How many years older is {x}?",
-        "{x} has {a} {things} and {y} has {b}. How many more {things} does {x} have than {y}?",
-        "The red team scored {a} points and the blue team scored {b} points. By how many points did the red team win?",
-        "{x} read {a} pages and {y} read {b} pages. How many pages more did {x} read?",
-        "One rope is {a} meters long and another one is {b} meters long. What is the difference in meters?",
-    ),
     "price": (
         "One ticket costs {b} dollars. How much do {a} tickets cost, in dollars?",
         "{x} buys {a} books for {b} dollars each. How many dollars does {x} pay?",
@@ -147,45 +131,33 @@ def _product(least: int, most: int) -> Callable[[random.Random], Pair]:
     return lambda rng: rng.choice(pairs)
 
 
-def _quotient(rng: random.Random) -> Pair:
-    """A number up to 60 and a divisor from 2 to 10, with a quotient from 2 to 10."""
-    divisor, quotient = _product(4, 60)(rng)
-    return divisor * quotient, divisor
-
-
 SMALL_SUM, LARGE_SUM = _sum(2, 12), _sum(13, 25)
-SMALL_DIFFERENCE, LARGE_DIFFERENCE = _difference(4, 12), _difference(13, 22)
+SMALL_DIFFERENCE = _difference(4, 15)
 SMALL_PRODUCT, LARGE_PRODUCT = _product(4, 30), _product(31, 100)
 # topic -> its pairs of numbers
 TOPICS: dict[str, Callable[[random.Random], Pair]] = {
     "add small": SMALL_SUM,
     "add large": LARGE_SUM,
     "subtract small": SMALL_DIFFERENCE,
-    "subtract large": LARGE_DIFFERENCE,
     "multiply small": SMALL_PRODUCT,
     "multiply large": LARGE_PRODUCT,
     "get more small": SMALL_SUM,
     "get more large": LARGE_SUM,
     "give away small": SMALL_DIFFERENCE,
-    "give away large": LARGE_DIFFERENCE,
     "groups of small": SMALL_PRODUCT,
     "groups of large": LARGE_PRODUCT,
-    "share small": _quotient,
-    "difference small": SMALL_DIFFERENCE,
-    "difference large": LARGE_DIFFERENCE,
     "price small": SMALL_PRODUCT,
 }
 ANSWERS: dict[str, Callable[[int, int], int]] = {
     **dict.fromkeys(("add", "get more"), lambda a, b: a + b),
-    **dict.fromkeys(("subtract", "give away", "difference"), lambda a, b: a - b),
+    **dict.fromkeys(("subtract", "give away"), lambda a, b: a - b),
     **dict.fromkeys(("multiply", "groups of", "price"), lambda a, b: a * b),
-    "share": lambda a, b: a // b,
 }
 
 
 def part_of(pair: Pair) -> str:
-    """Return "train" or "evaluation", from a hash of the two numbers in any order: a quarter is for evaluation."""
-    return PARTS[crc32(f"{min(pair)} {max(pair)}".encode()) % 4 == 0]
+    """Return "train" or "evaluation", from a hash of the two numbers in any order: a third is for evaluation."""
+    return PARTS[crc32(f"{min(pair)} {max(pair)}".encode()) % 3 == 0]
 
 
 # --- questions -------------------------------------------------------------------------------------------------------

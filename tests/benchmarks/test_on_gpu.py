@@ -104,7 +104,7 @@ def test_operators_fit_and_demo_parts_are_measured(tmp_path):
         assert any(name.startswith(f"{algorithm}, seed 42") for name in found["demo"]["figures"])
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_recipes_and_epochs_are_measured(tmp_path):
     found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "12")[0]["recipes"]["figures"]
     assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - set(DEMOS) for a in ("PPO", "GRPO", "RLOO")}
@@ -116,7 +116,7 @@ def test_recipes_and_epochs_are_measured(tmp_path):
         assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ of \d+ updates; ", epoch["note"])
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_same_seed_section_reports_bit_identical_runs(tmp_path):
     found = run_sections(tmp_path, "--full", "--only", "same seed", "--minutes", "9")[0]["same seed"]["figures"]
     switches = ("--deterministic", "--no-deterministic")

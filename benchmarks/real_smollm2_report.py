@@ -228,7 +228,8 @@ def probe_table(probes: dict[str, Facts]) -> str:
 
 
 def draw(results: Path, file: Path) -> None:
-    """Draw the held-out accuracy over the minutes since the start of the command, one line per kind of run.
+    """Draw the held-out accuracy over the updates, one line per kind of run. Minutes are in the table, because runs on
+    different machines can share a picture.
 
     A line is the mean over seeds, with their range; the bar at its end is the paired 95% interval of the rise.
     """
@@ -238,25 +239,20 @@ def draw(results: Path, file: Path) -> None:
         axes = figure.subplots()
         for kind in dict.fromkeys(run["kind"] for run in runs):
             draw_kind(axes, kind, [run for run in runs if run["kind"] == kind])
-        machine = runs[0]["machine"]
-        axes.set(xlabel="time since the start of the command, minutes", xlim=(0, None), ylim=(0, None))
+        axes.set(xlabel="updates", xlim=(0, None), ylim=(0, None))
         axes.set_ylabel(f"held-out accuracy, % of {runs[0]['accuracy']['questions']} questions")
-        axes.set_title(
-            f"{MODEL}: sums\n{machine['processor']}, {machine['cores']} cores; bars: 95% interval of the rise"
-        )
+        axes.set_title(f"{MODEL}: sums; bars: 95% interval of the rise")
         axes.legend(loc="upper left")
     save_picture(figure, file)
 
 
 def draw_kind(axes, kind: str, runs: Sequence[Facts]) -> None:
     colour = COLOURS["start"] if kind == "control" else colour_of(kind)
-    minutes, accuracy = (
-        np.array([[e[name] * factor for e in run["evaluations"]] for run in runs])  # (seeds, evaluations)
-        for name, factor in (("seconds", 1 / 60), ("accuracy", 100))
-    )
-    x, mean, marker = minutes.mean(0), accuracy.mean(0), "x" if kind == "control" else marker_of(kind)
-    axes.plot(x, mean, color=colour, marker=marker, ls=":" if kind == "control" else "-", label=LABELS[kind])
-    axes.fill_between(x, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, lw=0)
+    updates = [e["update"] for e in runs[0]["evaluations"]]
+    accuracy = np.array([[100 * e["accuracy"] for e in run["evaluations"]] for run in runs])  # (seeds, evaluations)
+    mean, marker = accuracy.mean(0), "x" if kind == "control" else marker_of(kind)
+    axes.plot(updates, mean, color=colour, marker=marker, ls=":" if kind == "control" else "-", label=LABELS[kind])
+    axes.fill_between(updates, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, lw=0)
     rise, _ = over_seeds_if_any(np.stack([rises(run) for run in runs])[:, None, :], runs[0]["seed"], fixed_other=True)
     below, above = 100 * (rise.value - rise.low), 100 * (rise.high - rise.value)
-    axes.errorbar([x[-1]], [mean[-1]], yerr=[[below], [above]], color=colour, capsize=4)
+    axes.errorbar([updates[-1]], [mean[-1]], yerr=[[below], [above]], color=colour, capsize=4)

@@ -9,6 +9,7 @@ import torch
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
+from rlhf.callbacks.base import Callback
 from rlhf.config import make_config
 from rlhf.run.python_run import OF_THE_SCRIPTS
 from rlhf.utils.errors import UserError
@@ -77,6 +78,30 @@ def test_kl_coef_set_by_a_callback_is_used_in_the_next_update(config):
         callback = SetsKlCoef()
         make_trainer(config(kl_coef=0.1, kl_schedule=schedule), ["a cat?"], [words], callbacks=[callback]).train()
         assert callback.betas == [0.1, 0.77]
+
+
+def test_a_beta_that_was_set_once_stays_only_under_a_fixed_schedule(config, tmp_path):
+    class SetsItOnce(Callback):
+        def __init__(self):
+            self.betas = []
+
+        def on_train_begin(self, trainer):
+            self.trainer = trainer
+
+        def on_update_end(self, update, metrics):
+            self.betas.append(metrics["kl_coef"])
+            if update == 1:
+                self.trainer.set_kl_coef(0.77)
+
+    def betas(schedule: str, **folder) -> list[float]:
+        callback, settings = SetsItOnce(), config(kl_coef=0.1, kl_schedule=schedule, num_iterations=3)
+        make_trainer(settings, ["a cat?"], [words], callbacks=[callback], **folder).train()
+        return callback.betas
+
+    assert betas("fixed") == betas("fixed", output=tmp_path / "fixed") == [0.1, 0.77, 0.77]
+    adaptive = betas("adaptive")
+    assert adaptive == betas("adaptive", output=tmp_path / "adaptive")
+    assert adaptive[:2] == [0.1, 0.77] and adaptive[2] < 0.1, "the controller continues from its own beta"
 
 
 def test_custom_rewards_have_weights(config):

@@ -16,6 +16,18 @@ from rlhf.trainer.state import load_weights
 from rlhf.utils.console import Screen
 
 
+def attach_kl_control(trainer: OnPolicyLoop, controller: KLController, log: RunLog | None, screen: Screen) -> None:
+    """Attach the KL controller and its guard if beta is adaptive. Otherwise beta changes only by `set_kl_coef`.
+
+    `log` is that of the run's folder; None: there is no folder.
+    """
+    config = trainer.config
+    if config.kl.steered:
+        held = config.critic.critic_warmup
+        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
+        trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
+
+
 class KLControl(Callback):
     """Passes each update's KL to the controller, and sets the next update's beta."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
 from rlhf.callbacks.findings import show_run_findings
-from rlhf.callbacks.kl import KLControl, KLGuard
+from rlhf.callbacks.kl import attach_kl_control
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine
 from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
@@ -129,10 +129,7 @@ def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> N
         if progress:
             trainer.add_callback(ProgressLine(trainer, screen, controller))
         trainer.add_callback(FindingsWarning(trainer, screen))
-    if config.kl.steered:
-        held = config.critic.critic_warmup
-        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
-        trainer.add_callback(KLGuard(trainer, config, controller, None, screen))
+    attach_kl_control(trainer, controller, None, screen)
 
 
 @contextmanager

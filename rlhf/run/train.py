@@ -14,7 +14,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
-from rlhf.callbacks.kl import KLControl, KLGuard
+from rlhf.callbacks.kl import attach_kl_control
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
 from rlhf.callbacks.samples import Samples
@@ -161,10 +161,7 @@ def attach_callbacks(
             if progress or not isinstance(callback, ProgressLine):
                 trainer.add_callback(callback)
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
-    held = config.critic.critic_warmup
-    trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
-    if config.kl.steered:
-        trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
+    attach_kl_control(trainer, controller, log, screen)
     for callback in others:
         trainer.add_callback(callback)
     checkpoints = Checkpoints(trainer, config, log, screen, stop)

@@ -256,7 +256,7 @@ class OnPolicyLoop:
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
-        """Set the beta of the next update. KL control calls this."""
+        """Set the beta of the next update. An adaptive KL schedule replaces it after that update."""
         self.kl_coef = beta
 
     def update_peak_memory(self) -> None:

@@ -163,6 +163,14 @@ def test_the_yaml_block_of_the_settings_page_sets_what_it_shows(tmp_path):
     assert len(config.kl.kl_target) == 3 and config.optimizer.learning_rate == 1e-5
 
 
+def test_the_pages_list_every_folder_of_the_library_and_every_recipe():
+    folders = {path.parent.name for path in (ROOT / "rlhf").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)) == folders
+    shipped = {path.stem for path in (ROOT / "rlhf" / "recipes").glob("*.yaml")}
+    paragraph = re.search(r"The shipped recipes.*?Use a recipe", prose(ROOT / "docs" / "settings.md"), re.DOTALL)
+    assert set(re.findall(r"`([a-z0-9-]+)`", paragraph.group())) == shipped
+
+
 def test_the_page_for_users_of_trl_has_every_setting_of_its_trainers():
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from transformers import TrainingArguments

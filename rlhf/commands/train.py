@@ -149,4 +149,7 @@ def show_plan_without_parts(config: Config, screen: Screen) -> None:
             ("output", run.output),
         ]
     )
-    screen.say("the rest of the plan needs these parts: train once, or add --num-iterations 1 for a short run")
+    screen.say(
+        "memory, prompts and models are in the plan when these parts exist. To build them, start a run; "
+        "--num-iterations 1 makes a short one"
+    )

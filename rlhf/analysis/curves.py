@@ -22,8 +22,6 @@ from rlhf.utils.files import atomic_write
 
 FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
 LARGEST_RECORD = 1 << 16  # bytes; a scalar needs less than 1,000, so a longer length field is damaged
-# tag of an earlier version -> current tag
-RENAMED_TAGS = {"reply/length": "completions/mean_length", "reply/eos_rate": "completions/eos_rate"}
 COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds", "group")
 
 
@@ -143,7 +141,7 @@ def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
 
 
 def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], list[str]]:
-    """Returns all scalars of a folder of event files by current tag, and one remark per file with unreadable data.
+    """Returns all scalars of a folder of event files by tag, and one remark per file with unreadable data.
 
     No point is left out. A resumed run has one file per session.
     """
@@ -202,7 +200,7 @@ class _Points:
                     continue
                 if offset is None:
                     offset = self._offset(events[0].wall_time, event)
-                points = self.by_tag[RENAMED_TAGS.get(value.tag, value.tag)]
+                points = self.by_tag[value.tag]
                 _cut(points, event.step)
                 points.append((event.step, value.simple_value, event.wall_time - offset))
 

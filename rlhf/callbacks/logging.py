@@ -38,7 +38,7 @@ def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
         **({"metrics that training never sees": unseen} if unseen else {}),
         f"KL{' and its target' if target else ''}, nats per {per}": [KL_METRICS[per], *target],
         "entropy, nats per token": ["policy/entropy"],
-        "completion length, tokens": ["completions/mean_length", "eval/reply_length"],
+        "completion length, tokens": ["completions/mean_length", "eval/length"],
     }
 
 
@@ -75,8 +75,8 @@ class TensorBoardLog(Callback):
             self.writer.add_scalar(name, value, update)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.writer.add_text("dropped", markdown(str(reason)), update)
-        self.writer.add_scalar("updates/dropped", self.trainer.progress.skipped, update)
+        self.writer.add_text("skipped", markdown(str(reason)), update)
+        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -132,7 +132,7 @@ class ProgressLine(Callback):
             f"evaluation after update {evaluation.update}: score {metrics['eval/score']:+.2f}, "
             f"KL {kl_text(metrics['eval/kl_divergence'], 'sequence')}, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
-            f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
+            f"length {metrics['eval/length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
             + "".join(f", {name} {shown(figures)}" for name, figures in evaluation.figures.items())
         )
         self.screen.facts(self.example_of(evaluation))

@@ -19,7 +19,7 @@ LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio", "mlflow")
-EVAL_METRICS = ("score", "kl_divergence", "perplexity", "reply_length", "eos_rate")  # eval/NAME of every evaluation
+EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 

@@ -213,20 +213,20 @@ class OnPolicyLoop:
             )
         self._count(update)
         self._close(update)
-        return {"updates/dropped": float(self.progress.skipped)}
+        return {"updates/skipped": float(self.progress.skipped)}
 
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
         """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` as
         in `speed_metrics`."""
         tokens = int(metrics.pop("completions/tokens"))
-        self.progress.reply_tokens += tokens
+        self.progress.completion_tokens += tokens
         self.update_peak_memory()
         metrics |= {
             **self.resampler.metrics(update, times, tokens),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
-            "updates/dropped": float(self.progress.skipped),
+            "updates/skipped": float(self.progress.skipped),
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
         self._count(update)

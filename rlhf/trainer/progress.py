@@ -12,7 +12,7 @@ class Progress:
     """Counters over a training run. Checkpoints contain them."""
 
     optimizer_steps: int = 0
-    reply_tokens: int = 0  # of all sampled completions
+    completion_tokens: int = 0  # of all sampled completions
     resampled_episodes: int = 0  # completions that dynamic sampling drew in addition to the batches
     peak_memory: int = 0  # bytes
     proved: int = 0  # number of the latest update whose weights gave finite gradients in the next update

@@ -76,18 +76,6 @@ def test_scalars_of_the_training_writer_are_read(tmp_path):
     assert sorted(scalars) == ["kl_divergence/token", "loss"] and remarks == []
 
 
-def test_tags_of_earlier_versions_are_read_under_their_current_names(tmp_path):
-    """A run that started under an earlier version and was resumed under this one has one curve per tag."""
-    old = [(1, "reply/length", 1, 8.0), (2, "reply/eos_rate", 1, 0.5), (3, "reply/length", 2, 7.0)]
-    write_events(tmp_path, "1", 0, [*old, (4, "eval/reply_length", 2, 6.0)])
-    write_events(tmp_path, "2", 10, [(11, "completions/mean_length", 3, 6.0), (12, "completions/eos_rate", 3, 1.0)])
-    scalars, remarks = read_scalars(tmp_path)
-    assert pairs(scalars["completions/mean_length"]) == [(1, 8.0), (2, 7.0), (3, 6.0)]
-    assert pairs(scalars["completions/eos_rate"]) == [(1, 0.5), (3, 1.0)]
-    assert sorted(scalars) == ["completions/eos_rate", "completions/mean_length", "eval/reply_length"]
-    assert remarks == []
-
-
 def test_more_than_10_000_points_are_all_read(tmp_path):
     write_events(tmp_path, "1", 0, losses(1, range(12_345), 0))
     assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]

@@ -52,7 +52,7 @@ def test_the_first_charts_are_score_unseen_metrics_kl_entropy_and_length(build, 
         "metrics that training never sees": {"eval/gold"},
         "KL and its target, nats per sequence": {"kl_divergence", "kl_divergence/target"},
         "entropy, nats per token": {"policy/entropy"},
-        "completion length, tokens": {"completions/mean_length", "eval/reply_length"},
+        "completion length, tokens": {"completions/mean_length", "eval/length"},
     }
 
 

@@ -173,7 +173,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     for name, value in zip(("logprobs", "ref_logprobs"), fresh.collector.logprobs(batch.completions), strict=False):
         assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
     assert again.cached_forward._cached is None
-    tokens = trainer.progress.reply_tokens
+    tokens = trainer.progress.completion_tokens
     assert tokens > int(batch.mask.sum()), "replaced completions count"
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5)
 
@@ -234,7 +234,7 @@ def test_speed_counts_everything_that_was_sampled(build):
     metrics = trainer.update_step(1)
     seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "score", "update"))
     assert metrics["throughput/episodes_per_s"] * seconds == pytest.approx(8)
-    assert metrics["throughput/tokens_per_s"] * seconds == pytest.approx(trainer.progress.reply_tokens)
+    assert metrics["throughput/tokens_per_s"] * seconds == pytest.approx(trainer.progress.completion_tokens)
     assert metrics["time/rollout_s"] > metrics["time/score_s"] > 0, "a draw is a rollout"
 
 

@@ -583,7 +583,7 @@ def test_callback_with_on_drop_still_receives_skipped_updates(make, kind):
     callback = kind()
     trainer = make("--num-iterations", 2, rewards=[lambda completions, **_: [math.nan] * len(completions)])
     trainer.add_callback(callback)
-    assert trainer.update_step(1) == {"updates/dropped": 1.0}
+    assert trainer.update_step(1) == {"updates/skipped": 1.0}
     [(update, texts, batch, reason)] = callback.received
     assert (update, texts, batch) == (1, 4, None) and "score nan is not a finite number" in reason
 

@@ -100,7 +100,7 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
     CORRUPTIONS[kind](trainer, value)
     metrics = trainer.update_step(1)
     assert torch.equal(weights(trainer), before)
-    assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
+    assert metrics["updates/skipped"] == 1 and trainer.progress.optimizer_steps == 0
     assert recorder.finished == [] and [u for u, _ in recorder.skipped] == [1]
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
 
@@ -119,7 +119,7 @@ def test_training_continues_after_a_skipped_update(build):
     trainer.add_callback(recorder)
     metrics = trainer.train()
     assert recorder.finished == [1, 3, 4] and [u for u, _ in recorder.skipped] == [2]
-    assert metrics["updates/dropped"] == 1 and trainer.progress.skipped_in_a_row == 0
+    assert metrics["updates/skipped"] == 1 and trainer.progress.skipped_in_a_row == 0
     assert trainer.progress.optimizer_steps == 6, "2 in updates 1, 3 and 4, none in the skipped update 2"
 
 
@@ -208,7 +208,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
     assert incident["versions"]["trl"] == "1.12.0"
     assert incident["settings"]["model"]["actor_model"] == config.model.actor_model
     rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
+    assert len(rows) == 4 and all(row["completion_ids"] and row["prompt_ids"] for row in rows)
 
     for other in others:
         with pytest.raises(UserError, match=f"this incident is from train_{algorithm}.py: --replay"):

@@ -157,7 +157,7 @@ def attach_callbacks(
         functions.printed = printed_file(output)
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
     if is_first():
-        for callback in writers(trainer, config, screen, controller):
+        for callback in writers(trainer, config, log, screen, controller):
             if progress or not isinstance(callback, ProgressLine):
                 trainer.add_callback(callback)
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
@@ -172,12 +172,14 @@ def attach_callbacks(
     trainer.add_callback(checkpoints)
 
 
-def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: KLController) -> list[Callback]:
+def writers(
+    trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, controller: KLController
+) -> list[Callback]:
     """Return the callbacks that only print and write files, so that one process needs them."""
     output, tokenizer = Path(config.run.output), trainer.processing_class
     tokens = TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
     return [
-        TensorBoardLog(output / "logs"),
+        TensorBoardLog(output / "logs", log.training_time),
         MetricsFile(output / METRICS_LOG),
         Samples(output / SAMPLES_FOLDER, trainer.evaluation_prompts, tokenizer),
         *([tokens] if config.record.record_tokens else []),

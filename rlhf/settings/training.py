@@ -770,6 +770,13 @@ class Config(Command):
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
 
+    def most_episodes(self, updates: int) -> int:
+        """Return the largest number of episodes of a run of `updates`, with those that --dynamic-sampling may draw."""
+        batch, goal = self.episodes_per_update, self.run.episodes
+        most = updates * batch * (1 + self.group.dynamic_sampling)
+        # after `goal` episodes no update starts and nothing is drawn; groups are whole
+        return most if goal is None else min(most, (goal - 1) // self.group_size * self.group_size + batch)
+
     def resolved(self) -> Config:
         """Return the configuration with minibatches and a micro-batch size in place of accumulation steps."""
         batch, episodes = self.batch, self.episodes_per_update

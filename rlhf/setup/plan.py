@@ -293,5 +293,5 @@ def budget(config: Config, updates: int) -> Plan:
         updates=updates,
         episodes=episodes,
         optimizer_steps=config.optimizer_steps(updates),
-        completion_tokens_at_most=episodes * config.sampling.max_new_tokens,
+        completion_tokens_at_most=config.most_episodes(updates) * config.sampling.max_new_tokens,
     )

@@ -21,8 +21,9 @@ class Progress:
     scores: list[float] = field(default_factory=list)  # lowest and highest score so far
     functions: dict[str, list[float]] = field(default_factory=dict)  # the same of each function, before its weight
 
-    def count_update(self, scores: Scores | None) -> None:
-        """Count one update with these scores; None: it was skipped."""
+    def count_update(self, scores: Scores | None, tokens: int) -> None:
+        """Count one update with these scores (None: it was skipped), and the tokens of its completions."""
+        self.completion_tokens += tokens
         self.skipped += scores is None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if scores is None else 0
         if scores is not None:

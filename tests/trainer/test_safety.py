@@ -105,6 +105,19 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_tokens_of_a_skipped_update_are_spent(build, kind):
+    class Counts:
+        def on_update_skipped(self, update, rollout, batch, reason):
+            self.tokens = int(rollout.mask.sum())
+
+    trainer, counts = build(), Counts()
+    trainer.add_callback(counts)
+    CORRUPTIONS[kind](trainer, math.nan)
+    trainer.update_step(1)
+    assert trainer.progress.skipped == 1 and trainer.progress.completion_tokens == counts.tokens > 0
+
+
 def test_training_continues_after_a_skipped_update(build):
     trainer = build("--num-iterations", 4)
     original, calls = trainer.algorithm.loss, []
@@ -121,6 +134,15 @@ def test_training_continues_after_a_skipped_update(build):
     assert recorder.finished == [1, 3, 4] and [u for u, _ in recorder.skipped] == [2]
     assert metrics["updates/skipped"] == 1 and trainer.progress.skipped_in_a_row == 0
     assert trainer.progress.optimizer_steps == 6, "2 in updates 1, 3 and 4, none in the skipped update 2"
+
+
+@pytest.mark.parametrize("beta", [-1, -1e-9, math.nan, math.inf, "0.1", None])
+def test_beta_that_the_flag_refuses_is_refused(build, beta):
+    trainer = build()
+    with pytest.raises(RunError, match=r"beta is .*: set_kl_coef\(\)\. Give a finite number of at least 0"):
+        trainer.set_kl_coef(beta)
+    trainer.set_kl_coef(0)
+    assert trainer.kl_coef == 0
 
 
 def test_earlier_steps_of_a_skipped_update_are_kept(build):

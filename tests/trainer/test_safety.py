@@ -283,7 +283,7 @@ def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
     save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.SkipUpdate("a test"))
-    assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
+    assert Incident.read(str(tmp_path / "incident")).rows[0]["completion"] == rollout.texts[0]
 
 
 def test_replay_rejects_a_folder_without_an_incident(tmp_path):

@@ -170,8 +170,8 @@ def in_folder(
     config, shown = trainer.config, screen if progress else Screen(quiet=True)
     with (
         screen,
+        GracefulStop(screen.say) as stop,  # until run.json is written
         start_run(config, components, trainer.updates, screen, pass_rates) as log,
-        GracefulStop(screen.say) as stop,
         Trackers(config, screen, log.record.id) as trackers,
     ):
         if not config.run.resume:

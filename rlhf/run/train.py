@@ -72,8 +72,8 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     agree(lambda: check_start(config, components))
     with (
         screen,
+        GracefulStop(screen.say) as stop,  # until run.json is written
         start_run(config, components, updates, screen, pass_rates) as log,
-        GracefulStop(screen.say) as stop,
         Trackers(config, screen, log.record.id) as trackers,
     ):
         trainer = agree(lambda: build_trainer(config, components))

@@ -41,7 +41,7 @@ def compare(work: Work, facts: dict[str, dict], pairs: Sequence[dict[str, dict]]
         "seconds": spent,
         "memory": memory,
         "optimizer_steps": steps,
-        "reply_tokens": {name: [pair[name]["reply_tokens"] for pair in pairs] for name in IMPLEMENTATIONS},
+        "completion_tokens": {name: [pair[name]["completion_tokens"] for pair in pairs] for name in IMPLEMENTATIONS},
         "notes": notes(work, facts),
     }
 
@@ -86,7 +86,7 @@ def show(found: dict[str, Any], screen: Screen) -> None:
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    spent, memory, tokens = found["seconds"], found["memory"], found["reply_tokens"]
+    spent, memory, tokens = found["seconds"], found["memory"], found["completion_tokens"]
     parts = [[f"  {part}", f"{value:.3f} s", "", ""] for part, value in spent["ours"].items() if part != "whole"]
     above = found["memory_ratio_above_imports"]
     return [

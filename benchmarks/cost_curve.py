@@ -126,8 +126,8 @@ def point(work: Work) -> dict[str, Any]:
     gc.collect()  # the trainer and its callbacks form a reference cycle
     return {
         "seconds": median(t["seconds"] for t in timings),
-        "reply_tokens": median(t["reply_tokens"] for t in timings),
-        "seconds_per_token": median(t["seconds"] / t["reply_tokens"] for t in timings),
+        "completion_tokens": median(t["completion_tokens"] for t in timings),
+        "seconds_per_token": median(t["seconds"] / t["completion_tokens"] for t in timings),
         "parts": {part: median(t["parts"][part] for t in timings) for part in ours.PARTS},
     }
 

@@ -103,7 +103,7 @@ def summarize_epoch(
     from rlhf.checkpoints.run_record import environment
 
     names, whole = list(facts), -(-prompts // work.batch_size)
-    tokens = {name: reply_tokens(work, name, timings) for name in names}
+    tokens = {name: completion_tokens(work, name, timings) for name in names}
     steps = {name: timings[-1][name]["optimizer_steps"] for name in names}
     if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
         raise RunError(
@@ -119,7 +119,7 @@ def summarize_epoch(
         "mixed_precision": {name: facts[name]["mixed_precision"] for name in names},
         "updates": {"measured": work.updates - 1, "of_the_epoch": whole},
         "said": f"measured {work.updates - 1} of {whole:,} updates; the rest is extrapolated",
-        "reply_tokens": tokens,
+        "completion_tokens": tokens,
         "optimizer_steps": steps,
         "sides": sides,
         "notes": notes(work, facts),
@@ -129,13 +129,13 @@ def summarize_epoch(
     return found
 
 
-def reply_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> int:
+def completion_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> int:
     """Return the completion tokens of all updates.
 
     The worker of TRL subtracts `prompt_length` tokens for every prompt. This function corrects that to the real prompt
     lengths: over all updates each prompt is read once per completion.
     """
-    counted = sum(t[name]["reply_tokens"] for t in timings)
+    counted = sum(t[name]["completion_tokens"] for t in timings)
     if name == "ours":
         return counted
     real = sum(prompt_lengths(work)) * work.episodes // work.batch_size
@@ -148,7 +148,7 @@ def epoch_estimate(timings: Sequence[dict[str, Any]], tokens: float, whole: int)
     found = {
         "seconds_per_update": seconds,
         "minutes_per_epoch": {key: seconds[key] * whole / 60 for key in ("median", "lowest", "highest")},
-        "reply_tokens_per_s": tokens / seconds["median"],
+        "completion_tokens_per_s": tokens / seconds["median"],
         "memory": timings[-1]["memory"],
     }
     if "parts" in timings[0]:
@@ -209,7 +209,7 @@ def rows(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
         line("  lowest to highest", lambda s: between(s["seconds_per_update"], 3)),
         line("minutes per epoch, extrapolated", lambda s: f"{s['minutes_per_epoch']['median']:.1f}"),
         line("  lowest to highest", lambda s: between(s["minutes_per_epoch"], 1)),
-        line("completion tokens per second", lambda s: f"{s['reply_tokens_per_s']:,.0f}"),
+        line("completion tokens per second", lambda s: f"{s['completion_tokens_per_s']:,.0f}"),
         *(line(f"  share of {part}", lambda s, part=part: share(s, part)) for part in PARTS),
         line("peak memory", lambda s: gib(s["memory"]["peak"])),
         line("  above the imports", lambda s: gib(s["memory"]["above_imports"])),

@@ -70,11 +70,11 @@ def build(work: Work, **more: Any) -> OnPolicyLoop:
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
     """Run one update. Return its seconds, those of its parts, its completion tokens, and optimizer steps so far."""
-    tokens, start = trainer.progress.reply_tokens, seconds(device)
+    tokens, start = trainer.progress.completion_tokens, seconds(device)
     metrics = trainer.update_step(update)
     return {
         "seconds": seconds(device) - start,
         "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},
-        "reply_tokens": trainer.progress.reply_tokens - tokens,
+        "completion_tokens": trainer.progress.completion_tokens - tokens,
         "optimizer_steps": trainer.progress.optimizer_steps,
     }

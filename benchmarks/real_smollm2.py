@@ -244,7 +244,7 @@ def evaluations_of(folder: Path, log: Path, run: RunRecord, rule: str, files: Se
     first, last = (file.stat().st_mtime for file in (files[0], files[-1]))
     start = max((s["start"] for s in sessions_of(log) if s["start"] <= first), default=_seconds(run.started))
     at = {int(u): float(s) + first - start for u, s in zip(curve.updates, curve.seconds, strict=True)}
-    names = {"length": "reply_length", "eos_rate": "eos_rate", "perplexity": "perplexity", "kl": "kl_divergence"}
+    names = {"length": "length", "eos_rate": "eos_rate", "perplexity": "perplexity", "kl": "kl_divergence"}
     found = [
         {"update": row["update"], "seconds": at[row["update"]], "accuracy": row.get(f"eval/{rule}", row["eval/score"])}
         | {name: row[f"eval/{tag}"] for name, tag in names.items()}

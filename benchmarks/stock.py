@@ -51,7 +51,7 @@ class UpdateTimer(TrainerCallback):
             return
         spent = seconds(self.work.device) - self.start
         tokens = sum(int(mask.sum()) for mask in self.masks) - self.work.episodes * self.work.prompt_length
-        self.send({"seconds": spent, "reply_tokens": tokens, "optimizer_steps": self.optimizer_steps})
+        self.send({"seconds": spent, "completion_tokens": tokens, "optimizer_steps": self.optimizer_steps})
         if state.global_step < self.work.updates * self.steps:
             self._next_update()
 

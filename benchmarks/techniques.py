@@ -170,7 +170,7 @@ def in_pairs(
         variant: {key: [pair[variant][key] for pair in results[1:]] for key in results[0][variant]}
         for variant in VARIANTS
     }
-    if each["ours"]["reply_tokens"] != each["plain"]["reply_tokens"]:
+    if each["ours"]["completion_tokens"] != each["plain"]["completion_tokens"]:
         raise RunError(f"the variants did different work: {name}. This is a bug, please report it")
     return {
         "ratio": spread([pair["plain"]["seconds"] / pair["ours"]["seconds"] for pair in results[1:]]),
@@ -190,7 +190,7 @@ def timed(device: str, trainer: OnPolicyLoop, run: Callable[[], int]) -> dict[st
         start = seconds(device)
         tokens = run()
         spent = seconds(device) - start
-    return {"seconds": spent, "reply_tokens": tokens, "steps": len(counts), "layer_tokens": sum(counts)}
+    return {"seconds": spent, "completion_tokens": tokens, "steps": len(counts), "layer_tokens": sum(counts)}
 
 
 @contextmanager
@@ -403,7 +403,7 @@ def rows(techniques: dict[str, dict[str, Any]]) -> list[list[str]]:
     for name, results in techniques.items():
         ratio, spent = results["ratio"], [f"{results['seconds'][variant] * 1e3:,.1f} ms" for variant in VARIANTS]
         range_text = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}"
-        tokens = f"{results['reply_tokens']['ours']:,.0f}"
+        tokens = f"{results['completion_tokens']['ours']:,.0f}"
         lines.append([name, *spent, f"{ratio['median']:.2f}", range_text, tokens, both(results, "steps"),
                       both(results, "layer_tokens")])  # fmt: skip
         if "peak_bytes" in results:

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.distributed.join import use_own_gpu
+from rlhf.utils.console import quiet_in_program
 
 use_own_gpu()  # before bitsandbytes is imported, which initializes CUDA
+quiet_in_program()  # before the libraries are imported: bitsandbytes prints a message at import
 
 from torch import nn
 
@@ -18,7 +20,7 @@ from rlhf.data.sampler import planned_updates
 from rlhf.distributed.group import agree, from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
-from rlhf.run.python_run import attach_in_memory, check_settings, in_folder, in_memory, prepared, recorded
+from rlhf.run.python_run import attach_in_memory, check_given, in_folder, in_memory, prepared, recorded
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_models
 from rlhf.setup.fit import choose_settings
@@ -65,7 +67,7 @@ def make_trainer(
             `config`, it resumes the run in that folder.
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
     """
-    check_settings(config)
+    check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
     screen, folder = Screen(), None if output is None else Path(output)
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
@@ -104,6 +106,7 @@ def scan(
     """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
     topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
     `make_trainer`."""
+    check_given(config)
     screen = Screen()
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
 

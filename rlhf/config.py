@@ -43,8 +43,8 @@ def make_config(
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = lower_layers(recipe, row, {}, "make_config")
-    config = _built(row, [*layers, layer], normal_name(recipe))
-    return replace(config, written=ambiguous_names([layer]), in_python=True)
+    config = _built(row, [*layers, layer], normal_name(recipe), in_python=True)
+    return replace(config, written=ambiguous_names([layer]))
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -80,10 +80,16 @@ def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -
 
 
 def _built(
-    row: Algorithm, layers: Sequence[Layer], recipe: str, user: Layer | None = None, problems: Sequence[str] = ()
+    row: Algorithm,
+    layers: Sequence[Layer],
+    recipe: str,
+    user: Layer | None = None,
+    problems: Sequence[str] = (),
+    in_python: bool = False,
 ) -> Config:
     values, checks = values_of(Config, layers, problems), (validate_training, row.validate)
-    return build(Config, values, row.foreign, checks, recipe=recipe, algorithm=row.name, user_file=user or {})
+    top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
+    return build(Config, values, row.foreign, checks, **top)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------

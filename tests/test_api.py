@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf import api
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.api import make_trainer
+from rlhf.api import make_trainer, scan
 from rlhf.callbacks.base import Callback
-from rlhf.config import make_config
-from rlhf.run.python_run import OF_THE_SCRIPTS
-from rlhf.utils.errors import UserError
+from rlhf.config import make_config, parse_cli
+from rlhf.rewards.call import BadScore
+from rlhf.run.python_run import OF_A_FOLDER, OF_THE_SCRIPTS
+from rlhf.utils.errors import RunError, UserError
 
 
 def words(completions):
@@ -155,6 +158,104 @@ def test_settings_that_only_the_scripts_use_are_refused(config, settings):
     ]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"resume": True}, {"overwrite": True}, {"record_tokens": True}, {"push_to_hub": "me/model"},
+     {"use_lora": True, "merge_lora": True}, {"rollback_on_kl": True, "save_every": 1, "keep": 5}],
+)  # fmt: skip
+def test_settings_about_files_are_refused_without_a_folder(config, settings):
+    given = config(**settings)
+    with pytest.raises(UserError, match=r"without a run folder has no .*\. Add output=") as refused:
+        make_trainer(given, ["a cat?"], [words])
+    assert [name for name in OF_A_FOLDER if f"make_config({name}=)" in str(refused.value)] == [
+        name for name in OF_A_FOLDER if name in settings
+    ]
+
+
+# --- what a flag refuses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], ["much"], [True], {1.0}])
+@pytest.mark.parametrize("output", [None, "run"])
+def test_weights_that_the_flag_refuses_are_refused(config, tmp_path, weights, output):
+    for use in (make_trainer, scan):
+        more = {"output": tmp_path / output} if output and use is make_trainer else {}
+        with pytest.raises(UserError, match=r"reward_weights is .*: reward_weights=\. "):
+            use(config(), ["a cat?"], [words], reward_weights=weights, **more)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(("score", "weight"), [(1.0, 1e10), (1e9, 2.0), (-1e5, 1e300)])
+def test_weighted_score_that_is_too_large_ends_an_evaluation_and_skips_an_update(config, score, weight):
+    trainer = make_trainer(config(), ["a cat?"], [lambda completions: [score] * len(completions)], [weight])
+    with pytest.raises(BadScore, match=r"the weighted sum .* is not a number of at most 1e\+09: .* x <lambda>, compl"):
+        trainer.evaluate()
+    assert trainer.update_step(1) == {"updates/skipped": 1.0}
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, lambda scores: dict.fromkeys(scores).keys(), dict.fromkeys])
+def test_scores_without_an_order_are_refused(config, kind):
+    def unordered(completions):
+        return kind(float(i) for i in range(len(completions)))
+
+    trainer = make_trainer(config(), ["a cat?", "a dog?"], [unordered])
+    with pytest.raises(RunError, match=r"expected 2 scores, got .*, which is not a list: reward function 'unordered'"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("argument", ["rewards", "eval_functions"])
+@pytest.mark.parametrize("functions", [{words}, {"words": words}, frozenset([words])])
+def test_functions_without_an_order_are_refused(config, argument, functions):
+    with pytest.raises(UserError, match=rf"not a function: {argument}, .*\. Give functions, nn\.Modules, or names"):
+        make_trainer(config(), ["a cat?"], **{"rewards": [words], argument: functions})
+    if argument == "rewards":
+        with pytest.raises(UserError, match=r"an empty list: rewards\. "):
+            make_trainer(config(), ["a cat?"], [])
+
+
+class Watch:
+    def on_update_end(self, update, metrics):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "line"),
+    [
+        ([Watch], r"a class and not an object: callbacks, Watch\. .*Watch\(\)"),
+        ([Callback], r"a class and not an object: callbacks, Callback\. .*Callback\(\)"),
+        ([words], r"not a function of \(epoch, metrics\): callbacks, <function words"),
+        ([object()], r"no event method: callbacks, <object"),
+        (Watch(), r"not a list: callbacks, <.*Watch"),
+        ({Watch()}, r"not a list: callbacks, \{<"),
+        (None, r"not a list: callbacks, None"),
+    ],
+)
+def test_callbacks_that_cannot_be_called_are_refused_before_models_are_loaded(config, monkeypatch, callbacks, line):
+    monkeypatch.setattr(api, "load_inputs", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(UserError, match=line):
+        make_trainer(config(), ["a cat?"], [words], callbacks=callbacks)
+
+
+def test_callback_without_methods_of_its_own_is_accepted(config):
+    make_trainer(config(num_iterations=1), ["a cat?"], [words], callbacks=(Callback(), print)).train()
+
+
+@pytest.mark.parametrize("none", ["none", None])
+def test_reward_model_may_be_unset_if_rewards_are_given(config, none):
+    unset = config(rm_model=none)
+    assert str(make_trainer(unset, ["a cat?"], [words]).rewards) == "1 x words"
+    scan(unset, ["a cat?"], [words])
+    for use in (make_trainer, scan):
+        with pytest.raises(
+            UserError, match=r"no reward model and no reward function: rewards\. Pass rewards= to make_tr"
+        ):
+            use(unset, ["a cat?"])
+    with pytest.raises(UserError, match=r"no reward model and no reward function: --rm-model none\. Give one of them"):
+        parse_cli(["--rm-model", "none"])
+    with pytest.raises(UserError, match=r"2 weights for 0 rewards: --reward-weights\. Remove it"):
+        config(rm_model=none, reward_weights=[1, 2])
+
+
 def test_train_refuses_arguments_and_names_their_setting(config):
     trainer = make_trainer(config(), ["a cat?"], [words])
     with pytest.raises(UserError, match=r"train\(\) takes no arguments: prompts, num_epochs, callbacks\. ") as caught:
@@ -214,8 +315,6 @@ def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress):
     trainer = make_trainer(config(**settings), ["a cat?", "a dog?"], [words], progress=progress)
     trainer.train()
     assert "times its target. Beta was doubled to" in capsys.readouterr().out and trainer.kl_coef >= 1.0
-    with pytest.raises(UserError, match=r"a rollback needs checkpoints: rollback_on_kl\. Add output="):
-        make_trainer(config(rollback_on_kl=True, save_every=1, keep=5), ["a cat?"], [words])
 
 
 def test_an_error_is_one_line_in_a_notebook():

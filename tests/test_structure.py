@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     *("utils", "distributed", "settings", "checkpoints", "algorithms.table", "config"),  # the table imports utils only
     *("data", "models", "rollout", "rewards", "algorithms"),
-    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "console", "commands", "__main__"),
+    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
 ]
 SCRIPTS = ("train_ppo", "train_grpo", "train_rloo", "evaluate_generations", "plot_training_progress", "compare_runs")
 PACKAGE = ROOT / "rlhf"

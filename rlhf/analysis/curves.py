@@ -22,8 +22,6 @@ from rlhf.utils.files import atomic_write
 
 FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
 LARGEST_RECORD = 1 << 16  # bytes; a scalar needs less than 1,000, so a longer length field is damaged
-# tag of an earlier version -> current tag
-RENAMED_TAGS = {"reply/length": "completions/mean_length", "reply/eos_rate": "completions/eos_rate"}
 COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds", "group")
 
 
@@ -33,7 +31,7 @@ class Curve:
 
     updates: np.ndarray  # ascending; update 0 is the evaluation of the start model
     values: np.ndarray  # in the scalar's unit; nan and inf are kept
-    seconds: np.ndarray  # since the run's first point, without pauses between sessions
+    seconds: np.ndarray  # of training since the run's first point, without pauses between sessions
 
     @property
     def finite(self) -> np.ndarray:
@@ -143,20 +141,27 @@ def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
 
 
 def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], list[str]]:
-    """Returns all scalars of a folder of event files by current tag, and one remark per file with unreadable data.
+    """Returns all scalars of a folder of event files by tag, and one remark per file with unreadable data.
 
-    No point is left out. A resumed run has one file per session.
+    No point is left out. A resumed run has one file per session. The times of the events are those of
+    `RunLog.training_time`, which continues in the next session.
     """
     sessions, remarks = [], []
-    for file in sorted(logs.glob("*tfevents*")):
+    for file in sorted(logs.glob("*tfevents*"), key=_session_of):
         events, unread = _read_file(file)
         sessions.append(events)
         if unread:
             remarks.append(_remark(file, events, unread, running))
     points = _Points()
-    for events in sorted(filter(None, sessions), key=lambda events: events[0].wall_time):
+    for events in sessions:
         points.add_session(events)
     return points.curves(), remarks
+
+
+def _session_of(file: Path) -> tuple[int, str]:
+    """Returns the sort key of an event file: the number of its session, with which TensorBoardLog ends its name."""
+    number = file.suffix[1:]
+    return (int(number) if number.isdecimal() else 0), file.name
 
 
 def _read_file(file: Path) -> tuple[list[Event], int]:
@@ -188,11 +193,10 @@ class _Points:
     """The points by tag after the events so far. Later events replace earlier ones."""
 
     def __init__(self):
-        self.by_tag: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, seconds
+        self.by_tag: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, time
 
     def add_session(self, events: Sequence[Event]) -> None:
-        """Adds one file's events. Its time continues from the last point before its first update."""
-        offset = None  # seconds to subtract from the wall clock
+        """Adds one file's events."""
         for event in events:
             if event.session_log.status == SessionLog.START:
                 for points in self.by_tag.values():
@@ -200,28 +204,17 @@ class _Points:
             for value in event.summary.value:
                 if not value.HasField("simple_value"):
                     continue
-                if offset is None:
-                    offset = self._offset(events[0].wall_time, event)
-                points = self.by_tag[RENAMED_TAGS.get(value.tag, value.tag)]
+                points = self.by_tag[value.tag]
                 _cut(points, event.step)
-                points.append((event.step, value.simple_value, event.wall_time - offset))
-
-    def _offset(self, opened: float, first: Event) -> float:
-        """Returns the time offset of the session whose file was `opened` at this wall-clock time."""
-        if not any(self.by_tag.values()):
-            return first.wall_time
-        return opened - max(
-            (s for points in self.by_tag.values() for u, _, s in points if u < first.step), default=0.0
-        )
+                points.append((event.step, value.simple_value, event.wall_time))
 
     def curves(self) -> dict[str, Curve]:
-        curves = {}
-        for tag, points in self.by_tag.items():
-            if points:
-                updates, values, seconds = zip(*points, strict=True)
-                rising = np.maximum.accumulate(np.array(seconds))  # in case the clock was set back
-                curves[tag] = Curve(np.array(updates), np.array(values, dtype=float), rising)
-        return curves
+        known = {tag: list(zip(*points, strict=True)) for tag, points in self.by_tag.items() if points}
+        start = min((times[0] for _, _, times in known.values()), default=0.0)
+        return {
+            tag: Curve(np.array(updates), np.array(values, dtype=float), np.array(times) - start)
+            for tag, (updates, values, times) in known.items()
+        }
 
 
 def _cut(points: list[tuple[int, float, float]], update: int) -> None:

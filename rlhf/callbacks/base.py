@@ -30,8 +30,7 @@ class Callback:
     def on_update_skipped(self, update: int, rollout: Rollout, batch: Experience | None, reason: SkipUpdate) -> None:
         """Called instead of on_update_end if the rest of an update is skipped.
 
-        `batch` is None if the update was skipped before its advantages were computed. If a callback has `on_drop`, the
-        old name of this method, that method is called.
+        `batch` is None if the update was skipped before its advantages were computed.
         """
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

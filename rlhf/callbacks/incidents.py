@@ -56,8 +56,8 @@ def save_incident(
             "columns": p.example.columns,
             "conversational": p.example.conversational,
             "prompt_ids": list(p.ids),
-            "reply": text,
-            "reply_ids": ids,
+            "completion": text,
+            "completion_ids": ids,
         }
         for p, text, ids in zip(rollout.prompts, rollout.texts, completions.rows(), strict=True)
     ]
@@ -118,7 +118,7 @@ class Incident:
         prompts = [Prompt(tuple(row["prompt_ids"]), _example(row)) for row in self.rows]
         pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
         width = self.tensors["logprobs"].shape[1]
-        ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
+        ids = [row["completion_ids"] + [eos] * (width - len(row["completion_ids"])) for row in self.rows]
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
         completions = Completions.of(
@@ -126,7 +126,7 @@ class Incident:
             allowed_tokens=tensors.get("nucleus"),
         )  # fmt: skip
         return Rollout(
-            completions, prompts, [row["reply"] for row in self.rows],
+            completions, prompts, [row["completion"] for row in self.rows],
             tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
         )  # fmt: skip
 

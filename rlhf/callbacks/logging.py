@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
         **({"metrics that training never sees": unseen} if unseen else {}),
         f"KL{' and its target' if target else ''}, nats per {per}": [KL_METRICS[per], *target],
         "entropy, nats per token": ["policy/entropy"],
-        "completion length, tokens": ["completions/mean_length", "eval/reply_length"],
+        "completion length, tokens": ["completions/mean_length", "eval/length"],
     }
 
 
@@ -46,8 +47,9 @@ class TensorBoardLog(Callback):
     """Writes every metric to TensorBoard, the settings, and some samples of every evaluation. The x axis counts
     updates."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.done, self.trainer = folder, 0, None
+    def __init__(self, folder: Path, time_of_event: Callable[[], float]):
+        """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
+        self.folder, self.done, self.trainer, self.time_of_event = folder, 0, None, time_of_event
 
     def on_train_begin(self, trainer):
         self.done, self.trainer = trainer.state.global_step, trainer
@@ -58,25 +60,29 @@ class TensorBoardLog(Callback):
         settings = flat_settings(to_dict(trainer.config))
         first = ("recipe", "algorithm")
         rows = [[name, as_text(settings[name])] for name in dict.fromkeys((*first, *settings))]
-        self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done)
+        self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done, self.time_of_event())
 
     @cached_property
     def writer(self) -> SummaryWriter:
         """The writer. After a resume `purge_step` hides what the interrupted session logged after its last
         checkpoint, because these updates are trained again."""
         purge_step = self.done + 1 if self.done else None
-        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=purge_step)
+        # the order of the files: the times in their names do not give it if the clock was set back
+        session = f".{len(list(self.folder.glob('*tfevents*')))}"
+        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=purge_step, filename_suffix=session)
 
     def on_update_done(self, update):
         self.writer.flush()  # before the checkpoint: a resumed run does not log earlier updates again
 
     def on_update_end(self, update, metrics):
+        time_of_event = self.time_of_event()
         for name, value in metrics.items():
-            self.writer.add_scalar(name, value, update)
+            self.writer.add_scalar(name, value, update, time_of_event)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.writer.add_text("dropped", markdown(str(reason)), update)
-        self.writer.add_scalar("updates/dropped", self.trainer.progress.skipped, update)
+        time_of_event = self.time_of_event()
+        self.writer.add_text("skipped", markdown(str(reason)), update, time_of_event)
+        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, time_of_event)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -85,7 +91,7 @@ class TensorBoardLog(Callback):
         width = columns.index("kl")  # in a wider table TensorBoard breaks the numbers
         drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)
         some = [rows[i * evaluation.samples][:width] for i in drawn]
-        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update)
+        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update, self.time_of_event())
 
     def on_train_end(self):
         self.close()
@@ -132,7 +138,7 @@ class ProgressLine(Callback):
             f"evaluation after update {evaluation.update}: score {metrics['eval/score']:+.2f}, "
             f"KL {kl_text(metrics['eval/kl_divergence'], 'sequence')}, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
-            f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
+            f"length {metrics['eval/length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
             + "".join(f", {name} {shown(figures)}" for name, figures in evaluation.figures.items())
         )
         self.screen.facts(self.example_of(evaluation))

@@ -14,7 +14,7 @@ from rlhf.utils.files import json_ready, write_text
 class MetricsFile(Callback):
     """Writes the metrics of every update and evaluation, by TensorBoard tag, with the number of the `update`.
 
-    A number that is not finite is null. A skipped update has `updates/dropped` and the reason, `dropped`.
+    A number that is not finite is null. A skipped update has `updates/skipped` and the reason, `skipped`.
     """
 
     def __init__(self, file: Path):
@@ -46,7 +46,7 @@ class MetricsFile(Callback):
         self.write(update, metrics)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.write(update, {"updates/dropped": float(self.progress.skipped), "dropped": str(reason)})
+        self.write(update, {"updates/skipped": float(self.progress.skipped), "skipped": str(reason)})
 
     def on_evaluation(self, evaluation):
         self.write(evaluation.update, evaluation.metrics())

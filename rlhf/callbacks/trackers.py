@@ -168,7 +168,7 @@ class Trackers(Callback):
         self._each(lambda tracker: tracker.log(metrics, self.trainer.state))
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        skipped = {"updates/dropped": float(self.trainer.progress.skipped)}
+        skipped = {"updates/skipped": float(self.trainer.progress.skipped)}
         self._each(lambda tracker: tracker.log(skipped, self.trainer.state))
 
     def on_evaluation(self, evaluation):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from rlhf.checkpoints import replacing
-from rlhf.checkpoints.run_record import RUN_FILE, read_json
+from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
@@ -144,7 +146,7 @@ def folders_of(output: str, seeds: Sequence[int] | None) -> list[str]:
 def require_unused(folder: Path) -> None:
     """Raise UserError if a live process has a run in `folder`."""
     if (folder / LOCK_FILE).exists():
-        lock_run(folder).close()
+        _lock(folder).close()
 
 
 def is_in_use(folder: Path) -> bool:
@@ -157,13 +159,25 @@ def is_in_use(folder: Path) -> bool:
 
 
 def lock_run(folder: Path) -> IO[bytes]:
-    """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it."""
-    lock = system.lock(folder / LOCK_FILE)
+    """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it.
+
+    The process writes its number into the locked file, because its run.json does not exist yet.
+    """
+    lock = _lock(folder)
+    lock.truncate(0)
+    lock.write(f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode())
+    lock.flush()
+    return lock
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """Lock a run's folder as `lock_run`, and write nothing."""
+    file = folder / LOCK_FILE
+    lock = system.lock(file)
     if lock is None:
-        facts = read_json(folder) or {}
+        owner = file.read_text(encoding="utf-8", errors="replace").strip() or "started a moment ago"
         raise UserError(
-            f"the folder is in use by a running process (PID {facts.get('pid', 'unknown')}, started "
-            f"{facts.get('started', 'unknown')}): --output {folder}. Stop that process, or use another folder with "
-            "--output"
+            f"the folder is in use by a running process ({owner}): --output {folder}. Stop that process, or use "
+            "another folder with --output"
         )
     return lock

@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +59,11 @@ class RunLog:
     def seconds(self) -> float:
         """Return the seconds of training, in this session and those before it."""
         return self.seconds_before + time.monotonic() - self.started_at
+
+    def training_time(self) -> float:
+        """Return the start of the run plus `seconds`, as a Unix time. It passes only while the run trains, and no
+        change of the clock affects it."""
+        return datetime.fromisoformat(self.record.started).timestamp() + self.seconds()
 
     def __enter__(self) -> RunLog:
         return self

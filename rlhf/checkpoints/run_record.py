@@ -20,7 +20,7 @@ from rlhf.utils.files import write_json
 from rlhf.utils.paths import same_value
 
 RUN_FILE = "run.json"
-FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
+FORMAT = 3  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_format", "record_every", "record_prompts", "sweep", "print_json"),
@@ -28,7 +28,6 @@ RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned
-RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its current name
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
@@ -42,7 +41,7 @@ class Plan:
     updates: int
     episodes: int
     optimizer_steps: int
-    reply_tokens_at_most: int
+    completion_tokens_at_most: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Spent:
     updates: int
     episodes: int
     optimizer_steps: int
-    reply_tokens: int
+    completion_tokens: int
     resampled_episodes: int = 0  # of the episodes, those that dynamic sampling drew
 
 
@@ -185,19 +184,10 @@ class RunRecord:
 def _from_json(facts: dict[str, Any]) -> RunRecord:
     """Return the record with these keys. Raises ValueError with the name of a missing or invalid key."""
     run = _build(RunRecord, facts)
-    run = replace(run, settings=_with_todays_names(run.settings))
     if not isinstance(run.settings.get("recipe"), str):
         raise ValueError("settings.recipe")
     names = {"format", *(f.name for f in fields(RunRecord))}
     return replace(run, unknown={name: value for name, value in facts.items() if name not in names} or None)
-
-
-def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings, with the names of older versions replaced by the current ones."""
-    renamed = {g: {RENAMED.get(n, n): v for n, v in s.items()} for g, s in settings.items() if isinstance(s, dict)}
-    if renamed.get("kl", {}).get("kl_target", "") is None and renamed["kl"].get("kl_schedule") == "adaptive":
-        renamed["kl"]["kl_target"] = ["6/sequence"]  # the default target of older versions
-    return settings | renamed
 
 
 def _build(kind: type, facts: dict[str, Any], path: str = "") -> Any:

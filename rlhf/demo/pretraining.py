@@ -138,7 +138,7 @@ def pretrain(
     Runs `plan.steps` optimizer steps on `plan.batch` new examples each, first good completions, then the mixture. The
     loss covers only the assistant's tokens. Weights are stored in bfloat16 and load as float32.
     """
-    start = time.time()
+    start = time.monotonic()
     torch.manual_seed(seed)
     texts = [text for row in itertools.islice(plan.corpus(seed + 1, True), 20_000) for text in row]
     tokenizer = build_tokenizer(texts + ["user", "assistant", "system"] * 2000, plan.vocabulary)
@@ -156,7 +156,7 @@ def pretrain(
         optimizer.zero_grad()
         recent = loss.item() if step == 1 else 0.98 * recent + 0.02 * loss.item()
         if step % 200 == 0 or step == plan.steps:
-            report(f"step {step}/{plan.steps}  loss {recent:.3f} nats/token  {time.time() - start:.0f} s")
+            report(f"step {step}/{plan.steps}  loss {recent:.3f} nats/token  {time.monotonic() - start:.0f} s")
     save_start_model(model, tokenizer, folder)
     return Path(folder)
 
@@ -187,8 +187,8 @@ def rebuild_command(plan: Pretraining, weights: Path, module: str, argv: list[st
     parser.add_argument("--folder", default=weights, help="output folder (default: the shipped weights)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    start = time.time()
+    start = time.monotonic()
     # one summation order, so that the same seed gives the same weights; a second thread is hardly faster
     torch.set_num_threads(1)
     pretrain(plan, args.folder, seed=args.seed)
-    print(f"rebuilt {args.folder} in {time.time() - start:.0f} s")
+    print(f"rebuilt {args.folder} in {time.monotonic() - start:.0f} s")

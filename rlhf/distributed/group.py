@@ -25,6 +25,8 @@ T = TypeVar("T")
 class LostProcess(RunError):
     """Another process of the run has ended without reporting an error, or does not answer."""
 
+    at_once = True  # the launcher may end this process within a tenth of a second
+
 
 def _exchange(operation: Callable[[], T]) -> T:
     """Return the result of a collective operation. Raises LostProcess if it fails."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import socket
+import threading
+from types import FrameType
 
 from rlhf.distributed import group
+from rlhf.utils import processes
 from rlhf.utils.errors import UserError
 from rlhf.utils.processes import connected, is_first, launched, rank, size
 from rlhf.utils.system import connect_by_loopback
@@ -100,6 +104,7 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     on_gpu = torch.cuda.is_available()
     _connect(rank(), size(), timeout_s, on_gpu)
     _hide_from_libraries()
+    _report_sigterm()
     _check_devices(on_gpu)
 
 
@@ -110,16 +115,20 @@ def launched_on_one_machine() -> bool:
 
 def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
-    both = on_gpu and distributed.is_nccl_available()
+    both, timeout = on_gpu and distributed.is_nccl_available(), datetime.timedelta(seconds=timeout_s)
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         socket.getaddrinfo(host, port)  # torch would try again and again until the timeout
+        processes.store, _, _ = next(rendezvous("env://", number, count, timeout=timeout))
+        processes.store.set_timeout(timeout)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",  # small objects are exchanged by gloo, gradients by NCCL
+            store=distributed.PrefixStore("group", processes.store),
             rank=number,
             world_size=count,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(
@@ -127,6 +136,28 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
             f"{socket.gethostname()}. Check that the address is that of the first machine, that "
             f"the port is free, and that all {count} processes were started"
         ) from None
+
+
+def _report_sigterm() -> None:
+    """Print a line before a SIGTERM ends this process, if no process of the run has printed why the run ends.
+
+    If a process is killed, the launcher sends SIGTERM to the others at once. In training, GracefulStop receives it.
+    """
+    mine = os.getpid()
+
+    def report_and_end(number: int, _: FrameType | None) -> None:
+        if os.getpid() == mine and processes.is_first_to_report():  # processes that this one started have it, too
+            line = (
+                f"{processes.process_prefix()}error: ended by SIGTERM, which a launcher sends if another process has "
+                f"ended: process {rank()} of {size()}. Start all again, with --resume if the run has a checkpoint\n"
+            )
+            os.write(2, line.encode())  # print() could be interrupted by itself
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    in_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, report_and_end)
 
 
 def _hide_from_libraries() -> None:
@@ -153,3 +184,4 @@ def leave() -> None:
         from torch import distributed
 
         distributed.destroy_process_group()
+        processes.store = None

@@ -140,7 +140,7 @@ SPENT = {
     "episodes": ("episodes", "{:,.0f}".format),
     "updates": ("updates", "{:,.0f}".format),
     "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
-    "reply_tokens": ("completion tokens", "{:,.0f}".format),
+    "completion_tokens": ("completion tokens", "{:,.0f}".format),
     "seconds": ("training time", clock),
     "peak_memory_gib": ("peak memory (GiB)", "{:.2f}".format),
 }

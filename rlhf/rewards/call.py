@@ -9,7 +9,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
@@ -102,9 +102,10 @@ def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]
 
 
 def _plain(scores: Any) -> Any:
-    """Convert NumPy and torch numbers to Python numbers, and any iterable except text to a list."""
+    """Convert NumPy and torch numbers to Python numbers, and any iterable to a list. Text, mappings and sets, whose
+    order means nothing, are returned as they are."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, dict)):
+    if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, Mapping, Set)):
         return [score.item() if hasattr(score, "item") else score for score in scores]
     return scores
 

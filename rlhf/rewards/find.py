@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,9 @@ def find_rewards(config: Config) -> RewardSources:
 
 
 def as_list(functions: Functions) -> list[Given]:
-    """Return what was given in Python as a list: one or several functions."""
-    one = callable(functions) or isinstance(functions, str) or not isinstance(functions, Iterable)
+    """Return what was given in Python as a list: one or several functions. A set is refused as one that cannot be
+    called: it has no order, in which weights would apply."""
+    one = callable(functions) or isinstance(functions, str) or not isinstance(functions, Sequence)
     return [functions] if one else list(functions)
 
 

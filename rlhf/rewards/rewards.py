@@ -25,7 +25,7 @@ from rlhf.rewards.arguments import (
     required_columns,
     weighted_sum,
 )
-from rlhf.rewards.call import call_function
+from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError
@@ -64,9 +64,11 @@ class Rewards:
             names: one per function, for metrics and messages; None: the functions' own names.
             kind: what the functions are called in messages.
         """
-        if not functions or (weights is not None and len(weights) != len(functions)):
+        if not functions:
+            raise UserError("an empty list: rewards. Give at least one function, module or name")
+        if weights is not None and len(weights) != len(functions):
             raise UserError(
-                f"{len(weights or [])} weights for {len(functions)} reward functions: rewards. Give one per function"
+                f"{len(weights)} weights for {len(functions)} reward functions: rewards. Give one per function"
             )
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
@@ -96,8 +98,8 @@ class Rewards:
         """Return the scores of completions.
 
         Raises RunError with the function's name and the completion if a function raises, exceeds its time limit or
-        returns the wrong number of scores. Raises BadScore for a score that is not finite or too large, so that it
-        never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
+        returns the wrong number of scores. Raises BadScore for a score or a weighted sum that is not finite or too
+        large, so that it never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
 
         Args:
             prompts: one per completion.
@@ -107,7 +109,14 @@ class Rewards:
         """
         log = RewardLog(len(texts))
         given = self.scores_by_function(prompts, texts, ids, ended, log=log)
-        return RewardScores(self.weighted(given), given, log.extra, log.metrics)
+        total = self.weighted(given)
+        for value, text in zip(total, texts, strict=True):
+            if value is not None and not abs(value) <= MAX_ABS_SCORE:
+                raise BadScore(
+                    f"the weighted sum {value:g} is not a number of at most {MAX_ABS_SCORE:g}: {self}, completion "
+                    f"{text!r:.80}. Use smaller weights"
+                )
+        return RewardScores(total, given, log.extra, log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it."""

@@ -120,6 +120,11 @@ class Completions(TokenBatch):
         return by_tokens(rows, self.prompt_lengths, self.completion_lengths, self.groups, processes)
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens in all completions, EOS included."""
+        return sum(self.completion_lengths)
+
+    @property
     def lengths(self) -> Tensor:
         """Number of completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)

@@ -15,7 +15,7 @@ from rlhf.callbacks.kl import attach_kl_control
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine
 from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
-from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.run_record import RunRecord, flat_settings
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
@@ -25,13 +25,15 @@ from rlhf.run.figures import results_of
 from rlhf.run.resume import prepare_resume, resume_run
 from rlhf.run.resume_checks import is_extended, with_choices_of
 from rlhf.run.train import attached, finish, start_run
-from rlhf.settings.fields import replaced
+from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components
 from rlhf.setup.inputs import check_export, check_run_folder
+from rlhf.setup.load_inputs import given_weights
 from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
+from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
@@ -51,6 +53,17 @@ OF_THE_SCRIPTS = {
     "seeds": "Make one trainer per seed, with make_config(seed=) and its own output",
     "sweep": "Make one trainer per combination, each with its own output",
     "parallel": "Start one program per run",
+}
+
+
+# settings about the files of a run folder -> what they need
+OF_A_FOLDER = {
+    "resume": "run to resume",
+    "overwrite": "files to replace",
+    "rollback_on_kl": "checkpoints",
+    "record_tokens": "files for tokens",
+    "merge_lora": "saved adapter",
+    "push_to_hub": "model to upload",
 }
 
 
@@ -74,16 +87,31 @@ def recorded(
                 "Use critic='separate', or the reward model of the configuration"
             )
         settings |= {"rm_model": None, "reward_func": tuple(map(name_in_settings, as_list(rewards)))}
-        settings["reward_weights"] = None if reward_weights is None else tuple(map(float, reward_weights))
+        settings["reward_weights"] = given_weights(reward_weights)
     if eval_functions is not None:
         settings["eval_func"] = tuple(map(name_in_settings, as_list(eval_functions)))
     return replace(replaced(config, **settings), in_python=True)
 
 
-def check_settings(config: Config) -> None:
-    """Raise UserError for settings that only the scripts use, because a trainer would ignore them."""
-    given = [name for name in OF_THE_SCRIPTS if getattr(config.run, name)]
-    raise_if([f"only the scripts use {name}: make_config({name}=). {OF_THE_SCRIPTS[name]}" for name in given])
+def check_given(config: Config, callbacks: Sequence = (), without_folder: bool = False) -> None:
+    """Raise UserError for settings that would be ignored: those that only the scripts use, and in a trainer
+    `without_folder` those about the files of a run. Also raises it for what is not a list of callbacks."""
+    values = flat_settings(to_dict(config))
+    problems = [
+        f"only the scripts use {name}: make_config({name}=). {fix}"
+        for name, fix in OF_THE_SCRIPTS.items()
+        if values[name]
+    ]
+    problems += [
+        f"a trainer without a run folder has no {what}: make_config({name}=). Add output='./folder' to make_trainer()"
+        for name, what in OF_A_FOLDER.items()
+        if without_folder and values[name]
+    ]
+    raise_if(problems)
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"not a list: callbacks, {callbacks!r:.60}. Give a list of objects")
+    for callback in callbacks:
+        check_callback(callback)
 
 
 def prepared(config: Config, screen: Screen) -> Config:
@@ -123,8 +151,6 @@ def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator
 def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
     """Attach the callbacks of a trainer that writes no files: progress, KL control and the warnings of a run."""
     config, controller = trainer.config, kl_controller(trainer.config, trainer.updates)
-    if config.run.rollback_on_kl:
-        raise UserError("a rollback needs checkpoints: rollback_on_kl. Add output='./folder' to make_trainer()")
     if is_first():
         if progress:
             trainer.add_callback(ProgressLine(trainer, screen, controller))
@@ -141,8 +167,8 @@ def in_folder(
     config, shown = trainer.config, screen if progress else Screen(quiet=True)
     with (
         screen,
+        GracefulStop(screen.say) as stop,  # until run.json is written
         start_run(config, components, trainer.updates, screen, pass_rates) as log,
-        GracefulStop(screen.say) as stop,
         Trackers(config, screen, log.record.id) as trackers,
     ):
         if not config.run.resume:

@@ -159,7 +159,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         updates=trainer.updates,
         episodes=trainer.episodes,
         optimizer_steps=trainer.progress.optimizer_steps,
-        reply_tokens=trainer.progress.reply_tokens,
+        completion_tokens=trainer.progress.completion_tokens,
         resampled_episodes=trainer.progress.resampled_episodes,
     )
     log.add(figures=figures, spent=spent)

@@ -72,8 +72,8 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     agree(lambda: check_start(config, components))
     with (
         screen,
+        GracefulStop(screen.say) as stop,  # until run.json is written
         start_run(config, components, updates, screen, pass_rates) as log,
-        GracefulStop(screen.say) as stop,
         Trackers(config, screen, log.record.id) as trackers,
     ):
         trainer = agree(lambda: build_trainer(config, components))
@@ -157,7 +157,7 @@ def attach_callbacks(
         functions.printed = printed_file(output)
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
     if is_first():
-        for callback in writers(trainer, config, screen, controller):
+        for callback in writers(trainer, config, log, screen, controller):
             if progress or not isinstance(callback, ProgressLine):
                 trainer.add_callback(callback)
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
@@ -169,12 +169,14 @@ def attach_callbacks(
     trainer.add_callback(checkpoints)
 
 
-def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: KLController) -> list[Callback]:
+def writers(
+    trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, controller: KLController
+) -> list[Callback]:
     """Return the callbacks that only print and write files, so that one process needs them."""
     output, tokenizer = Path(config.run.output), trainer.processing_class
     tokens = TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
     return [
-        TensorBoardLog(output / "logs"),
+        TensorBoardLog(output / "logs", log.training_time),
         MetricsFile(output / METRICS_LOG),
         Samples(output / SAMPLES_FOLDER, trainer.evaluation_prompts, tokenizer),
         *([tokens] if config.record.record_tokens else []),

@@ -19,7 +19,7 @@ LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio", "mlflow")
-EVAL_METRICS = ("score", "kl_divergence", "perplexity", "reply_length", "eos_rate")  # eval/NAME of every evaluation
+EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
@@ -769,6 +769,13 @@ class Config(Command):
 
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
+
+    def most_episodes(self, updates: int) -> int:
+        """Return the largest number of episodes of a run of `updates`, with those that --dynamic-sampling may draw."""
+        batch, goal = self.episodes_per_update, self.run.episodes
+        most = updates * batch * (1 + self.group.dynamic_sampling)
+        # after `goal` episodes no update starts and nothing is drawn; groups are whole
+        return most if goal is None else min(most, (goal - 1) // self.group_size * self.group_size + batch)
 
     def resolved(self) -> Config:
         """Return the configuration with minibatches and a micro-batch size in place of accumulation steps."""

@@ -191,7 +191,7 @@ def _rewards(config: Config) -> list[str]:
             "the reward model is not loaded in 4 bits: --critic reward-model with --load-in-4bit. Remove one of them, "
             "or use --critic separate"
         )
-    if not learned and not rules:
+    if not learned and not rules and not config.in_python:  # make_trainer() may receive them
         problems.append(
             "no reward model and no reward function: --rm-model none. Give one of them (--rm-model, --reward-func)"
         )
@@ -201,10 +201,9 @@ def _rewards(config: Config) -> list[str]:
             "larger --batch-size"
         )
     if weights is not None and len(weights) != learned + len(rules):
-        problems.append(
-            f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
-            f"Give one for each, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
-        )
+        named = [*(["reward model"] if learned else []), *rules]
+        fix = f"Give one for each, in this order: {', '.join(named)}" if named else "Remove it: there are no rewards"
+        problems.append(f"{len(weights)} weights for {len(named)} rewards: --reward-weights. {fix}")
     return problems
 
 

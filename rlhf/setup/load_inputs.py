@@ -26,6 +26,7 @@ from rlhf.rewards.checks import check_reward_folder
 from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
+from rlhf.settings.fields import convert, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.setup.shape import is_packable, weights_of
@@ -89,12 +90,18 @@ def load_inputs(
         raise UserError(f"bitsandbytes is not installed: --optim adamw_8bit. Install it with: {pip_install('4bit')}")
     if config.speed.rollout_engine == "vllm":
         require_vllm()
+    if rewards is None and config.model.rm_model is None and not config.reward.reward_func:  # make_config() accepts it
+        raise UserError(
+            "no reward model and no reward function: rewards. Pass rewards= to make_trainer(), or set rm_model or "
+            "reward_func in make_config()"
+        )
     if rewards is None and reward_weights is not None:
         raise UserError(
             "reward_weights without rewards: reward_weights=. Weights of the configured rewards are those of "
             "make_config(reward_weights=)"
         )
-    sources = find_rewards(config) if rewards is None else given_rewards(config, rewards, reward_weights)
+    weights = given_weights(reward_weights)
+    sources = find_rewards(config) if rewards is None else given_rewards(config, rewards, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
@@ -107,6 +114,11 @@ def load_inputs(
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
     return RunInputs(start, sets, sources, watched)
+
+
+def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Return the weights of reward functions given in Python. Raises UserError for what --reward-weights refuses."""
+    return convert(settings_of(Config)["reward_weights"], weights, "reward_weights=")
 
 
 def find_start_model(config: Config, flag: str) -> StartModel:

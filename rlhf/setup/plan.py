@@ -155,7 +155,7 @@ def budget_line(config: Config, updates: int) -> str:
         more = f"; dynamic sampling may draw up to {draws * plan.episodes:,} more"
     line = (
         f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
-        f"{plan.optimizer_steps:,} optimizer steps, at most {plan.reply_tokens_at_most:,} completion tokens"
+        f"{plan.optimizer_steps:,} optimizer steps, at most {plan.completion_tokens_at_most:,} completion tokens"
     )
     return "; ".join([line, *config.meanings])
 
@@ -293,5 +293,5 @@ def budget(config: Config, updates: int) -> Plan:
         updates=updates,
         episodes=episodes,
         optimizer_steps=config.optimizer_steps(updates),
-        reply_tokens_at_most=episodes * config.sampling.max_new_tokens,
+        completion_tokens_at_most=config.most_episodes(updates) * config.sampling.max_new_tokens,
     )

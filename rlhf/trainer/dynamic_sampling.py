@@ -99,7 +99,7 @@ class DynamicSampler:
         self.progress.resampled_episodes += len(rows)
         tokens = sum(rollout.completions.completion_lengths[row] for row in rows)
         self.replaced_tokens += tokens
-        self.progress.reply_tokens += tokens
+        self.progress.completion_tokens += tokens
 
     def _budget_is_spent(self, update: int) -> bool:
         budget, sampled = self.config.run.episodes, update * self.config.episodes_per_update

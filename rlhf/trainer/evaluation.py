@@ -77,7 +77,7 @@ class Evaluation:
             "eval/kl_divergence": fmean(self.kl),
             "eval/kl_divergence/token": sum(self.kl) / sum(self.lengths),
             "eval/perplexity": self.perplexity,
-            "eval/reply_length": fmean(self.lengths),
+            "eval/length": fmean(self.lengths),
             "eval/eos_rate": fmean(self.ended),
             **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
             **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},

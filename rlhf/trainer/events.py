@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from transformers import TrainerCallback
@@ -20,7 +21,6 @@ EVENTS = (
     "on_update_done",
     "on_train_end",
 )
-EARLIER_NAMES = {"on_update_skipped": "on_drop"}  # former names of events; such methods are still called
 
 
 class Events:
@@ -30,26 +30,19 @@ class Events:
         self.callbacks: list[Any] = []
 
     def add(self, callback: Any) -> None:
-        """Add a callback: an object with a method for at least one of EVENTS, or a function (epoch, metrics), which is
-        called at on_epoch_end. Raises UserError for anything else."""
-        if not callable(callback) and not any(
-            hasattr(callback, event) for event in (*EVENTS, *EARLIER_NAMES.values())
-        ):
-            raise UserError(
-                f"callback without an event method: {callback!r:.60}. Define at least one of {', '.join(EVENTS)}"
-            )
+        """Add a callback, as `check_callback` describes it."""
+        check_callback(callback)
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:
-        """Call the method `event`, or its former name, on every callback that has it. If a callback fails in one
-        process, its error is raised in all of them."""
+        """Call the method `event` of every callback that has it. If a callback fails in one process, its error is
+        raised in all of them."""
         agree(lambda: self._call(event, *details))
 
     def _call(self, event: str, *details: Any) -> None:
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
-            earlier = getattr(callback, EARLIER_NAMES.get(event, event), None)
-            method = earlier or getattr(callback, event, callback if is_function else None)
+            method = getattr(callback, event, callback if is_function else None)
             if method is not None:
                 method(*details)
 
@@ -72,6 +65,28 @@ class HostEvents:
     def stopped(self) -> bool:
         """True if a callback has requested the end of the training."""
         return self.host.control.should_training_stop
+
+
+def check_callback(callback: Any) -> None:
+    """Raise UserError if `callback` is neither a TrainerCallback of transformers, nor an object with a method for at
+    least one of EVENTS, nor a function (epoch, metrics), which is called at on_epoch_end."""
+    if is_of_transformers(callback):
+        return
+    if isinstance(callback, type):
+        name = callback.__name__
+        raise UserError(f"a class and not an object: callbacks, {name}. Give an object of it, such as {name}()")
+    if any(hasattr(callback, event) for event in EVENTS):
+        return
+    if not callable(callback):
+        raise UserError(f"no event method: callbacks, {callback!r:.60}. Define at least one of {', '.join(EVENTS)}")
+    try:
+        inspect.signature(callback).bind(1, {})
+    except TypeError:
+        raise UserError(
+            f"not a function of (epoch, metrics): callbacks, {callback!r:.60}. Give it these two parameters"
+        ) from None
+    except ValueError:  # a function in C without a signature
+        return
 
 
 def is_of_transformers(callback: Any) -> bool:

@@ -44,7 +44,7 @@ from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import SkipUpdate, check_finite, require_finite_weights
+from rlhf.trainer.safety import SkipUpdate, check_finite, checked_beta, require_finite_weights
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import is_first
@@ -183,12 +183,12 @@ class OnPolicyLoop:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
-        self.progress.count_update(scores)
+        self.progress.count_update(scores, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.recovery)
         times.append(perf_counter())
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         metrics = rollout_metrics(experience, scores, self.config.group_size, tag)
-        return self.finish_step(update, {**metrics, **stats}, times)
+        return self.finish_step(update, {**metrics, **stats}, times, rollout.completions.tokens)
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
         """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
@@ -203,7 +203,7 @@ class OnPolicyLoop:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        self.progress.count_update(None)
+        self.progress.count_update(None, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.recovery)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
@@ -213,20 +213,18 @@ class OnPolicyLoop:
             )
         self._count(update)
         self._close(update)
-        return {"updates/dropped": float(self.progress.skipped)}
+        return {"updates/skipped": float(self.progress.skipped)}
 
-    def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
-        """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` as
-        in `speed_metrics`."""
-        tokens = int(metrics.pop("completions/tokens"))
-        self.progress.reply_tokens += tokens
+    def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float], tokens: int) -> dict:
+        """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` and
+        `tokens` as in `speed_metrics`."""
         self.update_peak_memory()
         metrics |= {
             **self.resampler.metrics(update, times, tokens),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
-            "updates/dropped": float(self.progress.skipped),
+            "updates/skipped": float(self.progress.skipped),
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
         self._count(update)
@@ -256,8 +254,9 @@ class OnPolicyLoop:
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
-        """Set the beta of the next update. An adaptive KL schedule replaces it after that update."""
-        self.kl_coef = beta
+        """Set the beta of the next update. An adaptive KL schedule replaces it after that update. Raises RunError for
+        what --kl-coef refuses."""
+        self.kl_coef = checked_beta(beta)
 
     def update_peak_memory(self) -> None:
         """Update the peak memory of the run. It is that of the process with the largest."""

@@ -34,7 +34,6 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         "advantage/std": objectives.masked_var(batch.raw_advantages, scored).sqrt(),
         "completions/mean_length": tokens / len(mask),
         "completions/eos_rate": batch.completions.ended.float().mean(),
-        "completions/tokens": tokens,
     }
     if batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,13 @@ def check_finite(**tensors: Tensor | None) -> None:
     ]
     if found:
         raise SkipUpdate(f"NaN or infinity: {', '.join(found)}")
+
+
+def checked_beta(beta: Any) -> float:
+    """Return beta. Raises RunError for a value that --kl-coef refuses."""
+    if not (isinstance(beta, Real) and 0 <= beta < math.inf):  # NaN fails the comparison
+        raise RunError(f"beta is {beta!r:.60}: set_kl_coef(). Give a finite number of at least 0")
+    return float(beta)
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:

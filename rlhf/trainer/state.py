@@ -167,12 +167,12 @@ def _plain(value: Any) -> Any:
 
 def _text_to_json(text: FixedText) -> dict[str, Any]:
     prompts = [list(p.ids) for p in text.prompts]
-    return {"prompts": prompts, "replies": text.completions, "source": text.source, "by_start": text.by_start}
+    return {"prompts": prompts, "completions": text.completions, "source": text.source, "by_start": text.by_start}
 
 
 def _text_from_json(state: dict[str, Any]) -> FixedText:
-    by_start = state.get("by_start", False)  # older checkpoints do not have it; their runs always have a limit
-    return FixedText([ids_alone(ids) for ids in state["prompts"]], state["replies"], state["source"], by_start)
+    prompts = [ids_alone(ids) for ids in state["prompts"]]
+    return FixedText(prompts, state["completions"], state["source"], state["by_start"])
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.processes import is_first, process_prefix, size
 from rlhf.utils.system import keep_ctrl_c
 
+LIBRARIES = ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes")
+ISSUERS = (*LIBRARIES, "torch", "tensorboard", "rlhf")  # modules that issue warnings of libraries
+SHOW_MESSAGES = "RLHF_LIBRARY_MESSAGES"  # 1: programs that import rlhf.api see the messages of libraries
 LINE_EVERY_S = 4  # seconds between progress lines in a file or a pipe: with the step in between, at most 5
 
 
@@ -31,20 +34,45 @@ def quiet_libraries() -> None:
     Call it before the libraries are imported, because bitsandbytes warns at import (on CPUs with bfloat16).
     """
     quiet_imports()
-    if "transformers" in sys.modules:  # the environment variables come too late for libraries that are imported
+    _disable_progress_bars()
+    if "transformers" in sys.modules:
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
-    if "datasets" in sys.modules:
-        import datasets
-
-        datasets.disable_progress_bars()
 
 
 def quiet_imports() -> None:
     """Turn off the messages that the libraries print while they are imported. Imports none of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _set_variables()
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", RLHFWarning)
+    warnings.showwarning = _show_warning
+    threading.excepthook = _thread_excepthook
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def quiet_in_program() -> None:
+    """Turn off the same messages in a program that imports rlhf.api. The variable SHOW_MESSAGES keeps them.
+
+    The program's own configuration is kept: its warnings, its filters, its functions for them, the levels that it has
+    set, and everything that concerns other modules.
+    """
+    if os.environ.get(SHOW_MESSAGES, "") not in ("", "0"):
+        return
+    _set_variables()
+    _disable_progress_bars()
+    if not sys.warnoptions:  # of python -W or PYTHONWARNINGS
+        warnings.filterwarnings("always", category=RLHFWarning, append=True)
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(ISSUERS)})(\.|$)", append=True)
+    for name in LIBRARIES:
+        if logging.getLogger(name).level in (logging.NOTSET, logging.WARNING):  # as the libraries set them
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _set_variables() -> None:
+    """Set the environment variables of libraries that are not imported yet, if the user has not set them."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows has links only in developer mode
@@ -52,12 +80,18 @@ def quiet_imports() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if size() > 1:  # if a process ends, torch prints a C++ stack trace; the error line has the reason
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    warnings.simplefilter("ignore")
-    warnings.simplefilter("always", RLHFWarning)
-    warnings.showwarning = _show_warning
-    threading.excepthook = _thread_excepthook
-    for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _disable_progress_bars() -> None:
+    """Turn off the progress bars of libraries that are imported already: the variables come too late for them."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+    if "datasets" in sys.modules:
+        import datasets
+
+        datasets.disable_progress_bars()
 
 
 def _show_warning(message, category, *_, **__) -> None:

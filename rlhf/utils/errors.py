@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf.utils.processes import connected, is_first, process_prefix
+from rlhf.utils.processes import connected, is_first, is_first_to_report, process_prefix
 
 MAX_PRINTED = 5
 # seconds that the other processes wait for the first one to report the same error, and to end its run
@@ -27,6 +27,7 @@ class UserError(Exception):
 
     exit_status = 2
     by_all = False  # True if all processes of the run raise it (rlhf.distributed.group)
+    at_once = False  # True if another process than the first one prints it without waiting for the first one
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -110,28 +111,30 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     try:
         return main()
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        if is_first_to_report():
+            print(interrupted, file=sys.stderr)
         sys.exit(130)
     except UserError as error:
-        lines, status, by_all = error.report(), error.exit_status, error.by_all
+        lines, status, by_all, at_once = error.report(), error.exit_status, error.by_all, error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file
         lines, status = f"error: {_unexpected_error_line(error)}", RunError.exit_status
-        by_all = getattr(error, "by_all", False)
-    print_error(lines, by_all)
+        by_all, at_once = getattr(error, "by_all", False), False
+    print_error(lines, by_all, at_once)
     sys.exit(status)
 
 
-def print_error(lines: str, by_all: bool) -> None:
+def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
     """Print an error. Of several processes with the same error, `by_all`, only the first one prints it.
 
     If they have not compared their errors, the first one is likely to find the same error. The others print theirs
-    only if the launcher has not ended them some seconds later.
+    only if the launcher has not ended them some seconds later, or `at_once`. Of connected processes, one prints.
     """
-    if not is_first():
+    if not is_first() and not at_once:
         time.sleep(FIRST_REPORTS_S if connected() is None else FIRST_ENDS_S)
         if by_all:
             return
-    print(f"{process_prefix()}{lines}", file=sys.stderr)
+    if is_first_to_report():
+        print(f"{process_prefix()}{lines}", file=sys.stderr)
 
 
 def _unexpected_error_line(error: Exception) -> str:

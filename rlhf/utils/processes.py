@@ -9,7 +9,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 
 def launched(name: str, default: int) -> int:
@@ -59,6 +61,27 @@ def rank() -> int:
 def is_first() -> bool:
     """True in the process that prints and writes files."""
     return rank() == 0
+
+
+store: Any = None  # torch.distributed.Store that the connected processes share; set by rlhf.distributed.join
+STORE_S = 5.0  # seconds that its answer may take
+_has_reported = False
+
+
+def is_first_to_report() -> bool:
+    """True in the first of the connected processes that calls this, once, so that one of them prints why the run ends.
+    Always True in a process without others."""
+    global _has_reported
+    if store is None:
+        return True
+    if _has_reported:
+        return False
+    _has_reported = True
+    try:
+        store.set_timeout(timedelta(seconds=STORE_S))
+        return store.add("reported", 1) == 1
+    except RuntimeError:  # the process that kept the store has ended
+        return True
 
 
 def process_prefix() -> str:

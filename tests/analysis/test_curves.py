@@ -18,9 +18,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from plot_training_progress import main
 from rlhf.analysis.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
+from rlhf.callbacks.logging import TensorBoardLog
+from rlhf.checkpoints import run_log
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import make_config
 from rlhf.utils.errors import UserError
-from tests.records import record_of
+from tests.records import facts_of, record_of
 
 
 def write_events(logs: Path, name: str, opened: float, points, damaged_at: int | None = None) -> Path:
@@ -76,18 +79,6 @@ def test_scalars_of_the_training_writer_are_read(tmp_path):
     assert sorted(scalars) == ["kl_divergence/token", "loss"] and remarks == []
 
 
-def test_tags_of_earlier_versions_are_read_under_their_current_names(tmp_path):
-    """A run that started under an earlier version and was resumed under this one has one curve per tag."""
-    old = [(1, "reply/length", 1, 8.0), (2, "reply/eos_rate", 1, 0.5), (3, "reply/length", 2, 7.0)]
-    write_events(tmp_path, "1", 0, [*old, (4, "eval/reply_length", 2, 6.0)])
-    write_events(tmp_path, "2", 10, [(11, "completions/mean_length", 3, 6.0), (12, "completions/eos_rate", 3, 1.0)])
-    scalars, remarks = read_scalars(tmp_path)
-    assert pairs(scalars["completions/mean_length"]) == [(1, 8.0), (2, 7.0), (3, 6.0)]
-    assert pairs(scalars["completions/eos_rate"]) == [(1, 0.5), (3, 1.0)]
-    assert sorted(scalars) == ["completions/eos_rate", "completions/mean_length", "eval/reply_length"]
-    assert remarks == []
-
-
 def test_more_than_10_000_points_are_all_read(tmp_path):
     write_events(tmp_path, "1", 0, losses(1, range(12_345), 0))
     assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]
@@ -106,9 +97,10 @@ def test_resumed_session_overwrites_later_updates_per_tag(tmp_path):
 
 
 def test_files_are_read_in_the_order_of_their_sessions(tmp_path):
-    write_events(tmp_path, "9.late", 900, losses(2, [20], 900))
-    write_events(tmp_path, "95.early", 100, losses(1, [1, 2], 100))
-    write_events(tmp_path, "1.latest", 1000, losses(3, [30], 1000))
+    """The numbers at the end count, not the times in the names: the clock may have been set back in between."""
+    write_events(tmp_path, "9.host.1", 900, losses(2, [20], 102))
+    write_events(tmp_path, "95.host.0", 950, losses(1, [1, 2], 100))
+    write_events(tmp_path, "1.host.10", 10, losses(3, [30], 103))
     assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 20), (3, 30)]
 
 
@@ -130,16 +122,31 @@ def test_purge_step_drops_all_tags_from_that_update(tmp_path):
     assert pairs(scalars["eval/score"]) == [(3, 0.5)]
 
 
-def test_seconds_exclude_the_pause_between_sessions(tmp_path):
-    """Each update takes ten seconds. Session 2 starts an hour later from the checkpoint of update 2."""
-    write_events(tmp_path, "1", 95, losses(1, [1, 2, 3, 4], 100, pace=10))
-    write_events(tmp_path, "2", 3700, losses(3, [30, 40], 3700, pace=10))
-    assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 20, 30]
+def test_seconds_are_those_of_training_in_all_sessions(tmp_path, monkeypatch):
+    """An update takes ten seconds. The clock jumps during session 1. Session 2 starts a day later, from update 2."""
+    passed, clock = [1000.0], [0.0]
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: passed[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0])
 
+    def session(log: RunLog, updates) -> None:
+        writer = TensorBoardLog(tmp_path / "logs", log.training_time)
+        writer.done = updates[0] - 1
+        for update in updates:
+            passed[0], clock[0] = passed[0] + 10, clock[0] + (10 if update % 2 else -3600)
+            writer.on_update_end(update, {"loss": float(update)})
+        writer.close()
 
-def test_seconds_never_decrease_if_the_clock_is_set_back(tmp_path):
-    write_events(tmp_path, "1", 0, [(10, "loss", 1, 1), (20, "loss", 2, 2), (5, "loss", 3, 3), (30, "loss", 4, 4)])
-    assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 10, 20]
+    with RunLog(tmp_path, **facts_of()) as log:
+        session(log, range(1, 5))
+        at_update_2 = 20.0
+    passed[0], clock[0] = 5.0, 86_400.0  # another process
+    with RunLog(tmp_path, resume=True) as log:
+        log.seconds_before = at_update_2
+        session(log, range(3, 6))
+        assert log.seconds() == 50
+    loss = read_scalars(tmp_path / "logs")[0]["loss"]
+    assert pairs(loss) == [(u, u) for u in range(1, 6)]
+    assert loss.seconds.tolist() == pytest.approx([0, 10, 20, 30, 40])
 
 
 # incomplete and damaged files

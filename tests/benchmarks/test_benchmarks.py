@@ -10,7 +10,7 @@ import torch
 from benchmarks import operators
 from benchmarks.comparison import compare
 from benchmarks.cost_curve import doublings
-from benchmarks.epoch import epoch_estimate, reply_tokens
+from benchmarks.epoch import completion_tokens, epoch_estimate
 from benchmarks.machine import tensor_peak
 from benchmarks.techniques import TECHNIQUES, spread
 from benchmarks.work import (
@@ -45,7 +45,7 @@ def test_against_trl_reports_equal_work(algorithm, tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["optimizer_steps"] == {"ours": 4, "stock": 4}, "2 updates (including the warm-up) of 2 epochs"
     tokens = EPISODES[algorithm] * 6
-    assert found["reply_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every completion has the full length"
+    assert found["completion_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every completion has the full length"
     assert found["update_ratio"]["median"] == found["update_ratio"]["pairs"][0] > 0
     seconds = found["seconds"]
     assert seconds["stock"]["whole"] / seconds["ours"]["whole"] == pytest.approx(found["update_ratio"]["median"])
@@ -72,7 +72,7 @@ def check_memory(found: dict) -> None:
 
 
 def measured(steps: int, seconds: float) -> dict:
-    return {"seconds": seconds, "parts": {"rollout": seconds / 2}, "reply_tokens": 6, "optimizer_steps": steps,
+    return {"seconds": seconds, "parts": {"rollout": seconds / 2}, "completion_tokens": 6, "optimizer_steps": steps,
             "memory": {"peak": 4, "above_imports": 2}}  # fmt: skip
 
 
@@ -141,10 +141,10 @@ def test_cost_curve_writes_json_and_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
     batch, length = found["curves"]["batch"], found["curves"]["length"]
-    assert [(p["size"], p["reply_tokens"]) for p in batch] == [(1, 1 * 2 * 4), (2, 2 * 2 * 4)]
-    assert [(p["size"], p["reply_tokens"]) for p in length] == [(16, 2 * 2 * 16), (32, 2 * 2 * 32)]
+    assert [(p["size"], p["completion_tokens"]) for p in batch] == [(1, 1 * 2 * 4), (2, 2 * 2 * 4)]
+    assert [(p["size"], p["completion_tokens"]) for p in length] == [(16, 2 * 2 * 16), (32, 2 * 2 * 32)]
     for points in (batch, length):
-        one, other = (p["seconds"] / p["reply_tokens"] for p in points)
+        one, other = (p["seconds"] / p["completion_tokens"] for p in points)
         assert points[0]["ratio"] is None and points[1]["ratio"] == pytest.approx(other / one)
     assert found["largest_ratio"] == {"batch": batch[1]["ratio"], "length": length[1]["ratio"]}
     assert found["limit"] == 1.2 and "ms per completion token" in done.stdout
@@ -195,7 +195,7 @@ def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a GPU"
     for name, result in found["techniques"].items():
-        tokens, seconds, ratio = result["reply_tokens"], result["seconds"], result["ratio"]
+        tokens, seconds, ratio = result["completion_tokens"], result["seconds"], result["ratio"]
         assert tokens["ours"] == tokens["plain"] > 0, name
         assert seconds["plain"] / seconds["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
         assert name in done.stdout
@@ -212,13 +212,13 @@ def check_layers(techniques: dict) -> None:
     for name in ("rollout", "rollout_stopping"):
         result = techniques[name]
         assert result["same_tokens"] == 1.0, "both engines sample the same completions"
-        assert result["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), (
+        assert result["completion_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), (
             "16 completions with a mean length of 0.3 x 16"
         )
     assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
     assert techniques["rollout_stopping"]["steps"]["plain"] <= 4 * 16
     assert techniques["shared_prompt"]["layer_tokens"] == {"ours": 2 * 8 + 12 * 15, "plain": 12 * 8 + 12 * 15}
-    assert techniques["shared_prompt"]["reply_tokens"]["ours"] == 12 * 16
+    assert techniques["shared_prompt"]["completion_tokens"]["ours"] == 12 * 16
     packed = techniques["packed"]
     assert (
         packed["layer_tokens"]["plain"] % 4 == 0 and packed["layer_tokens"]["ours"] < packed["layer_tokens"]["plain"]
@@ -237,12 +237,12 @@ def test_epoch_benchmark_reports_how_much_is_extrapolated(tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["said"] == "measured 1 of 13 updates; the rest is extrapolated" and found["said"] in done.stdout
     assert found["updates"] == {"measured": 1, "of_the_epoch": 13} and found["settings"]["minibatches"] == 2
-    assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "including the warm-up"
+    assert found["completion_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "including the warm-up"
     assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, epochs, minibatches"
     for side in found["sides"].values():
         seconds = side["seconds_per_update"]["median"]
         assert side["minutes_per_epoch"]["median"] == pytest.approx(13 * seconds / 60)
-        assert side["reply_tokens_per_s"] == pytest.approx(8 * 6 / seconds)
+        assert side["completion_tokens_per_s"] == pytest.approx(8 * 6 / seconds)
         assert 0 < side["memory"]["above_imports"] < side["memory"]["peak"]
     assert set(found["sides"]["ours"]["shares"]) == {"rollout", "score", "update"}
     assert 0 < sum(found["sides"]["ours"]["shares"].values()) <= 1
@@ -258,7 +258,7 @@ def test_epoch_estimate_matches_hand_computed_values():
         "lowest": pytest.approx(10 / 3),
         "highest": pytest.approx(20 / 3),
     }
-    assert side["reply_tokens_per_s"] == 20 and side["shares"] == {"rollout": 0.5, "score": 0.0, "update": 0.25}
+    assert side["completion_tokens_per_s"] == 20 and side["shares"] == {"rollout": 0.5, "score": 0.0, "update": 0.25}
 
 
 def test_varied_prompt_lengths_have_the_given_mean_and_maximum():
@@ -270,8 +270,8 @@ def test_varied_prompt_lengths_have_the_given_mean_and_maximum():
 def test_completion_tokens_of_trl_are_counted_like_ours():
     # 2 prompts of 1 to 8 tokens with 3 completion tokens each. TRL counts all input tokens minus 2 x 8
     work = Work("nowhere", batch_size=2, prompt_length=8, updates=1, varied=True)
-    timings = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
-    assert reply_tokens(work, "ours", timings) == reply_tokens(work, "stock", timings) == 6
+    timings = [{"ours": {"completion_tokens": 6}, "stock": {"completion_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
+    assert completion_tokens(work, "ours", timings) == completion_tokens(work, "stock", timings) == 6
 
 
 def test_rollout_batch_must_be_a_multiple_of_the_minibatch_size():

@@ -94,7 +94,7 @@ def write_run(root: Path) -> tuple[Path, Path]:
         file = folder / "samples" / f"update-{update:06d}.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
         os.utime(file, (T0 + at, T0 + at))
-    names = ("score", "reply_length", "eos_rate", "perplexity", "kl_divergence")
+    names = ("score", "length", "eos_rate", "perplexity", "kl_divergence")
     first, last = ({f"eval/{n}": v for n in names} for v in (0.25, 0.75))
     times = [{"time/rollout_s": 10.0, "time/score_s": 1.0, "time/update_s": s, "loss": 0.0} for s in (4.0, 8.0)]
     rows = [{"update": 0, **first}, {"update": 1, **times[0]}, {"update": 2, **times[1]}, {"update": 2, **last}]

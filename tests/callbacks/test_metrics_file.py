@@ -73,7 +73,7 @@ def test_a_skipped_update_has_its_reason_and_numbers_that_are_not_finite_are_nul
     callback.on_update_skipped(1, None, None, ValueError("the loss is nan"))
     callback.on_update_end(2, {"loss": math.nan})
     assert lines(tmp_path / METRICS_LOG) == [
-        {"update": 1, "updates/dropped": 2.0, "dropped": "the loss is nan"},
+        {"update": 1, "updates/skipped": 2.0, "skipped": "the loss is nan"},
         {"update": 2, "loss": None},
     ]
 

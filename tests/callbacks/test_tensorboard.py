@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +20,7 @@ def shown(tmp_path_factory):
 
     def read(trainer) -> EventAccumulator:
         logs = tmp_path_factory.mktemp("logs")
-        trainer.add_callback(TensorBoardLog(logs))
+        trainer.add_callback(TensorBoardLog(logs, time.monotonic))
         trainer.train()
         return EventAccumulator(str(logs), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
@@ -52,7 +53,7 @@ def test_the_first_charts_are_score_unseen_metrics_kl_entropy_and_length(build, 
         "metrics that training never sees": {"eval/gold"},
         "KL and its target, nats per sequence": {"kl_divergence", "kl_divergence/target"},
         "entropy, nats per token": {"policy/entropy"},
-        "completion length, tokens": {"completions/mean_length", "eval/reply_length"},
+        "completion length, tokens": {"completions/mean_length", "eval/length"},
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
-from rlhf.config import config_of_run, make_config, parse_cli
+from rlhf.config import make_config
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import facts_of, record_of
@@ -129,24 +129,6 @@ def test_read_only_folder_is_refused(tmp_path, monkeypatch):
         check_output(tmp_path / "a" / "run", overwrite=False, is_default=True)
 
 
-def test_old_setting_names_are_converted(tmp_path):
-    """Reads a run.json that was written before `reply_length` was renamed to `max_new_tokens`."""
-    (tmp_path / "run").mkdir()
-    RunLog(tmp_path / "run", **facts_of())
-    file = tmp_path / "run" / "run.json"
-    stored = json.loads(file.read_text())
-    assert stored["settings"]["sampling"].pop("max_new_tokens") > 0
-    stored["settings"]["sampling"]["reply_length"] = 77
-    stored["settings"]["kl"]["kl_target"] = None  # "unset" meant 6/sequence
-    file.write_text(json.dumps(stored))
-    run = RunRecord.read(tmp_path / "run")
-    assert run.settings["sampling"]["max_new_tokens"] == 77 and "reply_length" not in run.settings["sampling"]
-    assert run.settings["kl"]["kl_target"] == ["6/sequence"]
-    assert config_of_run(run).sampling.max_new_tokens == 77
-    resumed = parse_cli(["--resume", "--output", str(tmp_path / "run")])
-    assert resumed.sampling.max_new_tokens == 77
-
-
 def test_run_json_contains_status_and_reason(tmp_path):
     log = RunLog(tmp_path, **facts_of(seed=3))
     assert read_status(tmp_path) == "running"
@@ -192,14 +174,14 @@ def test_keys_of_run_json(tmp_path):
     start |= {"algorithm", "settings", "seed", "data", "plan", "prompts", "on_hub"}
     RunLog(tmp_path, **facts_of())
     content = json.loads((tmp_path / "run.json").read_text())
-    assert next(iter(content)) == "format" and content["format"] == FORMAT == 2 and set(content) == {"format", *start}
-    assert set(content["plan"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens_at_most"}
+    assert next(iter(content)) == "format" and content["format"] == FORMAT == 3 and set(content) == {"format", *start}
+    assert set(content["plan"]) == {"updates", "episodes", "optimizer_steps", "completion_tokens_at_most"}
     complete = record_of(**PARTS).as_json()
     assert set(complete) == {"format", *start, *PARTS} and complete["commit"] is None, (
         "the key is present with the value null"
     )
     assert set(complete["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
-    spent = {"updates", "episodes", "optimizer_steps", "reply_tokens", "resampled_episodes"}
+    spent = {"updates", "episodes", "optimizer_steps", "completion_tokens", "resampled_episodes"}
     assert set(complete["spent"]) == spent
     assert complete["merged"] == {"which": "best", "update": 2}
 
@@ -224,7 +206,7 @@ def test_resume_clears_the_end_and_restores_it_if_refused(tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-OTHER_FORMATS = {"none": None, "older": 1, "newer": 3, "text": "two"}
+OTHER_FORMATS = {"none": None, "older": 2, "newer": 4, "text": "two"}
 
 
 @pytest.mark.parametrize("found", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
@@ -236,7 +218,7 @@ def test_another_format_is_one_error_line(tmp_path, found):
         with pytest.raises(UserError) as refused:
             read(tmp_path)
         assert str(refused.value) == (
-            f"run.json has format {found or 1}, and this version reads format 2: {tmp_path}. "
+            f"run.json has format {found or 1}, and this version reads format 3: {tmp_path}. "
             "Train the run again, or use the version that made it"
         )
 
@@ -309,7 +291,7 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch):
     Path("a_newer").mkdir()
     write_json(Path("a_newer"), {**newer, "format": 1})
     assert last_run("--model-path") == Path("a_newer")
-    with pytest.raises(UserError, match="has format 1, and this version reads format 2: a_newer"):
+    with pytest.raises(UserError, match="has format 1, and this version reads format 3: a_newer"):
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 

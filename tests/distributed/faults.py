@@ -150,6 +150,25 @@ def killed(signal_number: int) -> Callable[[], None]:
     return lambda: at_update(AT, lambda: send_self(signal_number))
 
 
+def first_killed_at_start(rank: int) -> None:
+    """Kill the first process while the models are loaded. The other one does not find that out itself."""
+    from rlhf.run import train
+
+    train.load_models = lambda *_: send_self(signal.SIGKILL) if rank == 0 else time.sleep(60)
+
+
+def launcher_ends_others(pids: list[int]) -> None:
+    """Send SIGTERM to the other processes when the first one has ended, as torchrun does, at every moment until they
+    have ended, too."""
+    os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+    until = time.monotonic() + 15
+    for pid in pids[1:]:
+        while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.002)
+
+
+BY_LAUNCHER = ("first-killed-by-launcher", "first-killed-at-start")
 FAULTS: dict[str, Callable[[int], None] | None] = {
     "none": None,
     "reward-raises": on_second(reward_raises),
@@ -165,6 +184,8 @@ FAULTS: dict[str, Callable[[int], None] | None] = {
     "ctrl-c": interrupted_by_launcher,
     "killed": on_second(killed(signal.SIGKILL)),
     "first-killed": lambda rank: killed(signal.SIGKILL)() if rank == 0 else None,
+    "first-killed-by-launcher": lambda rank: killed(signal.SIGKILL)() if rank == 0 else None,
+    "first-killed-at-start": first_killed_at_start,
     "unknown-host": unknown_host,
     "taken-port": taken_port,
 }
@@ -178,7 +199,11 @@ def outcome(name: str, inputs: Inputs, folder: Path) -> dict:
     began = time.monotonic()
     timeout = ["--ddp-timeout", "6"] if name in ("unknown-host", "taken-port") else []
     ended = runs.run(
-        "ppo", runs.words("ppo", inputs, output, *timeout), folder / f"{name}.printed", fault=FAULTS[name]
+        "ppo",
+        runs.words("ppo", inputs, output, *timeout),
+        folder / f"{name}.printed",
+        fault=FAULTS[name],
+        meanwhile=launcher_ends_others if name in BY_LAUNCHER else None,
     )
     run = RunRecord.read(output)
     return {

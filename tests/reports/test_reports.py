@@ -157,7 +157,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
     assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
-    assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["reply_tokens"] > 0
+    assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["completion_tokens"] > 0
     assert "use_lora: PPO False, GRPO True" in report["facts"]["settings that differ, PPO and GRPO"]
     assert report["facts"]["settings that differ, PPO and GRPO"].endswith("; K: GRPO 2")
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")

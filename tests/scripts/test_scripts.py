@@ -74,10 +74,10 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     output = project / name
     log = json.loads((output / "run.json").read_text())
     assert (log["status"], log["algorithm"]) == ("finished", algorithm)
-    assert log["plan"] == {"updates": 3, "episodes": 12, "optimizer_steps": 12, "reply_tokens_at_most": 96}
+    assert log["plan"] == {"updates": 3, "episodes": 12, "optimizer_steps": 12, "completion_tokens_at_most": 96}
     spent = log["spent"]
     assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
-    assert 12 <= spent["reply_tokens"] <= 96
+    assert 12 <= spent["completion_tokens"] <= 96
     assert log["figures"]["perplexity_text"].endswith("held-out chosen completions")
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]

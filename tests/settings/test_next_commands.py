@@ -70,7 +70,7 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
 
 
 def spent_on(updates: int, episodes: int) -> Spent:
-    return Spent(updates, episodes, optimizer_steps=0, reply_tokens=0)
+    return Spent(updates, episodes, optimizer_steps=0, completion_tokens=0)
 
 
 def test_commands_for_other_algorithms_contain_the_settings(tmp_path):

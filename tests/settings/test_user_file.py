@@ -353,4 +353,4 @@ def test_file_with_group_settings_works_for_the_reward_model(write):
 
 
 def spent_on(updates: int) -> Spent:
-    return Spent(updates, 4 * updates, optimizer_steps=0, reply_tokens=0)
+    return Spent(updates, 4 * updates, optimizer_steps=0, completion_tokens=0)

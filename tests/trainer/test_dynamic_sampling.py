@@ -17,10 +17,12 @@ import train_rloo
 from rlhf.analysis.curves import read_curves, write_table
 from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
 from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, Rollout
+from rlhf.setup.plan import budget
 from rlhf.trainer.dynamic_sampling import _means
 from rlhf.trainer.scores import Scores, equal_groups
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
@@ -173,7 +175,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     for name, value in zip(("logprobs", "ref_logprobs"), fresh.collector.logprobs(batch.completions), strict=False):
         assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
     assert again.cached_forward._cached is None
-    tokens = trainer.progress.reply_tokens
+    tokens = trainer.progress.completion_tokens
     assert tokens > int(batch.mask.sum()), "replaced completions count"
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5)
 
@@ -225,6 +227,8 @@ def test_groups_left_out_of_the_loss_are_replaced(build):
     metrics = trainer.update_step(1)
     assert metrics["completions/eos_rate"] == 0 and metrics["rewards/equal_groups"] == 0
     assert metrics["rewards/resampled_groups"] == 2 * 2, "two groups, two draws"
+    most = budget(trainer.config, 1).completion_tokens_at_most
+    assert trainer.progress.completion_tokens == most == 3 * 4 * 2, "three times four completions of two tokens"
     assert build(*flags, algorithm="grpo", rewards=scores).update_step(1)["rewards/resampled_groups"] == 0
 
 
@@ -234,7 +238,7 @@ def test_speed_counts_everything_that_was_sampled(build):
     metrics = trainer.update_step(1)
     seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "score", "update"))
     assert metrics["throughput/episodes_per_s"] * seconds == pytest.approx(8)
-    assert metrics["throughput/tokens_per_s"] * seconds == pytest.approx(trainer.progress.reply_tokens)
+    assert metrics["throughput/tokens_per_s"] * seconds == pytest.approx(trainer.progress.completion_tokens)
     assert metrics["time/rollout_s"] > metrics["time/score_s"] > 0, "a draw is a rollout"
 
 
@@ -352,7 +356,9 @@ def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):
     spent = record.spent
     assert record.status == "finished" and record.plan.updates == 5 and spent.updates < 5
     assert spent.resampled_episodes > 0 and spent.episodes == 8 * spent.updates + spent.resampled_episodes
-    assert 40 <= spent.episodes < 40 + 8 * 2, "no draw is made after the budget is spent"
+    assert 40 <= spent.episodes <= 46, "nothing is sampled after 40 episodes: at most 38, and then a batch of 8"
+    length = record.flat_settings["max_new_tokens"]
+    assert spent.completion_tokens <= record.plan.completion_tokens_at_most == 46 * length
     assert record.best.evaluations[-1]["update"] == spent.updates
     assert record.best.evaluations[-1]["episodes"] == spent.episodes
     counts = curves.scalars["episodes"]
@@ -366,6 +372,26 @@ def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):
     assert "dynamic sampling ends the run after 40 episodes, maybe in fewer updates" in printed
     assert f"update {spent.updates}/{spent.updates} |" in printed
     assert (output / f"checkpoint-{spent.updates}").is_dir() and (output / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "updates", "most"),
+    [
+        ({"num_iterations": 5}, 5, 5 * 12),
+        ({"num_iterations": 5, "dynamic_sampling": 2}, 5, 3 * 5 * 12),
+        ({"episodes": 96}, 8, 96),
+        ({"episodes": 96, "dynamic_sampling": 2}, 8, 92 + 12),
+        ({"episodes": 97, "dynamic_sampling": 2}, 9, 96 + 12),
+        ({"episodes": 12, "dynamic_sampling": 2}, 1, 8 + 12),
+        ({"episodes": 24, "dynamic_sampling": 1, "batch_size": 1}, 6, 20 + 4),
+    ],
+)
+def test_the_limit_of_tokens_includes_draws(settings, updates, most):
+    """Batches of 3 prompts with 4 completions of at most 7 tokens."""
+    usual = {"batch_size": 3, "K": 4, "max_new_tokens": 7, "minibatches": 1}
+    config = make_config(algorithm="grpo", **usual | settings)
+    assert config.updates(prompts=100) == updates
+    assert budget(config, updates).completion_tokens_at_most == 7 * most
 
 
 def test_resume_of_a_run_that_has_spent_its_budget(run_flags, tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_evaluation_metrics_match_values_computed_by_hand():
     logged = result.metrics()
     assert (logged["eval/score"], logged["eval/kl_divergence"]) == (2.0, 3.0)
     assert logged["eval/kl_divergence/token"] == pytest.approx(6 / 30)
-    assert (logged["eval/reply_length"], logged["eval/eos_rate"], logged["eval/perplexity"]) == (15, 0.5, 2.0)
+    assert (logged["eval/length"], logged["eval/eos_rate"], logged["eval/perplexity"]) == (15, 0.5, 2.0)
 
 
 def test_report_figures_match_values_computed_by_hand():

@@ -562,30 +562,10 @@ def test_transformers_callbacks_work_and_invalid_callbacks_are_rejected(make):
         def on_log(self, args, state, control, **_):
             LogCounter.logged += 1
 
-    with pytest.raises(UserError, match="callback without an event method: .* Define at least one of on_train_begin"):
+    with pytest.raises(UserError, match="no event method: callbacks, .* Define at least one of on_train_begin"):
         make(callbacks=[object()])
     make("--num-iterations", 1, callbacks=[LogCounter()]).train()
     assert LogCounter.logged == 3, "two evaluations and one update"
-
-
-class LegacyCallback(Callback):
-    """A callback written for an earlier version, which called on_drop for skipped updates."""
-
-    def __init__(self):
-        self.received = []
-
-    def on_drop(self, update, rollout, batch, found):
-        self.received.append((update, len(rollout.texts), batch, str(found)))
-
-
-@pytest.mark.parametrize("kind", [LegacyCallback, type("WithoutBaseClass", (), vars(LegacyCallback).copy())])
-def test_callback_with_on_drop_still_receives_skipped_updates(make, kind):
-    callback = kind()
-    trainer = make("--num-iterations", 2, rewards=[lambda completions, **_: [math.nan] * len(completions)])
-    trainer.add_callback(callback)
-    assert trainer.update_step(1) == {"updates/dropped": 1.0}
-    [(update, texts, batch, reason)] = callback.received
-    assert (update, texts, batch) == (1, 4, None) and "score nan is not a finite number" in reason
 
 
 def test_second_call_of_train_is_rejected(make):

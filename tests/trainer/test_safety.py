@@ -100,9 +100,22 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
     CORRUPTIONS[kind](trainer, value)
     metrics = trainer.update_step(1)
     assert torch.equal(weights(trainer), before)
-    assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
+    assert metrics["updates/skipped"] == 1 and trainer.progress.optimizer_steps == 0
     assert recorder.finished == [] and [u for u, _ in recorder.skipped] == [1]
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_tokens_of_a_skipped_update_are_spent(build, kind):
+    class Counts:
+        def on_update_skipped(self, update, rollout, batch, reason):
+            self.tokens = int(rollout.mask.sum())
+
+    trainer, counts = build(), Counts()
+    trainer.add_callback(counts)
+    CORRUPTIONS[kind](trainer, math.nan)
+    trainer.update_step(1)
+    assert trainer.progress.skipped == 1 and trainer.progress.completion_tokens == counts.tokens > 0
 
 
 def test_training_continues_after_a_skipped_update(build):
@@ -119,8 +132,17 @@ def test_training_continues_after_a_skipped_update(build):
     trainer.add_callback(recorder)
     metrics = trainer.train()
     assert recorder.finished == [1, 3, 4] and [u for u, _ in recorder.skipped] == [2]
-    assert metrics["updates/dropped"] == 1 and trainer.progress.skipped_in_a_row == 0
+    assert metrics["updates/skipped"] == 1 and trainer.progress.skipped_in_a_row == 0
     assert trainer.progress.optimizer_steps == 6, "2 in updates 1, 3 and 4, none in the skipped update 2"
+
+
+@pytest.mark.parametrize("beta", [-1, -1e-9, math.nan, math.inf, "0.1", None])
+def test_beta_that_the_flag_refuses_is_refused(build, beta):
+    trainer = build()
+    with pytest.raises(RunError, match=r"beta is .*: set_kl_coef\(\)\. Give a finite number of at least 0"):
+        trainer.set_kl_coef(beta)
+    trainer.set_kl_coef(0)
+    assert trainer.kl_coef == 0
 
 
 def test_earlier_steps_of_a_skipped_update_are_kept(build):
@@ -208,7 +230,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
     assert incident["versions"]["trl"] == "1.12.0"
     assert incident["settings"]["model"]["actor_model"] == config.model.actor_model
     rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
+    assert len(rows) == 4 and all(row["completion_ids"] and row["prompt_ids"] for row in rows)
 
     for other in others:
         with pytest.raises(UserError, match=f"this incident is from train_{algorithm}.py: --replay"):
@@ -261,7 +283,7 @@ def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
     save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.SkipUpdate("a test"))
-    assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
+    assert Incident.read(str(tmp_path / "incident")).rows[0]["completion"] == rollout.texts[0]
 
 
 def test_replay_rejects_a_folder_without_an_incident(tmp_path):

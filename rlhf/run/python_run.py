@@ -150,7 +150,7 @@ def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator
 
 def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
     """Attach the callbacks of a trainer that writes no files: progress, KL control and the warnings of a run."""
-    config, controller = trainer.config, kl_controller(trainer.config, trainer.updates)
+    controller = kl_controller(trainer.config, trainer.updates)
     if is_first():
         if progress:
             trainer.add_callback(ProgressLine(trainer, screen, controller))

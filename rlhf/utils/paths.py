@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ def is_path(name: str) -> bool:
 def is_gguf(name: str) -> bool:
     """True for the name of a GGUF file or of a package that contains one."""
     return name.startswith(PACKAGE) or (name.lower().endswith(GGUF_SUFFIX) and not Path(name).is_dir())
+
+
+_named_in: dict[str, Path] = {}  # text in a file that was read -> that file
+
+
+def note_names(file: Path, values: Iterable[Any]) -> None:
+    """Remember the texts in a file that is not on the command line, such as run.json: if one of them is the name of a
+    hub model or dataset, `file_with` returns the file."""
+    _named_in.update({value: file for value in values if isinstance(value, str)})
+
+
+def file_with(name: str) -> Path | None:
+    """Return the file that contains a name, if `note_names` has received it."""
+    return _named_in.get(name)
 
 
 def exists(name: str) -> bool:

@@ -34,7 +34,7 @@ def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -
 
     Makes one request without retries. Without this check, the libraries would retry for every file, for minutes.
     """
-    place = name if named_in is None else f"{name}, named in {named_in},"
+    place = name if named_in is None else f"{name} (in {named_in})"
     try:
         info = HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT_S)
         if info.gated:

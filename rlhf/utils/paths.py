@@ -57,10 +57,11 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def resolve_path(name: str) -> Path:
-    """Return the absolute path of a file or folder. Raises UserError for circular links and unknown home folders."""
+    """Return the absolute path of a file or folder. Raises UserError for circular links, unknown home folders
+    and NUL characters."""
     try:
         return Path(name).expanduser().resolve()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
 

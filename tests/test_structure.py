@@ -185,6 +185,44 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+# what writes on the console; rlhf.utils.errors.print_line and rlhf.utils.console.Screen escape control characters
+PRINTERS = {
+    "rlhf.utils.errors": ["os.write", "print"],
+    "rlhf.utils.console": ["Console", "Console", "Live", "Table", "Text", "console.print", "console.print",
+                           "console.print"],
+}  # fmt: skip
+WRITES = {"print", "Console", "Live", "Table", "Text", "tqdm", "StreamHandler", "basicConfig"}
+STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__", "console", "traceback", "os")
+
+
+def printers(tree: ast.AST) -> list[str]:
+    """Returns what a file uses to write on the console: names such as print, and methods of a stream or a console."""
+    calls, found = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in WRITES and isinstance(node.ctx, ast.Load):
+            found += [node.id] if node.id == "print" or id(node) in calls else []
+        elif isinstance(node, ast.Attribute) and (node.attr.startswith(("write", "print")) or node.attr in WRITES):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            found += [f"{owner}.{node.attr}"] if owner in STREAMS else []
+    return sorted(found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_one_place_prints(path):
+    allowed = PRINTERS.get(module_of(path), [])
+    assert printers(ast.parse(path.read_text(encoding="utf-8"))) == allowed, "use print_line or Screen"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["print(x)", "say = print", "def f(say=print): pass", "sys.stdout.write(x)", "stderr.write(x)", "Console()",
+     "sys.__stderr__.write", "self.console.print(x)", "traceback.print_exc()", "os.write(1, x)",
+     "sys.stdout.writelines(x)"],
+)  # fmt: skip
+def test_the_check_finds_another_print(line):
+    assert len(printers(ast.parse(line))) == 1 and not printers(ast.parse("print_line(x); file.write(x)"))
+
+
 NAMES = re.compile(rf"(?<![a-z_])(train_)?({'|'.join(ALGORITHMS)})(?![a-z_])", re.IGNORECASE)
 # these import TRL's classes or declare the settings of one algorithm
 MAY_NAME_ALGORITHMS = {

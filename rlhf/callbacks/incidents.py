@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
-from rlhf.checkpoints.run_record import environment
+from rlhf.checkpoints.run_record import environment, flat_settings
 from rlhf.config import config_of_settings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -27,6 +27,7 @@ from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors, write_json
+from rlhf.utils.paths import note_names
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
 # name in tensors.safetensors -> field of the experience
@@ -99,6 +100,7 @@ class Incident:
             rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
             # cloned, because Windows cannot remove a file that is memory-mapped
             tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS_FILE).items()}
+            note_names(folder / INCIDENT_FILE, flat_settings(facts["settings"]).values())
             return cls(folder, facts, rows, tensors)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import visible
+from rlhf.utils.errors import visible
 
 
 def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[list[str], list[list]]:

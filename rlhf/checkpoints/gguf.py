@@ -13,6 +13,8 @@ import importlib.util
 import io
 import json
 import os
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,21 +197,33 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the dequantized weights in float32, and the tokenizer.
 
     transformers keeps a quantization config in a model that it read from GGUF, and then refuses to save it. Therefore
-    the weights are copied into a new model of the same config.
+    the weights are copied into a new model of the same config. transformers would also read other files in the folder
+    of the GGUF file, such as an adapter: it gets a folder with a link only.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
-        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
+        _link(file, Path(folder, file.name))
+        place = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
+            read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**place)
     config = read.config
     del config.quantization_config
     config.name_or_path = ""  # otherwise saved; it is the model's title in the file
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
-    return model, AutoTokenizer.from_pretrained(**place)
+    return model, tokenizer
+
+
+def _link(file: Path, link: Path) -> None:
+    """Make a link to a file, or a copy if the system permits no links."""
+    try:
+        link.symlink_to(file.resolve())
+    except OSError:  # Windows without the developer mode
+        shutil.copyfile(file, link)
 
 
 def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str, screen: Screen) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoints.gguf import gguf_folder, gguf_record
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.errors import UserError, did_you_mean
-from rlhf.utils.paths import is_gguf, is_path, missing_path, resolve_path
+from rlhf.utils.errors import UserError, did_you_mean, print_line
+from rlhf.utils.paths import file_with, is_gguf, is_path, missing_path, note_names, resolve_path
+from rlhf.utils.processes import is_first
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 METRICS_FILE = "metrics.json"  # of a reward model
 WEIGHTS_FILE = "model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
+CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a hub model in the local cache
+NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
 LARGEST_TOKENIZER = 2**25  # bytes; a larger tokenizer.json takes longer than a second to read
 
 
@@ -46,9 +50,35 @@ def find_model(name: str, flag: str) -> str:
         return str(folder)
     if is_path(name):
         raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
-    from rlhf.utils.hub import require_hub  # slow to import, and only hub names need it
+    return find_on_hub(name, "model", f"{flag} FOLDER")
 
-    return require_hub(name, "model", f"{flag} FOLDER")
+
+def find_on_hub(name: str, kind: str, hint: str) -> str:
+    """Return where to load a "model" or "dataset" (`kind`) of the hub from, as `require_hub`.
+
+    If the name comes from a file, such as the run.json or the adapter of another person, the local cache is used, and
+    the hub is only requested if it is not there. This is printed before.
+    """
+    from rlhf.utils.hub import cached_folder, require_hub  # slow to import, and only hub names need it
+
+    file = file_with(name)
+    if file is not None:
+        cached = cached_folder(name, kind)
+        if cached is not None and _is_complete(cached, kind):
+            return str(cached)
+        if is_first():
+            print_line(f"{file} names the {kind} {name}, which is not in the local cache: requesting it from the hub")
+    return require_hub(name, kind, hint, file)
+
+
+def _is_complete(folder: Path, kind: str) -> bool:
+    """True if a folder of the local cache has the weights of its model, or a data file."""
+    if kind == "dataset":
+        return any(file.is_file() and file.name not in NOT_DATA for file in folder.rglob("*"))
+    try:
+        return (folder / "config.json").is_file() and bool(tensors_of(folder))
+    except UserError:
+        return False
 
 
 def find_base(adapter: Path, flag: str, start: str | None = None, source: dict[str, Any] | None = None) -> str:
@@ -69,12 +99,17 @@ def find_base(adapter: Path, flag: str, start: str | None = None, source: dict[s
 
 
 def base_of_adapter(folder: Path) -> str | None:
-    """Return the base model that an adapter's config names. Raises UserError if that file is not valid JSON."""
+    """Return the base model that an adapter's config names; its hub name if it was in the local cache of another
+    computer. Raises UserError if that file is not valid JSON."""
     file = folder / ADAPTER_CONFIG
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except ValueError as error:
-        raise UserError(f"invalid JSON: {file} ({error}). Save the adapter again, or give another folder") from None
+    base = read_object(file).get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"base_model_name_or_path is not a text: {file}. Save the adapter again")
+    cached = CACHED.search(base or "")
+    if cached is not None and not Path(base).exists():
+        base = cached[1].replace("--", "/")
+    note_names(file, [base])
+    return base
 
 
 # --- checks of the JSON files ----------------------------------------------------------------------------------------

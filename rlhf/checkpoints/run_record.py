@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from rlhf.utils.command_lines import is_checkout, short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
-from rlhf.utils.paths import same_value
+from rlhf.utils.paths import note_names, same_value
 
 RUN_FILE = "run.json"
 FORMAT = 3  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
@@ -143,11 +143,12 @@ class RunRecord:
                 "Train the run again, or use the version that made it"
             )
         try:
-            return _from_json(facts)
+            run = _from_json(facts)
+            note_names(folder / RUN_FILE, run.flat_settings.values())
+            return run
         except ValueError as error:
-            name = str(error)
             raise UserError(
-                f"{RUN_FILE} is incomplete or corrupted, {name!r} is missing or invalid: {folder}. {again}"
+                f"{RUN_FILE} is incomplete or corrupted, {str(error)!r} is missing or invalid: {folder}. {again}"
             ) from None
 
     @classmethod
@@ -282,9 +283,8 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Return the commit of a checkout; None without git."""
-    here = Path(__file__).resolve().parent
+    here, silent = Path(__file__).resolve().parent, subprocess.DEVNULL
     try:
-        words, silent = ["git", "rev-parse", "HEAD"], subprocess.DEVNULL
-        return subprocess.check_output(words, cwd=here, stderr=silent, encoding="utf-8").strip()
+        return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=here, stderr=silent, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):
         return None

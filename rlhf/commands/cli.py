@@ -14,7 +14,7 @@ from functools import partial
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.utils.command_lines import CONSOLE_COMMAND, console_words
-from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.errors import UserError, print_line, run_command
 from rlhf.utils.libraries import project
 
 NEAR = 0.6  # difflib ratio
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `rlhf` with the words of a command line."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(help_text())
+        print_line(help_text())
     elif name == "--version":
-        run_command(lambda: print(f"{CONSOLE_COMMAND} {project()['version']}"))
+        run_command(lambda: print_line(f"{CONSOLE_COMMAND} {project()['version']}"))
     elif name in COMMANDS:
         COMMANDS[name].run(rest)
     else:

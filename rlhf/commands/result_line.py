@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
 from rlhf.settings.training import Config
+from rlhf.utils.errors import print_line
 from rlhf.utils.files import json_ready
 from rlhf.utils.processes import is_first
 
@@ -33,7 +34,7 @@ def result_line(config: Config, folders: Mapping[Path, dict[str, str]]) -> Itera
         ended = True
     finally:
         if first and (ended or before != [_changed_at(folder) for folder in folders]):
-            print(json.dumps(json_ready(result_of(config, folders)), allow_nan=False), flush=True)
+            print_line(json.dumps(json_ready(result_of(config, folders)), allow_nan=False), flush=True)
 
 
 def _changed_at(folder: Path) -> int | None:

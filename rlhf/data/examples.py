@@ -15,7 +15,7 @@ from rlhf.data.notices import misspellings, print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.settings.types import Renaming
-from rlhf.utils.errors import UserError, did_you_mean, raise_if
+from rlhf.utils.errors import UserError, did_you_mean, print_line, raise_if
 
 COLUMNS = (
     *("system", "question", "prompt", "messages", "conversations", "chosen", "rejected"),
@@ -48,7 +48,7 @@ class Example:
 
 
 def load_examples(
-    source: DataSource | str, pairs: bool = False, say: Callable[[str], None] = print, topics: bool = False
+    source: DataSource | str, pairs: bool = False, say: Callable[[str], None] = print_line, topics: bool = False
 ) -> list[Example]:
     """Return all rows of a data file, a folder or a hub dataset, in order.
 
@@ -188,7 +188,7 @@ def examples_of(
     topics: bool = False,
     columns: Sequence[Renaming] = (),
     skip_bad_rows: float | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
 ) -> list[Example]:
     """Return checked rows for prompts given in Python. Raises UserError that lists every invalid prompt.
 

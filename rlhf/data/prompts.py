@@ -18,7 +18,7 @@ from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, print_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ class Selection:
 
 
 def select_examples(
-    data: DataSettings, say: Callable[[str], None] = print, evaluation_alone: bool = False
+    data: DataSettings, say: Callable[[str], None] = print_line, evaluation_alone: bool = False
 ) -> Selection:
     """Read and split the data of the settings. Needs no tokenizer. Raises UserError for rows that are not valid.
 
@@ -113,7 +113,7 @@ def select_examples(
 def load_prompts(
     data: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
     evaluation_alone: bool = False,
     room: int | None = None,
     selection: Selection | None = None,
@@ -158,7 +158,7 @@ def _no_prompts(name: str, where: str, part: Sequence[Example], tokenizer: PreTr
 
 
 def load_every_row(
-    data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print
+    data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print_line
 ) -> PromptSets:
     """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
     occur twice are kept. Raises UserError if no row is short enough."""
@@ -192,7 +192,7 @@ def given_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
     room: int | None = None,
 ) -> PromptSets:
     """Encode prompts given in Python.
@@ -225,7 +225,7 @@ def render_sets(
     evaluation: Sequence[Example],
     data: DataSettings,
     source: str,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
     room: int | None = None,
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf.data import tables
 from rlhf.data.folders import files_of_split, saved_splits
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import UserError, print_line, raise_if
 from rlhf.utils.paths import missing_path
 
 Row = tuple[str, Any]  # position for error messages, and the row
@@ -27,7 +27,7 @@ _REFUSED = {  # first bytes -> format
 }
 
 
-def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Row]:
+def read_rows(source: DataSource, say: Callable[[str], None] = print_line) -> list[Row]:
     """Return all rows of a source in order, as (position, row). Raises UserError that lists every row that cannot be
     read."""
     if not source.is_local:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.checkpoints.model_folder import find_on_hub
 from rlhf.data.folders import choose_split, saved_splits
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import UserError
-from rlhf.utils.hub import require_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -142,7 +142,7 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
     """Return the rows of a split of a hub dataset: the usual one if --dataset-split is not given."""
     from datasets import load_dataset
 
-    place = require_hub(source.name, "dataset", "a data file")
+    place = find_on_hub(source.name, "dataset", "a data file")
     try:
         split = source.dataset_split or source.usual_split
         return _rows(source.name, load_dataset(place, name=source.dataset_config, split=split))

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.rollout.completions import padded
+from rlhf.utils.errors import print_line
 from rlhf.utils.files import saving_tensors
 
 PAD, TURN, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -131,7 +132,7 @@ def pretrain(
     plan: Pretraining,
     folder: str | Path,
     seed: int = 0,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = print_line,
 ) -> Path:
     """Train a start model and save it as a Hugging Face folder. Returns the folder.
 
@@ -191,4 +192,4 @@ def rebuild_command(plan: Pretraining, weights: Path, module: str, argv: list[st
     # one summation order, so that the same seed gives the same weights; a second thread is hardly faster
     torch.set_num_threads(1)
     pretrain(plan, args.folder, seed=args.seed)
-    print(f"rebuilt {args.folder} in {time.monotonic() - start:.0f} s")
+    print_line(f"rebuilt {args.folder} in {time.monotonic() - start:.0f} s")

@@ -15,9 +15,9 @@ from types import FrameType
 
 from rlhf.distributed import group
 from rlhf.utils import processes
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, print_in_handler
 from rlhf.utils.processes import connected, is_first, launched, rank, size
-from rlhf.utils.system import connect_by_loopback
+from rlhf.utils.system import connect_by_loopback, stop_signals
 
 TIMEOUT_S = 1800.0  # default of ddp_timeout in transformers
 # variables from which accelerate, transformers and TRL conclude that there are several processes
@@ -149,15 +149,16 @@ def _report_sigterm() -> None:
         if os.getpid() == mine and processes.is_first_to_report():  # processes that this one started have it, too
             line = (
                 f"{processes.process_prefix()}error: ended by SIGTERM, which a launcher sends if another process has "
-                f"ended: process {rank()} of {size()}. Start all again, with --resume if the run has a checkpoint\n"
+                f"ended: process {rank()} of {size()}. Start all again, with --resume if the run has a checkpoint"
             )
-            os.write(2, line.encode())  # print() could be interrupted by itself
+            print_in_handler(line)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     in_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, report_and_end)
+    sigterm = stop_signals()[-1]
+    if in_main and signal.getsignal(sigterm) is signal.SIG_DFL:
+        signal.signal(sigterm, report_and_end)
 
 
 def _hide_from_libraries() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.models.actor_critic import Actor, ActorCritic
+from rlhf.models.load import read_adapter_config
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
 
@@ -103,7 +104,7 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 def _check_adapter(policy: PeftModel, folder: Path) -> None:
     """Raise UserError if a saved adapter has another configuration. peft only compares shapes."""
-    policy_config, saved_config = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+    policy_config, saved_config = policy.peft_config["default"], read_adapter_config(folder)
     for name in ("r", "lora_alpha", "target_modules"):
         here, there = (
             set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (policy_config, saved_config)

@@ -17,7 +17,7 @@ from torch import nn
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import merge_rows
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import print_line, raise_if
 from rlhf.utils.files import json_ready
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def check_columns(
     functions: Sequence[RewardFunction | nn.Module],
     examples: Sequence[Example],
     source: str,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
     kind: str = "reward function",
 ) -> None:
     """Check the columns of the data against the parameters of the reward functions.

@@ -36,7 +36,7 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
-from rlhf.data.tokenizer import check_vocabulary, load_tokenizer, readable
+from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
 from rlhf.distributed.gradients import GradientSum, exchange_rows
 from rlhf.distributed.group import agree, from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens
@@ -145,9 +145,11 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     base = find_model(config.training.base_model, "--base-model")
     tokenizer = load_tokenizer(base, config.data.plain_prompts)
     set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
+    model_config = load_config(base)
+    model_config.num_labels = 1
     with readable(base):
         model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            base, config=model_config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
     check_vocabulary(len(tokenizer), model.get_input_embeddings().num_embeddings, base)
     check_weights(model, base)

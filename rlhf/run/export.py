@@ -18,7 +18,14 @@ from transformers.tokenization_utils_base import (
 )
 
 from rlhf.analysis.groups import title_of
-from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_base
+from rlhf.checkpoints.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    WEIGHTS_FILE,
+    base_of_adapter,
+    find_base,
+    read_object,
+)
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
@@ -139,7 +146,7 @@ def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     name, folder = config.export.push_to_hub, Path(config.run.output)
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
     if saved.is_adapter:  # the saved config may point to a local cache: on the hub the base is found by its name
-        named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        named = read_object(saved.folder / ADAPTER_CONFIG)
         named["base_model_name_or_path"] = run.flat_settings["actor_model"]
         files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     files[RUN_FILE] = folder / RUN_FILE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
 from rlhf.settings.yaml_file import read_settings
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import UserError, print_line, raise_if
 
 Check = Callable[[Any], list[str]]  # takes a configuration and returns its errors, one line each
 
@@ -133,5 +132,5 @@ def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
     given = read_given(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
     layers, edits = lower(given.recipe)
     source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
-    sys.stdout.write(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source))
+    print_line(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source), end="")
     raise SystemExit(0)

@@ -149,9 +149,9 @@ def weights_of(model: str) -> Tensors:
 def _tensors_of_hub_model(model: str) -> Tensors:
     """Return the weights of a model on the hub: from the local cache, otherwise from the headers on the hub, otherwise
     (weights of another format) from the same network on torch's meta device."""
-    from rlhf.utils.hub import cached_model, tensors_on_hub
+    from rlhf.utils.hub import cached_folder, tensors_on_hub
 
-    cached = cached_model(model)
+    cached = cached_folder(model)
     if cached is not None:
         with contextlib.suppress(UserError):  # only a part of the model is in the cache
             return tensors_of(cached)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.errors import RLHFWarning, print_line, visible, visible_line
 from rlhf.utils.processes import is_first, process_prefix, size
 from rlhf.utils.system import keep_ctrl_c
 
@@ -51,6 +50,8 @@ def quiet_imports() -> None:
     threading.excepthook = _thread_excepthook
     for name in LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
+    if logging.getLogRecordFactory() is logging.LogRecord:  # not that of the user's program
+        logging.setLogRecordFactory(_log_record)
 
 
 def quiet_in_program() -> None:
@@ -94,8 +95,16 @@ def _disable_progress_bars() -> None:
         datasets.disable_progress_bars()
 
 
+def _log_record(*arguments: Any, **more: Any) -> logging.LogRecord:
+    """Return a log record. The text of a library's record is as `visible`: it may contain values of a config.json."""
+    record = logging.LogRecord(*arguments, **more)
+    if record.name.partition(".")[0] in LIBRARIES:
+        record.msg, record.args = visible(record.getMessage()), None
+    return record
+
+
 def _show_warning(message, category, *_, **__) -> None:
-    print(f"{process_prefix()}warning: {message}", file=sys.stderr)
+    print_line(f"{process_prefix()}warning: {message}", file=sys.stderr)
 
 
 def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
@@ -105,16 +114,9 @@ def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(error)
 
 
-# C0 and C1 control characters (escape sequences start with one), direction marks and invisible characters
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
-)
-
-
-def visible(text: str) -> str:
-    """Return text with control, direction and invisible characters replaced by their code points, such as <U+001B>.
-    Newlines and tabs are kept."""
-    return _INVISIBLE.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+def shown(text: str) -> Text:
+    """Return text for `rich`: as `visible`, and without markup."""
+    return Text(visible(text))
 
 
 class Screen:
@@ -150,25 +152,25 @@ class Screen:
 
     def say(self, text: str = "") -> None:
         """Print one line."""
-        self.console.print(Text(visible(text)))
+        self.console.print(shown(text))
 
     def write(self, text: str) -> None:
         """Print a part of a line."""
-        self.console.print(Text(visible(text)), end="", soft_wrap=True)
+        self.console.print(shown(text), end="", soft_wrap=True)
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print aligned rows of a name and a value."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            self.say(f"  {name.ljust(width)}  {value}")
+            self.say(visible_line(f"  {name.ljust(width)}  {value}"))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lines: bool = True) -> None:
         """Print a table, with `lines` between the rows."""
-        grid = Table(title=Text(visible(title)), title_justify="left", show_lines=lines)
+        grid = Table(title=shown(title), title_justify="left", show_lines=lines)
         for column in columns:
-            grid.add_column(Text(visible(column)), overflow="fold")
+            grid.add_column(shown(column), overflow="fold")
         for row in rows:
-            grid.add_row(*(Text(visible(str(cell))) for cell in row))
+            grid.add_row(*(shown(str(cell)) for cell in row))
         self.console.print(grid)
 
     def progress(self, text: str, last: bool = False) -> None:
@@ -182,7 +184,7 @@ class Screen:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
-            self._live.update(Text(visible(text)), refresh=True)
+            self._live.update(shown(text), refresh=True)
             if last:
                 self.end_progress()
         elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:

@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf.utils.processes import connected, is_first, is_first_to_report, process_prefix
 
 MAX_PRINTED = 5
 # seconds that the other processes wait for the first one to report the same error, and to end its run
 FIRST_REPORTS_S, FIRST_ENDS_S = 10.0, 2.0
+
+
+# C0 and C1 control characters (escape sequences start with one), direction marks and invisible characters
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str, newline: str = "\n") -> str:
+    """Return text with control, direction and invisible characters replaced by their code points, such as <U+001B>.
+    Tabs are kept. Newlines are replaced by `newline`."""
+    shown = _INVISIBLE.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+    return shown.replace("\n", newline)
+
+
+def visible_line(text: str) -> str:
+    """Return text as `visible`, on one line: a text of a file cannot look like a second message."""
+    return visible(text, newline="<U+000A>")
+
+
+def print_line(text: str = "", file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print text to `file` (None: stdout) as `visible`. Every text of this project is printed here or by
+    rlhf.utils.console.Screen, so that no control character of a file or a model reaches the console."""
+    print(visible(text), file=file, end=end, flush=flush)
+
+
+def print_in_handler(text: str) -> None:
+    """Print one line on stderr from a signal handler: print() could be interrupted by itself."""
+    os.write(2, f"{visible_line(text)}\n".encode())
 
 
 class UserError(Exception):
@@ -30,7 +60,7 @@ class UserError(Exception):
     at_once = False  # True if another process than the first one prints it without waiting for the first one
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [visible_line(p) for p in ([problems] if isinstance(problems, str) else problems)]
         super().__init__(*self.problems)
 
     def __reduce__(self):  # Exception's own passes each problem as an argument
@@ -63,6 +93,9 @@ class RunError(UserError):
 
 class RLHFWarning(UserWarning):
     """A warning of this project. It is printed; warnings of libraries are not."""
+
+    def __init__(self, message: str):
+        super().__init__(visible_line(message))
 
 
 def raise_if(problems: list[str]) -> None:
@@ -112,12 +145,12 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
         return main()
     except KeyboardInterrupt:
         if is_first_to_report():
-            print(interrupted, file=sys.stderr)
+            print_line(interrupted, file=sys.stderr)
         sys.exit(130)
     except UserError as error:
         lines, status, by_all, at_once = error.report(), error.exit_status, error.by_all, error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file
-        lines, status = f"error: {_unexpected_error_line(error)}", RunError.exit_status
+        lines, status = f"error: {visible_line(_unexpected_error_line(error))}", RunError.exit_status
         by_all, at_once = getattr(error, "by_all", False), False
     print_error(lines, by_all, at_once)
     sys.exit(status)
@@ -134,7 +167,7 @@ def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
         if by_all:
             return
     if is_first_to_report():
-        print(f"{process_prefix()}{lines}", file=sys.stderr)
+        print_line(f"{process_prefix()}{lines}", file=sys.stderr)
 
 
 def _unexpected_error_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rlhf.utils.console import visible
+from rlhf.utils.errors import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
 _MARKS = re.compile(

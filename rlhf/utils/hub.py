@@ -27,12 +27,14 @@ def is_on_hub(name: str) -> bool:
     return not is_path(name) and not Path(name).expanduser().exists()
 
 
-def require_hub(name: str, kind: str, hint: str) -> str:
+def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -> str:
     """Return where to load a "model" or "dataset" (`kind`) of the hub from: its name if the hub can be reached,
-    otherwise the path of the local cache. Raises UserError if there is neither.
+    otherwise the path of the local cache. Raises UserError if there is neither. `named_in`: the file that contains
+    the name, for the error.
 
     Makes one request without retries. Without this check, the libraries would retry for every file, for minutes.
     """
+    place = name if named_in is None else f"{name} (in {named_in})"
     try:
         info = HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT_S)
         if info.gated:
@@ -40,27 +42,27 @@ def require_hub(name: str, kind: str, hint: str) -> str:
         return name
     except GatedRepoError:
         raise UserError(
-            f"{kind} is gated: {name}. Accept its terms on the hub and run `hf auth login`, or use {hint}"
+            f"{kind} is gated: {place}. Accept its terms on the hub and run `hf auth login`, or use {hint}"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{kind} not found: {name} is neither a local folder nor on the hub. Check the name, or use {hint}"
+            f"{kind} not found: {place} is neither a local folder nor on the hub. Check the name, or use {hint}"
         ) from None
     except Exception as error:  # exception classes of the HTTP library change between releases
         reason = _reason(error)
-    try:
-        return snapshot_download(name, repo_type=kind, local_files_only=True)
-    except (LocalEntryNotFoundError, ValueError):
+    folder = cached_folder(name, kind)
+    if folder is None:
         raise UserError(
-            f"cannot download the {kind}: {name} (not in the local cache, and the hub cannot be reached: {reason}). "
+            f"cannot download the {kind}: {place} (not in the local cache, and the hub cannot be reached: {reason}). "
             f"Go online, or use {hint}"
-        ) from None
+        )
+    return str(folder)
 
 
-def cached_model(name: str) -> Path | None:
-    """Return the folder of a model in the local cache; None if it is not there."""
+def cached_folder(name: str, kind: str = "model") -> Path | None:
+    """Return the folder of a "model" or "dataset" (`kind`) in the local cache; None if it is not there."""
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, repo_type=kind, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):
         return None
 

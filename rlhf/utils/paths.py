@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def is_gguf(name: str) -> bool:
     return name.startswith(PACKAGE) or (name.lower().endswith(GGUF_SUFFIX) and not Path(name).is_dir())
 
 
+_named_in: dict[str, Path] = {}  # text in a file that was read -> that file
+
+
+def note_names(file: Path, values: Iterable[Any]) -> None:
+    """Remember the texts in a file that is not on the command line, such as run.json: if one of them is the name of a
+    hub model or dataset, `file_with` returns the file."""
+    _named_in.update({value: file for value in values if isinstance(value, str)})
+
+
+def file_with(name: str) -> Path | None:
+    """Return the file that contains a name, if `note_names` has received it."""
+    return _named_in.get(name)
+
+
 def exists(name: str) -> bool:
     """True if a path exists. A package is looked up when its model is loaded."""
     return name.startswith(PACKAGE) or resolve_path(name).exists()
@@ -42,10 +57,11 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def resolve_path(name: str) -> Path:
-    """Return the absolute path of a file or folder. Raises UserError for circular links and unknown home folders."""
+    """Return the absolute path of a file or folder. Raises UserError for circular links, unknown home folders
+    and NUL characters."""
     try:
         return Path(name).expanduser().resolve()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from types import TracebackType
 
-from rlhf.utils.errors import RunError
+from rlhf.utils.errors import RunError, print_line
 from rlhf.utils.processes import size
 from rlhf.utils.system import stop_signals
 
@@ -34,7 +34,7 @@ class TrainingInterrupted(RunError):
 class GracefulStop:
     """Context manager that stores the first signal in `by`. The run checks it after each update."""
 
-    def __init__(self, say=print):
+    def __init__(self, say=print_line):
         self.by: signal.Signals | None = None
         self.at, self.several = 0.0, False
         self.say, self.previous_handlers = say, {}

@@ -19,8 +19,7 @@ from rlhf.analysis.chat import Conversation, StreamingGenerator
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
-from rlhf.utils.console import visible
-from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.errors import UserError, run_command, visible
 from tests.scripts.test_bad_inputs import FORM
 from tests.scripts.test_scripts import ROOT, run
 from tests.shapes import make_base_model

@@ -95,7 +95,7 @@ def test_start_model_of_an_adapter_without_a_run_is_its_base_model(runs, start_m
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("adapter_config.json", '{"base', "invalid JSON: .*adapter_config.json"),
+        ("adapter_config.json", '{"base', "not valid JSON: .*adapter_config.json"),
         ("run.json", '{"status": "fin', "run.json is incomplete or corrupted: .*corrupted_model. Restore the file"),
         (
             "run.json",

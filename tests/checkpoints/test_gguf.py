@@ -96,6 +96,24 @@ def tiny(tmp_path) -> Path:
     return tmp_path / "tiny.gguf"
 
 
+def test_other_files_in_the_folder_of_a_gguf_file_are_not_read(tiny, capsys):
+    """transformers would load an adapter beside it through peft, and offer to run the code of its tokenizer."""
+    adapter = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "x",
+        "megatron_config": {"a": 1},
+        "megatron_core": "payload",
+    }
+    (tiny.parent / "adapter_config.json").write_text(json.dumps(adapter))
+    code = {"tokenizer_class": "HomeTokenizer", "auto_map": {"AutoTokenizer": ["home.HomeTokenizer", None]}}
+    (tiny.parent / "tokenizer_config.json").write_text(json.dumps(code))
+    (tiny.parent / "config.json").write_text("not JSON")
+    folder = Path(find_model(str(tiny), FLAG))
+    load_tokenizer(str(folder))
+    assert not (folder / "adapter_config.json").exists()
+    assert "HomeTokenizer" not in (folder / "tokenizer_config.json").read_text()
+
+
 def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):
     embeddings = write_gguf(tmp_path / "tiny.gguf")
     folder = find_model(str(tmp_path / "tiny.gguf"), FLAG)

@@ -285,7 +285,7 @@ def hub(tmp_path, monkeypatch):
     write(clone / "other" / "test.jsonl", jsonl(*ROWS[:2]))
     configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("main", "other"))
     write(clone / "README.md", f"---\nconfigs:\n{configs}---\n")
-    monkeypatch.setattr(tables, "require_hub", lambda name, *_: str(clone))
+    monkeypatch.setattr(tables, "find_on_hub", lambda name, *_: str(clone))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return clone
 

@@ -23,7 +23,8 @@ from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
 from rlhf.reports.token_page import colour, write_token_page
 from rlhf.settings.evaluation import MeasureSettings
-from rlhf.utils.console import Screen, visible
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import visible
 from rlhf.utils.html import markdown_cell
 from tests.records import record_of
 

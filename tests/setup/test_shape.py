@@ -65,9 +65,9 @@ def test_hub_models(saved, monkeypatch):
     model, folder = saved
     expected = parameters_in(weights_of(str(folder)))
     monkeypatch.setattr(shape, "config_values", lambda _: model.config.to_dict())
-    monkeypatch.setattr(hub, "cached_model", lambda _: folder)
+    monkeypatch.setattr(hub, "cached_folder", lambda _: folder)
     assert parameters_in(weights_of("someone/a-model")) == expected
-    monkeypatch.setattr(hub, "cached_model", lambda _: None)
+    monkeypatch.setattr(hub, "cached_folder", lambda _: None)
     headers = {name: list(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     monkeypatch.setattr(hub, "tensors_on_hub", lambda _: headers)
     assert parameters_in(weights_of("someone/a-model")) == expected

@@ -185,6 +185,31 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+def loads_without_the_check(tree: ast.AST) -> list[str]:
+    """Returns the calls of transformers' Auto classes that do not turn off the code of model folders."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [
+        ast.unparse(call.func)
+        for call in calls
+        if ast.unparse(call.func).startswith("Auto") and call.func.attr in ("from_pretrained", "from_config")
+        if not any(
+            k.arg is None or (k.arg == "trust_remote_code" and ast.unparse(k.value) == "False") for k in call.keywords
+        )
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_models_are_loaded_without_their_code(path):
+    """TRL's class receives a model that is loaded already."""
+    found = loads_without_the_check(ast.parse(path.read_text(encoding="utf-8")))
+    assert [call for call in found if "WithValueHead" not in call] == []
+
+
+def test_the_check_finds_a_model_that_may_run_code():
+    lines = "AutoConfig.from_pretrained(x)\nAutoModel.from_config(x, trust_remote_code=True)\nAuto.from_config(x, **y)"
+    assert loads_without_the_check(ast.parse(lines)) == ["AutoConfig.from_pretrained", "AutoModel.from_config"]
+
+
 # what writes on the console; rlhf.utils.errors.print_line and rlhf.utils.console.Screen escape control characters
 PRINTERS = {
     "rlhf.utils.errors": ["os.write", "print"],

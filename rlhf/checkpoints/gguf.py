@@ -212,7 +212,7 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config = read.config
     del config.quantization_config
     config.name_or_path = ""  # otherwise saved; it is the model's title in the file
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     return model, tokenizer

@@ -63,7 +63,8 @@ def _clear_incomplete(folder: Path, screen: Screen) -> None:
 def make_pairs(screen: Screen, device: torch.device) -> None:
     """Sample several completions per question from the start model and rank them into pairs by gold quality."""
     folder = ready.FOLDER / "start_model"
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    policy = policy.eval().to(device)
     asked = tasks.questions(ready.QUESTIONS, ready.SEED)
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, SamplingProgress(screen))

@@ -25,7 +25,7 @@ NUMBER = re.compile(
     (?P<exponent>e[+-]?\d{1,3}(?!\d))?""",
     re.VERBOSE,
 )
-# an end that may become another number if the text goes on: "12", "12,", "1/2", "12e", "10{,", "\frac{1}{2"
+# an end that may become another number if the text continues: "12", "12,", "1/2", "12e", "10{,", "\frac{1}{2"
 UNFINISHED = re.compile(
     r"(?<![\d.,/])(?:[\d.,/]|(?<=[\d.])e[+-]?|(?<=[\d,])(?:\\[,!]?|\{,?\}?|[\u00a0\u2009\u202f])|\\frac\{[^{}]*\}?(?:\{[^{}]*)?)+\Z"
 )
@@ -112,7 +112,7 @@ def final_answer(text: str, ended: bool = True) -> str | None:
     """Return the content of the last `\\boxed{}` of a text, else the line after its last `####`, else the whole text.
 
     A line after `####` that is not a number and has more text below may be a Markdown heading: it counts only if
-    there is no other one. If the text was cut off (`ended` is False), an answer that may go on does not count: a line
+    there is no other one. If the text was cut off (`ended` is False), an answer that may continue does not count: a line
     without its end, and the whole text. None: there is no answer.
     """
     boxed = _last_boxed(text)

@@ -215,6 +215,7 @@ DIFFERENT = [
     ("5 apples", "5"),
     ("5m", "5"),  # may be a formula
     ("5x", "5"),
+    ("x = 5", "5"),
     ("5!", "5"),
     ("60 km/h", "60 m/s"),
     # fractions
@@ -225,6 +226,8 @@ DIFFERENT = [
     ("1/0", "0"),
     ("\\frac{1}{2}x", "1/2x"),  # x/2, or 1/(2x)
     ("1:2", "1/2"),
+    ("x/2", "\\frac{x}{2}"),  # formulas are not computed
+    ("2^3", "8"),
     # powers and indices
     ("5\u00b2", "52"),
     ("10\u2075", "105"),

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rlhf.data.examples import Example
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
-# columns that other trainers add to the prompt -> how to use them here
 # keys of a message that are read, or refused if they have a value
 MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls")
+# columns that other trainers add to the prompt -> how to use them here
 UNUSED = {
     "system_prompt": f"If it is a system message, add {columns_flag('system', 'system_prompt')}",
     "input": "If it belongs to the prompt, write both into one column 'prompt'",
@@ -94,7 +94,7 @@ def note_message_keys(examples: Sequence[Example], source: DataSource, say: Call
         for message in messages
         if isinstance(message, dict)
         for key, value in message.items()
-        if key not in MESSAGE_KEYS and value not in (None, "", [], {})
+        if key not in MESSAGE_KEYS and value is not None and not (isinstance(value, (str, list, dict)) and not value)
     )
     if counts:
         found = ", ".join(f"{key!r} ({count:,} messages)" for key, count in counts.most_common())

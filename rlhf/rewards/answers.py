@@ -112,8 +112,8 @@ def final_answer(text: str, ended: bool = True) -> str | None:
     """Return the content of the last `\\boxed{}` of a text, else the line after its last `####`, else the whole text.
 
     A line after `####` that is not a number and has more text below may be a Markdown heading: it counts only if
-    there is no other one. If the text was cut off (`ended` is False), an answer that may continue does not count: a line
-    without its end, and the whole text. None: there is no answer.
+    there is no other one. If the text was cut off (`ended` is False), an answer that may continue does not count: a
+    line without its end, and the whole text. None: there is no answer.
     """
     boxed = _last_boxed(text)
     if boxed is not None:

@@ -120,7 +120,11 @@ def test_a_tenth_of_the_prompts_is_held_out(config):
     trainer = make_trainer(config(allow_weak_reward_model=True), prompts)
     assert 8 <= len(trainer.evaluation_prompts) <= 35
     assert len(trainer.evaluation_prompts) + len(trainer.train_prompts) == 200
+    with pytest.raises(UserError, match=r"an empty list: evaluation_prompts\."):
+        make_trainer(config(), ["a cat?"], evaluation_prompts=[])
     separate = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
+    with pytest.raises(UserError, match=r"an empty list: evaluate\(\)\."):
+        separate.evaluate([])
     assert [p.example.question for p in separate.evaluation_prompts] == ["a dog?"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
 from rlhf.data.messages import check_text, shown
-from rlhf.data.notices import misspellings, print_notes, report_bad_rows
+from rlhf.data.notices import misspellings, note_message_keys, print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.settings.types import Renaming
@@ -35,6 +35,7 @@ class Example:
     flaw: str | None = None  # what is wrong with the rejected completion, if the data contains it
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row, for reward functions
     conversational: bool = False  # the row's prompt is a list of messages, so reward functions receive messages
+    where: str = field(default="", compare=False)  # the row's position, for messages
 
     @property
     def question(self) -> str:
@@ -160,6 +161,7 @@ def _example(
         flaw=_typed(row, "flaw", str, None, where),
         columns={**dict.fromkeys(others), **row},
         conversational=parts.conversational,
+        where=where,
     )
     if example.chosen is not None and example.chosen == example.rejected and example.rejected_ended:
         raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
@@ -211,6 +213,7 @@ def examples_of(
         report_bad_rows(problems, len(rows), source, say)
     else:
         raise_if(problems)
+    note_message_keys(examples, source, say)
     return examples
 
 

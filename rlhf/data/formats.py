@@ -193,6 +193,11 @@ def _split_chats(chosen: list[Message], rejected: list[Message], where: str) -> 
     """Return the common messages of two chats, and the message after them in each."""
     longest = min(len(chosen), len(rejected)) - 1
     common = next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
+    if not any(m["role"] == "user" for m in chosen[:common]) and any(m["role"] == "user" for m in chosen[common:]):
+        raise UserError(
+            f"chosen and rejected have no user message in common: {where}. The chats of a pair must begin with the "
+            "same messages"
+        )
     prompt = _require_user(chosen[:common], where)
     return prompt, _only_message(chosen[common:], "chosen", where), _only_message(rejected[common:], "rejected", where)
 

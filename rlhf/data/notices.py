@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rlhf.data.examples import Example
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
+# keys of a message that are read, or refused if they have a value
+MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls")
 # columns that other trainers add to the prompt -> how to use them here
 UNUSED = {
     "system_prompt": f"If it is a system message, add {columns_flag('system', 'system_prompt')}",
@@ -64,6 +67,7 @@ def misspellings(rows: Iterable[Any], known: Collection[str]) -> dict[frozenset,
 def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
     """Print notes on prompts that may be incomplete, and a warning if many rows are duplicates."""
     _note_implicit_prompts(examples, source, say)
+    note_message_keys(examples, source, say)
     for name, fix in UNUSED.items():
         count = sum(_is_unused(name, e) for e in examples)
         if count:
@@ -79,6 +83,37 @@ def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[
                 f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if "
                 "unintended"
             )
+
+
+def note_message_keys(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+    """Print a note if messages have keys that are not used, such as name, weight and reasoning_content."""
+    chats = [e.columns.get(name) for e in examples for name in (*PROMPT_COLUMNS, "chosen", "rejected")]
+    messages = [m for chat in chats for m in (chat if isinstance(chat, (list, tuple)) else [chat])]
+    counts = Counter(
+        key
+        for message in messages
+        if isinstance(message, dict)
+        for key, value in message.items()
+        if key not in MESSAGE_KEYS and value is not None and not (isinstance(value, (str, list, dict)) and not value)
+    )
+    if counts:
+        found = ", ".join(f"{key!r} ({count:,} messages)" for key, count in counts.most_common())
+        say(
+            f"note: keys of messages that are not used: {found}: {source.flag} {source.name}. If the model must read "
+            "them, write them into the content"
+        )
+
+
+def warn_about_lost_rows(lost: Sequence[tuple[Example, Example, list[str]]], say: Callable[[str], None]) -> None:
+    """Print a warning about rows that are not used although they differ from the row that is: `lost` has the used
+    row, the lost row, and the columns in which they differ."""
+    if lost:
+        first, other, _ = lost[0]
+        names = ", ".join(map(repr, dict.fromkeys(name for _, _, columns in lost for name in columns)))
+        say(
+            f"warning: {len(lost):,} rows are not used, because an earlier row has the same prompt, with another "
+            f"{names}: for example {other.where}, after {first.where}. Write what belongs to one prompt into one row"
+        )
 
 
 def _is_unused(name: str, example: Example) -> bool:

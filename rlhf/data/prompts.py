@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
 from rlhf.data.lengths import warn_about_length
+from rlhf.data.notices import warn_about_lost_rows
 from rlhf.data.readers import read_text
 from rlhf.data.source import DataSource
-from rlhf.data.splits import distinct_questions, split_examples
+from rlhf.data.splits import distinct_questions, lost_rows, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, print_line
@@ -213,6 +214,8 @@ def given_prompts(
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
+        if not held_out:
+            raise UserError("an empty list: evaluation_prompts. Pass texts or chats, or None")
     sets = render_sets(tokenizer, train, held_out, data, "prompts", say, room)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
@@ -230,8 +233,10 @@ def render_sets(
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
-    long."""
+    long, and if rows with the same prompt differ in other columns."""
     by_topic, longest = data.steps_per_topic is not None, data.prompt_length
+    for examples in [train] if train is evaluation else [train, evaluation]:
+        warn_about_lost_rows(lost_rows(examples, by_topic), say)
     both = [_encoded(tokenizer, distinct_questions(examples, by_topic)) for examples in (train, evaluation)]
     lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
     warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say, room)

@@ -6,6 +6,7 @@ The kind of a file is found from its content, then from its suffix.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -105,9 +106,23 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+class _OutOfRange(ValueError):
+    """A number of a JSON text that a float cannot hold."""
+
+
+def _float(text: str) -> float:
+    """Return a JSON number as a float. Raises _OutOfRange where `float` would return infinity, or 0 for a number that
+    is not 0."""
+    value = float(text)
+    if math.isinf(value) or (value == 0 and re.search("[1-9]", text.lower().partition("e")[0])):
+        raise _OutOfRange(f"the number {text:.40} is too {'small' if value == 0 else 'large'} for a float")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_float=_float)
 _SPACE = re.compile(r"[ \t\r\n]*")  # JSON's white space
 CUT = ". Is the file incomplete?"
+AS_TEXT = "Write it as text, in quotes"
 
 
 def _reason(error: Exception) -> str:
@@ -123,6 +138,8 @@ def _line_rows(file: Path, text: str) -> list[Row]:
         where = f"{file}:{number}, {line.strip()[:40]!r}"
         try:
             rows.append((where, _DECODER.decode(line)))
+        except _OutOfRange as error:
+            problems.append(f"{error}: {where}. {AS_TEXT}")
         except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
             cut = CUT if number == len(lines) else ""
             problems.append(f"not JSON ({_reason(error)}): {where}. Write one JSON object per line{cut}")
@@ -168,6 +185,8 @@ def _array_rows(file: Path, text: str) -> Iterator[Row]:
     while not closed:
         try:
             row, end = _DECODER.raw_decode(text, place)
+        except _OutOfRange as error:
+            raise UserError(f"{error}: {where(place)}. {AS_TEXT}") from None
         except (ValueError, RecursionError) as error:
             raise broken(_reason(error), place) from None
         yield where(place), row

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
-from rlhf.data.examples import Example
+from rlhf.data.examples import COLUMNS, Example
 from rlhf.settings.types import Split
 
 
@@ -38,8 +38,22 @@ def pairs_hash(pairs: Iterable[Example]) -> str:
 def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
     """Return the first example of every distinct prompt, in order. Prompts differ if any message differs or, with
     `by_topic`, if the topic differs."""
+    return list({_prompt_key(e, by_topic): e for e in reversed(list(examples))}.values())[::-1]
 
-    def key(example: Example) -> str:
-        return json.dumps((example.messages, example.topic if by_topic else None))
 
-    return list({key(e): e for e in reversed(list(examples))}.values())[::-1]
+def lost_rows(examples: Sequence[Example], by_topic: bool = False) -> list[tuple[Example, Example, list[str]]]:
+    """Return the rows without a pair that `distinct_questions` removes although they differ from the row that it
+    keeps: the kept row, the removed row, and the columns in which they differ."""
+    kept = {_prompt_key(e, by_topic): e for e in distinct_questions(examples, by_topic)}
+    lost = []
+    for example in examples:
+        first = kept[_prompt_key(example, by_topic)]
+        names = [name for name in example.columns if name not in COLUMNS] if example.chosen is None else []
+        differ = [name for name in names if repr(example.columns[name]) != repr(first.columns.get(name))]
+        if differ and first is not example:
+            lost.append((first, example, differ))
+    return lost
+
+
+def _prompt_key(example: Example, by_topic: bool) -> str:
+    return json.dumps((example.messages, example.topic if by_topic else None))

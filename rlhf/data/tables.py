@@ -34,6 +34,7 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
     first = text.partition("\n")[0]
     between = "\t" if file.suffix.lower() == ".tsv" else next((s for s in ",;\t" if s in first), ",")
     header = next(csv.reader(text.splitlines(), delimiter=between), [])
+    _check_quotes(file, text, between)
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise UserError(f"the column {twice[0]!r} occurs twice: {file}:1. Rename one of them")
@@ -66,6 +67,23 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
         return Dataset.from_pandas(frame.set_axis(names, axis=1), preserve_index=False)
 
     return _read(read, file, "CSV")
+
+
+def _check_quotes(file: Path, text: str, between: str) -> None:
+    """Raise UserError for a CSV cell with text after its closing quote, such as "a \\"b\\" c". Without this check,
+    pandas would read another text."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=between, strict=True)
+    try:
+        for _ in rows:
+            pass
+    except csv.Error as error:
+        if "expected after" not in str(error):
+            return  # pandas reports the other errors
+        raise UserError(
+            f"text after the closing quote of a cell: {file}:{rows.line_num}. Write a quote inside a cell as two "
+            'quotes (""), not with a backslash'
+        ) from None
 
 
 def _long_row(text: str, between: str, columns: int) -> str:

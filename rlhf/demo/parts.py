@@ -15,7 +15,8 @@ from rlhf.checkpoints.run_folder import read_status
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
-from rlhf.rewards.training import show_record, train_reward_model
+from rlhf.rewards.calibration import show_record
+from rlhf.rewards.training import train_reward_model
 from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config

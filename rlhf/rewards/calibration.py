@@ -1,4 +1,5 @@
-"""Calibrates a reward model: its scores get mean 0 and variance 1 over the start model's completions."""
+"""Calibrates a reward model: its scores get mean 0 and variance 1 over the start model's completions. Prints its
+record."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.reward_model import RewardModelConfig
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
 SMALLEST_STD = 1e-3  # with a smaller standard deviation of the raw scores there is nothing to calibrate
@@ -80,3 +82,20 @@ def calibration_completions(
         texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"completions of {name}"
+
+
+def show_record(record: dict, screen: Screen) -> None:
+    """Print the accuracy next to the length baseline."""
+    against, baseline, pairs = (record[name] for name in ("accuracy_against_baseline", "length_baseline", "pairs"))
+    ties = round(2 * (1 - baseline) * pairs)  # if the baseline gets no pair wrong: a tie counts half
+    none = f"no such pairs: {ties} of {pairs} have equal lengths and count half, and the baseline is right on the rest"
+    wrong = none if against is None else f"{against:.3f} on the pairs that the length baseline gets wrong"
+    rows = [
+        ("accuracy", f"{record['accuracy']:.3f} of {pairs} held-out pairs"),
+        ("length baseline", f"{baseline:.3f} (the better of 'longer wins' and 'shorter wins')"),
+        ("against baseline", wrong),
+        ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
+        *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
+        ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
+    ]
+    screen.facts(rows)

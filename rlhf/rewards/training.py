@@ -44,7 +44,7 @@ from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import check_weights
 from rlhf.models.save import bad_weights
-from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
+from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate, show_record
 from rlhf.rewards.checks import DEFAULT_SPLIT
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
 from rlhf.rewards.reward_model import RewardModel, can_pack, packed_logits
@@ -128,7 +128,9 @@ def usable_pairs(
             f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {shown}. "
             f"Add pairs, change --split or {longer}"
         )
-    screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs")
+    split, others = config.data.split or DEFAULT_SPLIT, len(parts["rl"])
+    rest = f"; {others} pairs are for the prompts of RL (--split {split})" if others else ""
+    screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs{rest}")
     too_long = len(parts["reward"]) - len(train)
     skipped = too_long + len(parts["evaluation"]) - len(held_out)
     if skipped:
@@ -257,23 +259,6 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
             f"{len(bad)} weights are not finite after training, the first is {bad[0]}: reward model, not saved. "
             "Train again with a smaller --rm-learning-rate"
         )
-
-
-def show_record(record: dict, screen: Screen) -> None:
-    """Print the accuracy next to the length baseline."""
-    against = record["accuracy_against_baseline"]
-    rows = [
-        ("accuracy", f"{record['accuracy']:.3f} of {record['pairs']} held-out pairs"),
-        ("length baseline", f"{record['length_baseline']:.3f} (the better of 'longer wins' and 'shorter wins')"),
-        (
-            "against baseline",
-            "no such pairs" if against is None else f"{against:.3f} on the pairs that the length baseline gets wrong",
-        ),
-        ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
-        *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
-        ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
-    ]
-    screen.facts(rows)
 
 
 def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:

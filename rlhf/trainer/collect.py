@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree
 from rlhf.distributed.shares import by_group
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.reference import Reference
 from rlhf.rewards.call import BadScore
-from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.cached_forward import CachedForward
 from rlhf.rollout.completions import Completions, ForwardPass, Rollout

@@ -218,7 +218,10 @@ class PolicyEvaluator:
         """Returns prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
         none is left, or they cannot be read."""
         longest = self.config.data.prompt_length
-        kept, _ = encode_prompts(self.tokenizer, examples_of(given), longest)
+        examples = examples_of(given)
+        if not examples:
+            raise UserError("an empty list: evaluate(). Pass texts or chats")
+        kept, _ = encode_prompts(self.tokenizer, examples, longest)
         if not kept:
             raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
         return kept

@@ -16,9 +16,9 @@ from rlhf.algorithms.kl_control import (
     kl_controller,
     with_horizon,
 )
+from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
-from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.types import KLTarget
 from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint

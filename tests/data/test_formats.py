@@ -152,7 +152,8 @@ REFUSED = {
     "chats of another prompt": (
         {"prompt": "What?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, r"do not contain the prompt: "),
     "chats that begin differently": (
-        {"chosen": [ASK, YES], "rejected": [MORE, NO]}, r"no user message in the chat: "),
+        {"chosen": [ASK, YES], "rejected": [MORE, NO]}, r"chosen and rejected have no user message in common: "),
+    "chats without a user": ({"chosen": [YES], "rejected": [NO]}, r"no user message in the chat: "),
     "two system texts": ({"messages": [BRIEF, ASK], "system": "Be kind."}, r"different system messages: "),
     "an unknown name in ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]}, r"unknown chat role"),
     "another key in a chat": ({"conversations": [{"speaker": "human", "text": "a"}]}, r"not a list of \{\"role\""),

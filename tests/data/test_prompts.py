@@ -212,6 +212,8 @@ def test_evaluation_prompts_of_another_file(tokenizer, tmp_path):
         assert len(sets.train) + sets.parts["reward"] == 40 == sets.rows and sets.parts["evaluation"] == 7
     python = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], None)
     assert (len(python.train), len(python.evaluation)) == (2, 7)
+    with pytest.raises(UserError, match=r"an empty list: evaluation_prompts\."):
+        given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], [])
     replaced = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], ["c?"])
     assert [p.example.question for p in replaced.evaluation] == ["c?"]
 
@@ -288,3 +290,27 @@ def test_rows_given_in_python_have_the_formats_and_columns_of_files(tokenizer):
         given_prompts(DataSettings(columns=(Renaming("prompt=problm"),)), tokenizer, rows, None)
     texts = given_prompts(DataSettings(columns=(Renaming("prompt=problem"),)), tokenizer, ["a?"], None)
     assert texts.train[0].example.question == "a?", "the new names are for rows"
+
+
+def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokenizer):
+    """Only the first row of a prompt is used. Rows of pairs are expected to repeat a prompt."""
+    rows = [{"prompt": f"question {i % 20}", "answer": i if i < 40 else i % 20, "source": "x"} for i in range(60)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    data, text = DataSettings(path, Split(0, 100, 0), eval_dataset=write(tmp_path / "eval.jsonl", {"prompt": "e"})), []
+    sets = load_prompts(data, tokenizer, text.append)
+    assert [p.example.columns["answer"] for p in sets.train] == list(range(20)) and sets.repeated == 40
+    (warning,) = [line for line in text if "rows are not used" in line]
+    assert warning.startswith("warning: 20 rows ") and " with another 'answer': " in warning
+    assert re.search(r" for example .*rows\.jsonl:21, .*, after .*rows\.jsonl:1, ", warning)
+
+    pairs = write(
+        tmp_path / "pairs.jsonl", *({"prompt": "q?", "chosen": str(i), "rejected": "x", "margin": i} for i in range(3))
+    )
+    of_pairs: list[str] = []
+    load_prompts(DataSettings(pairs, Split(0, 100, 0), eval_dataset=pairs), tokenizer, of_pairs.append)
+    assert not any("rows are not used" in line for line in of_pairs)
+
+    in_python: list[str] = []
+    given = [*rows[:2], {"prompt": "question 1", "answer": 7}]
+    given_prompts(DataSettings(), tokenizer, given, None, in_python.append)
+    assert sum("1 rows are not used" in line and "prompt 3, after prompt 2" in line for line in in_python) == 1

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf.config import make_config, parse_cli
 from rlhf.data import tables
-from rlhf.data.examples import load_examples
+from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.folders import split_of
 from rlhf.data.readers import read_file
 from rlhf.data.source import DataSource
@@ -148,6 +148,12 @@ BAD = {
     "one object": ("a.json", '{\n"prompt": "a"\n}', r"one JSON object, not an array of rows: .*a\.json:1\. Write"),
     "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', r"not JSON \(Extra data after the array\): .*json:2"),
     "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', r"not JSON \(duplicate key 'prompt'\): .*json:1"),
+    "a number beyond a float": ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "answer": 1e400}\n',
+                                r"the number 1e400 is too large for a float: .*a\.jsonl:2, .*as text"),
+    "a number below a float": ("a.json", '[{"prompt": "a"},\n{"prompt": "b", "answer": -1.5e-400}]',
+                               r"the number -1\.5e-400 is too small for a float: .*a\.json:2, .*as text"),
+    "quotes with backslashes": ("a.csv", 'prompt,answer\n"a ""b"" c",1\n"a \\"b\\" c",2\n',
+                                r"text after the closing quote of a cell: .*a\.csv:3\. Write .* two quotes"),
     "an empty array": ("a.json", "[]", r"no rows: .*a\.json"),
     "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"prompt is null, not text: .*a\.csv row 1\. C"),
     "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", r"not CSV \(.*line 3, saw 2\): .*a\.csv\. Corr"),
@@ -368,6 +374,26 @@ def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path):
     assert text == []
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, rows[0]))), say=text.append)
     assert len(text) == 1 and text[0].startswith("warning: 1 of 5 rows are duplicates: ")
+
+
+def test_keys_of_messages_that_are_not_used_are_counted(tmp_path):
+    """In every column with messages; empty values, such as those that `datasets` adds, do not count."""
+    ask = {"role": "user", "content": "a", "name": "Ann", "weight": None}
+    chosen = {"role": "assistant", "content": "b", "weight": 0, "reasoning_content": "c", "tool_calls": []}
+    rows = [{"prompt": [ask], "chosen": [chosen], "rejected": "d"}, {"messages": [{**ask, "weight": 1}]}]
+    text = []
+    load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)
+    (note,) = text
+    assert note.startswith("note: keys of messages that are not used: 'name' (2 messages), 'weight' (2 messages), ")
+    assert "'reasoning_content' (1 messages): --prompts " in note and "'tool_calls'" not in note
+    in_python = []
+    examples_of([[ask]], say=in_python.append)
+    assert len(in_python) == 1 and "'name' (1 messages): prompts in Python" in in_python[0]
+
+
+def test_small_numbers_of_json_are_read(tmp_path):
+    rows = '{"prompt": "a", "answer": 0.0e9}\n{"prompt": "b", "answer": 5e-324}\n{"prompt": "c", "answer": 1e308}'
+    assert [e.columns["answer"] for e in load_examples(str(write(tmp_path / "a.jsonl", rows)))] == [0, 5e-324, 1e308]
 
 
 def test_empty_name_of_data_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
@@ -12,56 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.rewards.eval_functions import NUMBER, attempts, exact_match, last_number, number_at_end, pass_at_k
+from rlhf.rewards.answers import NUMBER, number_at_end
+from rlhf.rewards.eval_functions import attempts, exact_match, last_number, pass_at_k
 from rlhf.rewards.find import find_rule
 from rlhf.utils.errors import UserError
 
 COMPLETIONS = Path(__file__).parent / "last_number_completions.jsonl"
-RIGHT = [
-    ("72", "72"),
-    ("48 / 2 = 24 and 24 + 48 = 72.\n#### 72", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"),  # gsm8k
-    ("#### 5\n#### 72", "72"),  # the last one
-    ("#### 72\nThat is all.", "72"),  # one line
-    ("The answer is \\boxed{72}.", "#### 72"),
-    ("\\boxed{1} and then \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}"),
-    ("\\boxed{3} #### 4", "4"),  # #### before \boxed{}
-    ("1,000", "1000"),
-    ("$1,000.00", "1000"),
-    ("$ 1000", "1,000."),
-    ("-3.50", "-3.5"),
-    ("+7", "7"),
-    (".5", "0.5"),
-    ("1e3", "1000"),
-    ("  Paris ", "paris"),
-    ("New   York.", "new york"),
-    ("STRASSE", "straße"),
-    ("72.0", 72),
-    ("0.25", 0.25),
-    ("", ""),
-]
-WRONG = [
-    ("73", "72"),
-    ("the answer is 72", "72"),  # no mark: the whole text counts
-    ("#### 72 apples", "72"),
-    ("72 #### 73", "72"),
-    ("10,00", "1000"),  # not thousands
-    ("7.2", "72"),
-    ("-72", "72"),
-    ("\\boxed{72", "72"),
-    ("Paris..", "Paris"),
-    ("", "72"),
-    (".", "0"),
-]
-
-
-@pytest.mark.parametrize(("completion", "answer"), RIGHT)
-def test_equal_answers_match(completion, answer):
-    assert exact_match([completion], answer=[answer]) == [1.0]
-
-
-@pytest.mark.parametrize(("completion", "answer"), WRONG)
-def test_other_answers_do_not_match(completion, answer):
-    assert exact_match([completion], answer=[answer]) == [0.0]
 
 
 def test_exact_match_reads_chats_and_has_no_score_without_an_answer():
@@ -117,12 +74,16 @@ LAST_NUMBERS = [  # completion that ended -> its last number
     ("1.2.3", "3"),
     ("so 3..5", "5"),
     ("1, 2, 3", "3"),
-    ("1,0000", "0"),  # not a thousands separator
-    ("1000,500", "500"),
+    ("1,2,3", "3"),
+    ("1,0000", "1"),  # not a thousands separator, so a decimal comma
+    ("1000,500", "1000.5"),
     ("2e3", "2000"),
     ("12eggs", "12"),
     ("1 200", "200"),
-    ("1/2", "2"),
+    ("1/2", "1/2"),
+    ("3 1/2", "7/2"),
+    ("1/0", "0"),
+    ("25/11/2026", "2026"),
     ("3x4", "4"),
     ("the 12th", "12"),
     ("7 + 15 = 22. Is that all?", "22"),
@@ -151,6 +112,12 @@ CUT_OFF = [  # completion that was cut off -> its last number that is certainly 
     ("7 + 15 = 22 apples.", "22"),
     ("1 2", "1"),
     ("3-4", "3"),
+    ("7 + 15 = 1/2", "15"),
+    ("7 + 15 = 10{,}0", "15"),
+    ("7 + 15 = 10\\,0", "15"),
+    ("7 + 15 = \\frac{1}{2", "15"),
+    ("7 + 15 = \\frac{1}{2}", "1/2"),
+    ("\\boxed{22}", "22"),
     ("22", None),
     ("22.", None),
     ("\u0662\u0662", None),  # Arabic digits
@@ -160,12 +127,12 @@ CUT_OFF = [  # completion that was cut off -> its last number that is certainly 
 
 @pytest.mark.parametrize(("completion", "number"), LAST_NUMBERS)
 def test_last_number_of_a_completion_that_ended(completion, number):
-    assert number_at_end(completion) == (None if number is None else Decimal(number))
+    assert number_at_end(completion) == (None if number is None else Fraction(number))
 
 
 @pytest.mark.parametrize(("completion", "number"), CUT_OFF)
 def test_a_number_that_touches_the_cut_off_does_not_count(completion, number):
-    assert number_at_end(completion, ended=False) == (None if number is None else Decimal(number))
+    assert number_at_end(completion, ended=False) == (None if number is None else Fraction(number))
 
 
 def test_last_number_scores():

@@ -13,6 +13,7 @@ from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.splits import question_hash
+from rlhf.rewards.calibration import show_record
 from rlhf.rewards.checks import check_accuracy, check_leaks, check_unrecorded
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
@@ -164,6 +165,15 @@ def test_pair_accuracy_of_known_scores(model, monkeypatch):
         accuracy=2.5 / 4, margin=(4 - 2 + 8 + 0) / 4, length_baseline=0.625, accuracy_against_baseline=1.0,
         by_flaw={"x": 0.5, "y": 0.75}, pairs=4,
     )  # fmt: skip
+
+
+def test_a_length_baseline_without_a_wrong_pair_is_explained(model, monkeypatch, capsys):
+    """3 pairs in which the longer completion is chosen, and 2 ties: baseline 0.8."""
+    monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(len(c)) for c in completions])
+    found = pair_accuracy(model, [*[pair("a", "long", "b")] * 3, *[pair("a", "b", "c")] * 2])
+    assert found.length_baseline == pytest.approx(0.8) and found.accuracy_against_baseline is None
+    show_record(dataclasses.asdict(found) | {"calibration": {"replies": 1, "source": "x"}}, Screen())
+    assert "no such pairs: 2 of 5 have equal lengths" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

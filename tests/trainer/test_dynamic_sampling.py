@@ -14,12 +14,12 @@ from torch.testing import assert_close
 
 import train_grpo
 import train_rloo
+from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.analysis.curves import read_curves, write_table
 from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
-from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.setup.plan import budget

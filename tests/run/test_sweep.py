@@ -55,8 +55,8 @@ def test_grid_has_every_combination_and_the_last_setting_changes_fastest():
 
 
 def test_names_of_other_trainers_have_their_meaning():
-    """A length replaces the recipe's length, and target_kl is in nats per sequence."""
-    found = points("--sweep", "num_train_epochs=1,2", "target_kl=5")
+    """A length replaces the recipe's length, and target is in nats per sequence."""
+    found = points("--sweep", "num_train_epochs=1,2", "target=5")
     assert [point.config.run.epochs for point in found] == [1, 2] and found[0].config.run.episodes is None
     assert found[0].settings == {"epochs": "1.0", "kl_target": "5/sequence"}
 

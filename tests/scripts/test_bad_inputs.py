@@ -829,7 +829,7 @@ MORE_ERRORS = [
     Row(86, "many bad rows", data(*['{"prompt": ""}'] * 9), r"(error: prompt is empty: .*\n){5}and 4 more$"),
     Row(87, "names of other trainers", "--lr 1 --beta 1 --never-seen none --sync-ref-model 1",
         r"unknown flag --lr: command line\. Use --learning-rate\n"
-        r"error: unknown flag --beta: command line\. Use --kl-coef\n"
+        r"error: unknown flag --beta: command line\. Use --kl-coef with .*\n"
         r"error: unknown flag --never-seen: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
         r"lists other trainers' names\n"
         r"error: unknown flag --sync-ref-model: command line\. Not offered, because the reference model is always"),

@@ -47,7 +47,7 @@ def make_config(
     return replace(config, written=ambiguous_names([layer]), in_python=True)
 
 
-OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func")  # settings that arguments of make_trainer can replace
+OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:

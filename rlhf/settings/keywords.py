@@ -19,8 +19,7 @@ class TrainingSettings(TypedDict, total=False):
     """Reward model: a folder or a hub name; none: use only the reward functions (--reward-func)."""
 
     allow_weak_reward_model: bool
-    """Accept a reward model whose held-out accuracy is below 0.6, or below that of a choice by length alone; no effect
-    without rm_model."""
+    """Accept a reward model whose held-out accuracy is below 0.6, or below that of a choice by length alone."""
 
     use_lora: bool
     """Train low-rank adapters (LoRA) instead of all weights; a block `lora:` in a YAML file also turns this on."""

@@ -65,10 +65,10 @@ class RewardTrainingSettings:
     )
     rm_learning_rate: float = setting(
         2e-5,
-        "learning rate of AdamW at the start",
+        "largest learning rate of AdamW: it rises from 0 in the first 5% of the steps and then falls to 0 (cosine)",
         gt=0,
         aliases=("learning_rate",),
-        brief="learning rate at the start",
+        brief="largest learning rate, after a short warm-up",
     )
     rm_epochs: float = setting(
         1.0, "passes over the pairs", gt=0, le=100_000, aliases=("epochs", "num_train_epochs"), brief=True

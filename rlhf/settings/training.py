@@ -42,7 +42,6 @@ class ModelSettings:
     allow_weak_reward_model: bool = setting(
         False,
         "accept a reward model whose held-out accuracy is below 0.6, or below that of a choice by length alone",
-        needs="rm_model",
     )
     use_lora: bool = setting(
         False,

@@ -25,6 +25,7 @@ from rlhf.utils.errors import UserError
 ACT_ALWAYS = {
     Config: {
         *("actor_model", "rm_model", "use_lora", "bf16", "gradient_checkpointing"),
+        "allow_weak_reward_model",  # a permission: without a reward model it is not used, and nobody misses it
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
         *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text"),
         *("dataset_config", "dataset_split"),  # refused for a file, when the data is read

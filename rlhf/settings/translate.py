@@ -15,7 +15,7 @@ from rlhf.utils.errors import did_you_mean
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exactly one of them is in effect
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
-FIRST_PPO = "init_kl_coef"  # next to this name of TRL's first PPO, a bare target_kl has the unit of its KL
+FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
 
 
 def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
@@ -76,11 +76,11 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
         elif names[name] in known:
             problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
-        elif name == "target_kl" and FIRST_PPO not in layer and is_bare_number(value):
+        elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
             number = as_text(value)
             problems.append(
                 f"target_kl {number} has no unit: {where}. Give {number}/token as in verl, or {number}/sequence as in "
-                "TRL's first PPO"
+                "TRL before 0.12"
             )
         else:
             known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
@@ -240,7 +240,7 @@ TRAIN_ONLY = "Not needed, because each command does one thing: training, evaluat
 # command has
 ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     # TRL: GRPOConfig, RLOOConfig
-    "beta": "{kl_coef} with {kl_schedule} fixed, and with {kl_placement} loss for GRPO's, reward for RLOO's",
+    "beta": "{kl_coef} with {kl_schedule} fixed; {kl_placement} is loss in GRPOConfig and reward in RLOOConfig",
     "max_completion_length": "{max_new_tokens}",
     "max_prompt_length": SKIPPED_PROMPTS,
     "steps_per_generation": "{minibatches}: steps_per_generation / gradient_accumulation_steps",

@@ -58,7 +58,7 @@ def bare_targets(value: Any) -> Any:
 def is_bare_number(value: Any) -> bool:
     """True for one KL target that is written as a number without a unit."""
     parts = value if isinstance(value, (list, tuple)) else [value]
-    return len(parts) == 1 and re.fullmatch(r"[+.\deE-]+", str(parts[0]).strip()) is not None
+    return len(parts) == 1 and re.fullmatch(r"[.\d][.\deE-]*", str(parts[0]).strip()) is not None
 
 
 @dataclass(frozen=True)

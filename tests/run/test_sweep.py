@@ -253,7 +253,7 @@ def test_the_table_of_other_runs_is_kept(pretended):
         (["gamma=1,0.9"], "run"),
         (["actor_model=./a,./b", "rm_model=./c,./d"], "--baseline ./a --rm-model ./c"),
         (["reward_func=length_penalty keyword_bonus,keyword_bonus"], "--reward-func length_penalty keyword_bonus"),
-        (["keywords=a,b"], "cannot use one value of keywords for all runs"),
+        (["keywords=a,b", "--reward-func", "keyword_bonus"], "cannot use one value of keywords for all runs"),
     ],
 )
 def test_the_printed_comparison_has_one_value_of_what_decides_completions_and_scores(words, end, capsys):

@@ -80,7 +80,7 @@ def test_the_reward_models_command_answers_every_field(config_class):
 # name -> the answer in a command, without "unknown flag --NAME: command line. "
 ASKED = {
     "lr": "Use --learning-rate",
-    "beta": "Use --kl-coef with --kl-schedule fixed, and with --kl-placement loss for GRPO's, reward for RLOO's",
+    "beta": "Use --kl-coef with --kl-schedule fixed; --kl-placement is loss in GRPOConfig and reward in RLOOConfig",
     "max_completion_length": "Use --max-new-tokens",
     "max-completion-length": "Use --max-new-tokens",
     "deepspeed": "Not offered, because DeepSpeed",

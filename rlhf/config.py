@@ -141,8 +141,8 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
         layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
     named = {*given.layers[1], *combination}
     first = name_table(settings_of(Config))
-    swept = {first[name] for name in combination}  # another combination may meet a condition on them
-    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, swept)
+    varied = {first[name] for name in combination}  # another combination may meet a condition on them
+    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
     return replace(config, written=ambiguous_names(given.layers))
 
 

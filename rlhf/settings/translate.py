@@ -501,7 +501,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "use_kl_in_reward": "{kl_placement} reward",
     "adv_estimator": BY_SCRIPT,
     "norm_adv_by_std_in_grpo": "{scale_rewards} group",
-    "loss_agg_mode": "{loss_type}: token-mean is dapo, seq-mean-token-mean grpo, seq-mean-token-sum-norm dr_grpo",
+    "loss_agg_mode": "{loss_type} dapo for token-mean; docs/coming_from_trl.md has the other modes",
     "entropy_coeff": "{entropy_coef}",
     "grad_clip": "{max_grad_norm}",
     "use_dynamic_bsz": ALWAYS_PACKED,

@@ -539,7 +539,7 @@ def test_invalid_export_settings_are_refused_before_loading(
 
 def test_merging_a_finished_run_without_adapter_is_refused(finished, capsys):
     run = finished("ppo")
-    with pytest.raises(UserError, match="no adapter to merge: --merge-lora"):
+    with pytest.raises(UserError, match="merge_lora has no effect without --use-lora: --merge-lora"):
         train_ppo.main(["--resume", "--merge-lora", "--output", str(run)])
     assert not (run / "merged").exists()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -43,8 +43,12 @@ def make_config(
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = lower_layers(recipe, row, {}, "make_config")
-    config = _built(row, [*layers, layer], normal_name(recipe), in_python=True)
+    given = layer.keys()
+    config = _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
     return replace(config, written=ambiguous_names([layer]))
+
+
+OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -85,11 +89,13 @@ def _built(
     recipe: str,
     user: Layer | None = None,
     problems: Sequence[str] = (),
+    given: Collection[str] = (),
+    assumed: Collection[str] = (),
     in_python: bool = False,
 ) -> Config:
     values, checks = values_of(Config, layers, problems), (validate_training, row.validate)
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
-    return build(Config, values, row.foreign, checks, **top)
+    return build(Config, values, row.foreign, checks, given, assumed, **top)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------
@@ -135,7 +141,10 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
     stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
         layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
-    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems)
+    named = {*given.layers[1], *combination}
+    first = name_table(settings_of(Config))
+    varied = {first[name] for name in combination}  # another combination may meet a condition on them
+    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
     return replace(config, written=ambiguous_names(given.layers))
 
 

@@ -116,7 +116,7 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     from rlhf.setup.inputs import check_inputs, check_run_folder
 
     exported = config.run.resume and read_status(Path(config.run.output)) == "finished"
-    if not (config.run.only_looks or exported):
+    if not exported:  # also before a dry run, which would otherwise promise a run that cannot start
         check_trackers(config.record.report_to or ())
     if config.run.resume:
         return check_resume(config) if config.run.seeds is None else None

@@ -14,7 +14,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
 from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
-from rlhf.settings.fields import settings_of, to_dict
+from rlhf.settings.fields import settings_of, to_dict, unmet, values_in
 from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.translate import LENGTHS
@@ -226,7 +226,8 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
     settings = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
-    carried = [name for name in differ if settings[name].group not in row.foreign]
+    used = values_in(config)
+    carried = [name for name in differ if settings[name].group not in row.foreign and not unmet(settings[name], used)]
     for name in carried:
         words += flag_words(name, getattr(getattr(config, settings[name].group), name))
     group_size = config.group_size if "K" in carried else of_other.group_size

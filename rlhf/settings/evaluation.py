@@ -24,6 +24,7 @@ AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
 HELD_OUT_PROMPTS = 20  # drawn by default
 HELD_OUT_PROMPTS_TO_COMPARE = 128
+MEASURED = ("!chat", "!tokens")  # needs of the settings that only an evaluation or a comparison reads
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,20 @@ class MeasureSettings:
         "weights of a run to use: the final ones, or the best checkpoint",
         choices=("final", "best"),
         brief=True,
+        needs="!tokens",
     )
     baseline: str | None = setting(
         None,
         "start model to compare with: a folder or a hub name; unset: the start model of the runs",
         brief="start model to compare with; unset: that of the runs",
+        needs="!tokens",
     )
     judge_model: str | None = setting(
         None,
         "second reward model, not used in training, that also scores the completions; unset: gold quality in the "
         "demo, otherwise none",
         brief="second reward model, not used in training",
+        needs=MEASURED,
     )
     num_prompts: int | None = setting(
         None,
@@ -53,9 +57,15 @@ class MeasureSettings:
         "runs (20 to evaluate, 128 to compare)",
         ge=1,
         brief="prompts to draw; unset: all of --prompts, or held-out prompts: 20, or 128 to compare",
+        needs=MEASURED,
     )
     completions: int = setting(
-        4, "completions sampled for each prompt", ge=1, aliases=("num_completions",), brief="completions per prompt"
+        4,
+        "completions sampled for each prompt",
+        ge=1,
+        aliases=("num_completions",),
+        brief="completions per prompt",
+        needs=MEASURED,
     )
     seed: int = setting(
         42,
@@ -63,9 +73,13 @@ class MeasureSettings:
         brief="random seed",
         ge=0,
         le=LARGEST_SEED,
+        needs="!tokens",
     )
     like: str = setting(
-        DEFAULT_RECIPE, "recipe whose settings are used for models that are not run folders", choices=shipped_recipes()
+        DEFAULT_RECIPE,
+        "recipe whose settings are used for models that are not run folders",
+        choices=shipped_recipes(),
+        needs="!tokens",
     )
     rm_model: str | None = inherited(
         ModelSettings,
@@ -73,6 +87,7 @@ class MeasureSettings:
         AS_IN_RUN,
         "reward model: a folder or a hub name",
         "reward model; unset: as in the run",
+        MEASURED,
     )
     prompts: str | None = inherited(
         DataSettings,
@@ -80,28 +95,34 @@ class MeasureSettings:
         "held-out prompts of the run",
         "file or hub dataset of which every row is an evaluation prompt, or, with --split, its evaluation part",
         "evaluation prompts, all rows; unset: held-out prompts of the run",
+        MEASURED,
     )
-    split: Split | None = inherited(DataSettings, "split", "as in the run, or no split of --prompts")
-    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN)
-    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN)
-    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN)
-    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN)
-    prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN)
-    eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
-    max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN)
+    split: Split | None = inherited(DataSettings, "split", "as in the run, or no split of --prompts", needs=MEASURED)
+    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN, needs=MEASURED)
+    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN, needs=MEASURED)
+    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN, needs=MEASURED)
+    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN, needs=MEASURED)
+    prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN, needs=MEASURED)
+    eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN, needs=MEASURED)
+    max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN, needs=("!tokens",))
     temperature: float | None = inherited(
-        SamplingSettings, "temperature", AS_IN_RUN, brief="sampling temperature; unset: as in the run"
+        SamplingSettings,
+        "temperature",
+        AS_IN_RUN,
+        brief="sampling temperature; unset: as in the run",
+        needs=("!tokens",),
     )
-    top_k: int | None = inherited(SamplingSettings, "top_k", AS_IN_RUN)
-    top_p: float | None = inherited(SamplingSettings, "top_p", AS_IN_RUN)
+    top_k: int | None = inherited(SamplingSettings, "top_k", AS_IN_RUN, needs=("!tokens",))
+    top_p: float | None = inherited(SamplingSettings, "top_p", AS_IN_RUN, needs=("!tokens",))
     reward_func: tuple[str, ...] | None = inherited(
         RewardSettings,
         "reward_func",
         AS_IN_RUN,
         "reward functions: a built-in name, trl:NAME, or FILE.py:NAME, which executes that file",
         "reward functions; unset: as in the run",
+        MEASURED,
     )
-    reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN)
+    reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN, needs=MEASURED)
     eval_func: tuple[str, ...] | None = inherited(
         RewardSettings,
         "eval_func",
@@ -109,10 +130,12 @@ class MeasureSettings:
         "evaluation functions, which judge the completions as a judge model does; values of 0 and 1 give pass@k. The "
         "same names and signature as --reward-func, for example exact_match, which compares with the column answer",
         "evaluation functions as judges; unset: those of the runs",
+        MEASURED,
     )
     trust_reward_code: bool = setting(
         False,
         "allow to execute the Python files of reward and evaluation functions that are listed in a run's run.json",
+        needs="!tokens",
     )
 
 
@@ -125,9 +148,14 @@ class EvaluationSettings:
         "run folders, model or adapter folders, or hub names; unset: the last run in this folder",
         aliases=("model",),
         brief="runs, models or adapters; unset: the last run in this folder",
+        needs="!tokens",
     )
     output: str = setting(
-        "./evaluation_output", "folder for the report (HTML and JSON)", aliases=("output_dir",), brief=True
+        "./evaluation_output",
+        "folder for the report (HTML and JSON)",
+        aliases=("output_dir",),
+        brief=True,
+        needs="!chat",
     )
     tokens: str | None = setting(
         None,
@@ -135,7 +163,10 @@ class EvaluationSettings:
         brief="make a page of the recorded tokens of this run",
     )
     chat: bool = setting(
-        False, "chat with the model in the terminal, instead of an evaluation", brief="chat with the model"
+        False,
+        "chat with the model in the terminal, instead of an evaluation",
+        brief="chat with the model",
+        needs="!tokens",
     )
 
 
@@ -147,13 +178,10 @@ class EvaluationConfig(Command):
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
     def validate(self) -> list[str]:
-        problems, named = [], self.evaluation.model_path
-        if self.evaluation.tokens is not None and (named or self.evaluation.chat):
-            other = "--model-path" if named else "--chat"
-            problems.append(f"--tokens and {other} exclude each other: command line. Use one of them")
-        if self.evaluation.chat and len(named) > 1:
-            problems.append(f"--chat takes one model, not {len(named)}: --model-path. Give one")
-        return problems
+        models = len(self.evaluation.model_path)
+        if self.evaluation.chat and models > 1:
+            return [f"--chat takes one model, not {models}: --model-path. Give one"]
+        return []
 
 
 @dataclass(frozen=True)
@@ -266,4 +294,4 @@ def _parse(line: CommandLine, argv: Sequence[str] | None) -> Any:
     show_help(line, argv, lambda _: ([{}], None))
     given = read_given(line, argv)
     values = values_of(line.config_class, given.layers, given.problems)
-    return build(line.config_class, values, checks=(line.config_class.validate,))
+    return build(line.config_class, values, checks=(line.config_class.validate,), given=given.layers[1].keys())

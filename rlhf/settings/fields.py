@@ -7,6 +7,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -38,6 +39,8 @@ def setting(
     aliases=(),
     brief: str | bool = False,
     positional: bool = False,
+    needs: str | tuple[str, ...] = (),
+    strict: bool = False,
 ) -> Any:
     """Return a dataclass field that declares one setting.
 
@@ -48,24 +51,38 @@ def setting(
         aliases: other names of the setting, for example those of other trainers.
         brief: the text in `--help`; True: `help` up to its first semicolon; False: the setting is not in `--help`.
         positional: the value is given on the command line without a flag.
+        needs: conditions without which the setting has no effect: `use_lora` (it is set), `kl_placement=reward`,
+            `!seeds` (it is not set), `!kl_schedule=fixed`; `scan or keep_pass_rate` is one condition. A flag whose
+            conditions are not met is refused. A value in a file is ignored, because commands share files.
+        strict: a value in a file is refused, too.
     """
     bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
     declared = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases}
-    return field(default=default, metadata={**declared, "brief": brief, "positional": positional})
+    needs = (needs,) if isinstance(needs, str) else needs
+    more = {"brief": brief, "positional": positional, "needs": needs, "strict": strict}
+    return field(default=default, metadata=declared | more)
 
 
-def inherited(settings: type, name: str, otherwise: str, help: str | None = None, brief: str | bool = False) -> Any:
-    """Return a field that repeats the setting `name` of another group, unset by default. `otherwise` completes its
-    help: the source of the value if it is unset."""
+def inherited(
+    settings: type,
+    name: str,
+    otherwise: str,
+    help: str | None = None,
+    brief: str | bool = False,
+    needs: tuple[str, ...] = (),
+) -> Any:
+    """Return a field that repeats the setting `name` of another group, unset by default and with other `needs`.
+    `otherwise` completes its help: the source of the value if it is unset."""
     declared = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
     meaning = help or declared["help"].split("; unset")[0]
-    return field(default=None, metadata={**declared, "help": f"{meaning}; unset: {otherwise}", "brief": brief})
+    changed = {"help": f"{meaning}; unset: {otherwise}", "brief": brief, "needs": needs}
+    return field(default=None, metadata={**declared, **changed})
 
 
-def repeated(settings: type, name: str) -> Any:
-    """Return a field that declares the setting `name` of another group again."""
+def repeated(settings: type, name: str, needs: tuple[str, ...] = ()) -> Any:
+    """Return a field that declares the setting `name` of another group again, with other `needs`."""
     declared = next(f for f in dataclasses.fields(settings) if f.name == name)
-    return field(default=declared.default, metadata=declared.metadata)
+    return field(default=declared.default, metadata={**declared.metadata, "needs": needs})
 
 
 @dataclass(frozen=True)
@@ -82,10 +99,16 @@ class Setting:
     aliases: tuple[str, ...]
     brief: str | bool
     positional: bool
+    needs: tuple[str, ...]
+    strict: bool
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [Condition.parse(need) for need in self.needs]
 
     @property
     def flag(self) -> str:
@@ -123,6 +146,59 @@ def settings_of(config_class: type) -> dict[str, Setting]:
 def name_table(settings: dict[str, Setting]) -> dict[str, str]:
     """Return every name of every setting -> the setting's first name."""
     return {alias: s.name for s in settings.values() for alias in s.names}
+
+
+# --- settings that have an effect only with others -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One of the `needs` of a setting: one of `others` is set; with `unset`: none of them is."""
+
+    others: tuple[tuple[str, str], ...]  # name and value; an empty value: any
+    unset: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        words = [word.partition("=") for word in text.removeprefix("!").split(" or ")]
+        return cls(tuple((name, value) for name, _, value in words), text.startswith("!"))
+
+    def is_met(self, values: Mapping[str, Any], assumed: Collection[str] = ()) -> bool:
+        """True if `values` meet the condition, and if it is about a setting that is in `assumed`, or that is not in
+        `values` because the command does not have it."""
+
+        def is_set(value: Any, wanted: str) -> bool:
+            entries = value if isinstance(value, tuple) else (value,)
+            return wanted in map(as_text, entries) if wanted else value not in (None, False, ())
+
+        if any(name in assumed or name not in values for name, _ in self.others):
+            return True
+        return any(is_set(values[name], wanted) for name, wanted in self.others) != self.unset
+
+    def words(self, as_flags: bool = True) -> str:
+        """Return the other settings as text: `--kl-placement reward`, `--scan or --keep-pass-rate`."""
+        names = [("--" + name.replace("_", "-") if as_flags else name, value) for name, value in self.others]
+        return " or ".join(f"{name} {value}".rstrip() for name, value in names)
+
+    def text(self, as_flags: bool = True) -> str:
+        """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
+        return f"{'with' if self.unset else 'without'} {self.words(as_flags)}"
+
+
+def unmet(setting: Setting, values: Mapping[str, Any], assumed: Collection[str] = ()) -> Condition | None:
+    """Return the first condition of a setting that `values` do not meet; None if the setting has an effect."""
+    return next((condition for condition in setting.conditions if not condition.is_met(values, assumed)), None)
+
+
+def dependence(setting: Setting, known: Collection[str], as_flags: bool = True) -> str:
+    """Return the end of a help text: in which cases the setting has no effect. `known`: settings of the command."""
+    texts = [one.text(as_flags) for one in setting.conditions if all(name in known for name, _ in one.others)]
+    return f"; no effect {' or '.join(texts)}" if texts else ""
+
+
+def values_in(config: Any) -> dict[str, Any]:
+    """Return the values of all settings of a configuration by name."""
+    return {name: getattr(getattr(config, s.group), name) for name, s in settings_of(type(config)).items()}
 
 
 # --- text to value, and back -----------------------------------------------------------------------------------------

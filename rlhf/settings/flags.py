@@ -18,10 +18,12 @@ from rlhf.settings.fields import (
     Layer,
     Setting,
     as_text,
+    dependence,
     range_text,
     settings_of,
 )
 from rlhf.settings.translate import hint
+from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
 from rlhf.utils.errors import UserError
 
@@ -135,7 +137,8 @@ class CommandLine:
         for s in self.settings.values():
             if s.group not in groups:
                 groups[s.group] = parser.add_argument_group(hints[s.group].__doc__.strip().rstrip("."))
-            _add_flag(groups[s.group], dataclasses.replace(s, default=values.get(s.name, s.default)))
+            text = s.help + dependence(s, self.settings)
+            _add_flag(groups[s.group], dataclasses.replace(s, help=text, default=values.get(s.name, s.default)))
         return parser
 
     @property
@@ -232,7 +235,7 @@ def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
     text = s.help.split("; ")[0] if s.brief is True else s.brief
     if s.positional:
         return f"{s.name.upper()} ...", text
-    kind = {int: "N", float: "X", bool: ""}.get(s.base_type, "NAME")
+    kind = {int: "N", float: "X", bool: "", MemorySize: "SIZE"}.get(s.base_type, "NAME")
     metavar = "|".join(s.choices) if s.choices else "LIST" if s.is_list else kind
     shown = "" if value in (None, (), False) else f" [{as_text(value, ' ')}]"
     return f"{s.flag} {metavar}".rstrip(), text + shown

@@ -25,19 +25,20 @@ class TrainingSettings(TypedDict, total=False):
     """Train low-rank adapters (LoRA) instead of all weights; a block `lora:` in a YAML file also turns this on."""
 
     lora_r: int
-    """Rank of the LoRA adapters."""
+    """Rank of the LoRA adapters; no effect without use_lora."""
 
     lora_alpha: float
-    """Scaling of the LoRA adapters: their output is multiplied by alpha / r."""
+    """Scaling of the LoRA adapters: their output is multiplied by alpha / r; no effect without use_lora."""
 
     lora_dropout: float
-    """Dropout on the inputs of the LoRA adapters, in optimizer steps only."""
+    """Dropout on the inputs of the LoRA adapters, in optimizer steps only; no effect without use_lora."""
 
     lora_targets: Sequence[str] | str
-    """Modules that get a LoRA adapter; all-linear: every linear layer except the language-model head."""
+    """Modules that get a LoRA adapter; all-linear: every linear layer except the language-model head; no effect
+    without use_lora."""
 
     load_in_4bit: bool
-    """Load the frozen weights in 4 bits (NF4); needs --use-lora."""
+    """Load the frozen weights in 4 bits (NF4), which cannot be trained; no effect without use_lora."""
 
     bf16: bool | None
     """Bfloat16 autocast; unset: on for a GPU that computes in bfloat16, and on a CPU if a measurement at the start
@@ -136,7 +137,8 @@ class TrainingSettings(TypedDict, total=False):
 
     delta: float | None
     """Two-sided clip: largest policy ratio at a negative advantage, so that the loss is bounded (INTELLECT-2, arXiv
-    2505.07291; dual-clip PPO, arXiv 1912.09729: 3); above 1 + --epsilon-high; unset: no limit."""
+    2505.07291; dual-clip PPO, arXiv 1912.09729: 3); above 1 + --epsilon-high; unset: no limit; no effect with
+    loss_type cispo."""
 
     mask_truncated_completions: bool
     """Leave completions without EOS out of the loss (overlong filtering, DAPO, arXiv 2503.14476); their scores still
@@ -151,7 +153,8 @@ class TrainingSettings(TypedDict, total=False):
     graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU."""
 
     rollout_slots: int
-    """Completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU."""
+    """Completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU; no effect with rollout_engine plain or with
+    rollout_engine vllm."""
 
     packed: bool
     """Sequence packing: no computation on padding, and a prompt is computed once for all of its completions."""
@@ -184,13 +187,15 @@ class TrainingSettings(TypedDict, total=False):
     """Updates at the start of the run in which only the critic is trained: the policy and beta do not change."""
 
     whiten_rewards: bool
-    """Divide the rewards by their standard deviation in the batch."""
+    """Scale the rewards of all tokens in the batch to variance 1 and keep their mean, as in TRL: (r - mean) / std +
+    mean. A token whose reward is 0 then gets mean - mean / std."""
 
     whiten_advantages: bool
     """Shift and scale the advantages to mean 0 and variance 1 in the batch."""
 
     kl_penalty_at: Literal["token", "eos"]
-    """Where the reward contains the KL penalty: at each token, or its sum at the last token (eos)."""
+    """Where the reward contains the KL penalty: at each token, or its sum at the last token (eos); no effect without
+    kl_placement reward."""
 
     K: int | None
     """Completions per prompt: a group, whose scores are compared with each other."""
@@ -221,10 +226,12 @@ class TrainingSettings(TypedDict, total=False):
     """Weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1."""
 
     reward_timeout: float
-    """Time limit of a reward function for one batch of completions, in seconds; the run stops after it."""
+    """Time limit of a reward function for one batch of completions, in seconds; the run stops after it; no effect
+    without reward_func or eval_func."""
 
     keywords: Sequence[str] | str
-    """Keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case."""
+    """Keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case; no effect
+    without reward_func keyword_bonus or eval_func keyword_bonus."""
 
     missing_eos_penalty: float
     """Subtracted from the score of a completion without EOS, in score units."""
@@ -233,7 +240,8 @@ class TrainingSettings(TypedDict, total=False):
     """Normalize the scores with running estimates of their mean and standard deviation."""
 
     score_ema: float
-    """Decay of the running estimates of --normalize-scores: the weight of the old estimate."""
+    """Decay of the running estimates of --normalize-scores: the weight of the old estimate; no effect without
+    normalize_scores."""
 
     control: Literal["none", "shuffled"]
     """Train a control run. shuffled: in each update, exchange the scores between all completions at random, across
@@ -241,25 +249,28 @@ class TrainingSettings(TypedDict, total=False):
     use the true scores (Shao et al. 2025, arXiv 2506.10947)."""
 
     kl_coef: float
-    """Beta, the KL coefficient, at the start of the run, in score units per nat."""
+    """Beta, the KL coefficient, at the start of the run, in score units per nat; no effect with kl_placement none."""
 
     kl_placement: Literal["reward", "loss", "none"]
     """Add the KL penalty to the reward, or to the loss (k3 x ratio, docs/kl.md); none: only log the KL."""
 
     kl_schedule: Literal["fixed", "adaptive", "phased"]
     """How beta changes. fixed: not at all; adaptive: towards one KL target; phased: several targets, one after the
-    other."""
+    other; no effect with kl_placement none."""
 
     kl_target: Sequence[str] | str | None
     """KL to the start model to aim at, in nats with a unit (6/sequence or 0.05/token); several targets with --kl-
-    schedule phased; unset: 6/sequence, or for phased 0.05/token 0.02/token 0.01/token."""
+    schedule phased; unset: 6/sequence, or for phased 0.05/token 0.02/token 0.01/token; no effect with kl_schedule
+    fixed or with kl_placement none."""
 
     kl_boundaries: Sequence[float] | None
-    """Shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length."""
+    """Shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length; no effect without
+    kl_schedule phased or with kl_placement none."""
 
     kl_horizon: int | None
     """Episodes over which beta reacts; a smaller number reacts faster; unset: 1/12 of the episodes of the shortest
-    phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase."""
+    phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase; no
+    effect with kl_schedule fixed or with kl_placement none."""
 
     learning_rate: float
     """Learning rate at the start, or after the warm-up."""
@@ -282,7 +293,7 @@ class TrainingSettings(TypedDict, total=False):
     """Gradient clipping: largest norm of the gradient."""
 
     seed: int
-    """Random seed; all random numbers of the run depend on it."""
+    """Random seed; all random numbers of the run depend on it; no effect with seeds."""
 
     deterministic: bool
     """Use deterministic algorithms: on one GPU, the same seed gives bit-identical weights, and a run is slower. On a
@@ -293,10 +304,10 @@ class TrainingSettings(TypedDict, total=False):
 
     epochs: float | None
     """Length of the run: passes over the training prompts, or rounds over all topics with --steps-per-topic; unset: 3
-    passes, or 1 round."""
+    passes, or 1 round; no effect with num_iterations or with episodes."""
 
     num_iterations: int | None
-    """Length of the run in updates, instead of --epochs."""
+    """Length of the run in updates, instead of --epochs; no effect with episodes."""
 
     episodes: int | None
     """Length of the run in generated completions, instead of --num-iterations: an equal budget for all algorithms."""
@@ -315,7 +326,7 @@ class TrainingSettings(TypedDict, total=False):
     perplexity_gate: float | None
     """Largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule perplexity);
     unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the text is the start
-    model's own and there is a KL target."""
+    model's own and there is a KL target; no effect with best_rule perplexity."""
 
     output: str
     """Run folder."""
@@ -333,26 +344,30 @@ class TrainingSettings(TypedDict, total=False):
     """Resume the run in the output folder from its newest valid checkpoint, with its settings."""
 
     parallel: bool
-    """With --seeds or --sweep: train the runs at the same time, one per GPU, or on a CPU one per core."""
+    """Train the runs of --seeds or --sweep at the same time, one per GPU, or on a CPU one per core; no effect without
+    seeds or sweep."""
 
     sweep: Sequence[str] | str
     """Train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change what
     is learned; in a setting that takes several values, separate these with spaces and quote the argument."""
 
     print_json: bool
-    """Print the result as one JSON object in the last line of the output, for other programs."""
+    """Print the result as one JSON object in the last line of the output, for other programs; no effect with dry_run
+    or with check or with scan."""
 
     ddp_timeout: float
     """Seconds after which a run on several processes ends if one of them does not answer."""
 
     rollback_on_kl: bool
-    """After 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them."""
+    """After 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them; no
+    effect with kl_schedule fixed or with kl_placement none."""
 
     replay: str | None
     """Folder of an incident (a skipped update): repeat that update, print where the error starts, and stop."""
 
     resume_anyway: bool
-    """With --resume: accept settings, data or library versions that differ from those of the run."""
+    """Accept settings, data or library versions that differ from those of the resumed run; no effect without
+    resume."""
 
     dry_run: bool
     """Print the plan and stop."""
@@ -367,10 +382,12 @@ class TrainingSettings(TypedDict, total=False):
     folder."""
 
     scan_samples: int
-    """Completions per prompt of --scan (at least K) and of --keep-pass-rate."""
+    """Completions per prompt of --scan (at least K) and of --keep-pass-rate; no effect without scan or
+    keep_pass_rate."""
 
     scan_prompts: int
-    """Largest number of training prompts that --scan samples, the same number of each topic."""
+    """Largest number of training prompts that --scan samples, the same number of each topic; no effect without
+    scan."""
 
     report_to: Sequence[str] | str | None
     """Trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio, mlflow
@@ -380,23 +397,26 @@ class TrainingSettings(TypedDict, total=False):
     """Save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens."""
 
     record_format: Literal["jsonl", "parquet"]
-    """Format of the token record: one JSON object per line, or a Parquet table."""
+    """Format of the token record: one JSON object per line, or a Parquet table; no effect without record_tokens."""
 
     record_every: int
-    """Updates between token records; the first update is always recorded."""
+    """Updates between token records; the first update is always recorded; no effect without record_tokens."""
 
     record_prompts: int
-    """Prompts in each token record, with all of their completions."""
+    """Prompts in each token record, with all of their completions; no effect without record_tokens."""
 
     merge_lora: bool
-    """Merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged; needs --use-lora."""
+    """Merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged; no effect without
+    use_lora."""
 
     export_from: Literal["final", "best"]
-    """Weights to merge and to upload: those of the last update, or the best checkpoint."""
+    """Weights to merge and to upload: those of the last update, or the best checkpoint; no effect without merge_lora
+    or push_to_hub."""
 
     push_to_hub: str | None
     """Upload weights (the merged model with --merge-lora), tokenizer, model card and run.json to the Hugging Face hub,
     as owner/name."""
 
     hub_private: bool
-    """Create the repository of --push-to-hub as private; an existing repository is not changed."""
+    """Create the repository of --push-to-hub as private; an existing repository is not changed; no effect without
+    push_to_hub."""

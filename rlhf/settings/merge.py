@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.settings.fields import Layer, convert, settings_of
+from rlhf.settings.fields import Layer, Setting, convert, name_table, settings_of, unmet
 from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
@@ -41,11 +41,15 @@ class Values(dict[str, Any]):
         """Return an error message with file and line after the flag of each setting that was set in a file."""
 
         def flag_and_place(match: re.Match) -> str:
-            place = self.places.get(match[0].lstrip("-").replace("-", "_"), "")
-            return match[0] if place.startswith("--") or ":" not in place else f"{match[0]} ({place})"
+            return match[0] + self.file_of(match[0].lstrip("-").replace("-", "_"))
 
         head, dot, fix = problem.partition(". ")
         return re.sub(r"--[a-zA-Z][\w-]*", flag_and_place, head) + dot + fix
+
+    def file_of(self, name: str) -> str:
+        """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
+        place = self.places.get(name, "")
+        return "" if place.startswith("--") or ":" not in place else f" ({place})"
 
 
 def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[str] = ()) -> Values:
@@ -72,22 +76,59 @@ def build(
     values: Values,
     foreign: Collection[str] = (),
     checks: Sequence[Check] = (),
+    given: Collection[str] = (),
+    assumed: Collection[str] = (),
     **top: Any,
 ) -> Any:
-    """Return the configuration with `values`. Raises UserError with all errors that `checks` find.
+    """Return the configuration with `values`. Raises UserError with all errors that `checks` find, and with the
+    settings that have no effect.
 
     Args:
         foreign: groups of settings that the command does not use; they keep their declared defaults.
-        checks: functions that return the errors of the whole configuration.
+        checks: functions that return the errors of the whole configuration. Without them, nothing is checked.
+        given, assumed: as in `without_effect`.
         top: fields of the configuration that are not groups.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for name, setting in settings_of(config_class).items():
+    settings = settings_of(config_class)
+    for name, setting in settings.items():
         groups.setdefault(setting.group, {})[name] = values[name]
     hints = typing.get_type_hints(config_class)
     config = config_class(**top, **{g: hints[g](**leaves) for g, leaves in groups.items() if g not in foreign})
-    raise_if([values.with_places(problem) for check in checks for problem in check(config)])
+    problems = [values.with_places(problem) for check in checks for problem in check(config)]
+    if checks:
+        read = {name: setting for name, setting in settings.items() if setting.group not in foreign}
+        problems += without_effect(read, values, given, assumed)
+    raise_if(problems)
     return config.resolved()
+
+
+def without_effect(
+    settings: Mapping[str, Setting], values: Values, given: Collection[str], assumed: Collection[str] = ()
+) -> list[str]:
+    """Return one error for each setting that has no effect because of another one, such as lora_r without use_lora.
+
+    Args:
+        settings: the settings that the command reads.
+        given: names of the settings that the command line or the call sets. Of all other settings, only the strict
+            ones are checked.
+        assumed: settings that get their values later: conditions on them count as met.
+    """
+    first, read, problems = name_table(settings), {name: values[name] for name in settings}, []
+    named = {first[name] for name in given if name in first}
+    for name, setting in settings.items():
+        value, condition = values[name], unmet(setting, read, assumed)
+        is_off = value is None or (value == setting.default and not value)
+        if condition is None or is_off or not (name in named or (setting.strict and name in values.places)):
+            continue
+        place, (other, wanted) = values.places[name], condition.others[0]
+        as_flags = not place.startswith("make_config")
+        fix = "Add" if not condition.unset else "Change" if wanted else "Remove"
+        problems.append(
+            f"{name} has no effect {condition.text(as_flags)}{values.file_of(other)}: {place}. "
+            f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}"
+        )
+    return problems
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,10 @@ class RewardTrainingSettings:
     )
     rm_learning_rate: float = setting(
         2e-5,
-        "learning rate of AdamW at the start",
+        "largest learning rate of AdamW: it rises from 0 in the first 5% of the steps and then falls to 0 (cosine)",
         gt=0,
         aliases=("learning_rate",),
-        brief="learning rate at the start",
+        brief="largest learning rate, after a short warm-up",
     )
     rm_epochs: float = setting(
         1.0, "passes over the pairs", gt=0, le=100_000, aliases=("epochs", "num_train_epochs"), brief=True
@@ -98,8 +98,22 @@ class CalibrationSettings:
     )
     calibration_prompts: int = setting(128, "largest number of completions for the calibration", ge=2)
     calibration_prompt_length: int = setting(
-        256, "largest length of a prompt in the calibration, in tokens", ge=1, aliases=("prompt_length",)
+        256,
+        "largest length of a prompt in the calibration, in tokens",
+        ge=1,
+        aliases=("prompt_length",),
+        needs="actor_model",
     )
+
+
+@dataclass(frozen=True)
+class CalibrationSampling(SamplingSettings):
+    """Sampling of the completions for the calibration"""
+
+    max_new_tokens: int = repeated(SamplingSettings, "max_new_tokens", ("actor_model",))
+    temperature: float = repeated(SamplingSettings, "temperature", ("actor_model",))
+    top_k: int = repeated(SamplingSettings, "top_k", ("actor_model",))
+    top_p: float = repeated(SamplingSettings, "top_p", ("actor_model",))
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class RewardModelConfig(Command):
     data: RewardDataSettings = field(default_factory=RewardDataSettings)
     training: RewardTrainingSettings = field(default_factory=RewardTrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: CalibrationSampling = field(default_factory=CalibrationSampling)
 
     def validate(self) -> list[str]:
         return renaming_problems(self.data.columns)
@@ -147,7 +161,8 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     given = read_given(LINE, argv)
     layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
     values = values_of(RewardModelConfig, layers, given.problems)
-    return build(RewardModelConfig, values, checks=(RewardModelConfig.validate,), recipe=given.recipe, user_file=user)
+    named, checks = given.layers[1].keys(), (RewardModelConfig.validate,)
+    return build(RewardModelConfig, values, (), checks, named, recipe=given.recipe, user_file=user)
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:

@@ -48,19 +48,27 @@ class ModelSettings:
         "train low-rank adapters (LoRA) instead of all weights; a block `lora:` in a YAML file also turns this on",
         brief="train LoRA adapters instead of all weights",
     )
-    lora_r: int = setting(16, "rank of the LoRA adapters", ge=1, aliases=("rank", "r"))
+    lora_r: int = setting(16, "rank of the LoRA adapters", ge=1, aliases=("rank", "r"), needs="use_lora")
     lora_alpha: float = setting(
-        32.0, "scaling of the LoRA adapters: their output is multiplied by alpha / r", gt=0, le=1e6, aliases=("alpha",)
+        32.0,
+        "scaling of the LoRA adapters: their output is multiplied by alpha / r",
+        gt=0,
+        le=1e6,
+        aliases=("alpha",),
+        needs="use_lora",
     )
     lora_dropout: float = setting(
-        0.0, "dropout on the inputs of the LoRA adapters, in optimizer steps only", ge=0, lt=1
+        0.0, "dropout on the inputs of the LoRA adapters, in optimizer steps only", ge=0, lt=1, needs="use_lora"
     )
     lora_targets: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         "modules that get a LoRA adapter; all-linear: every linear layer except the language-model head",
         aliases=("target_modules",),
+        needs="use_lora",
     )
-    load_in_4bit: bool = setting(False, "load the frozen weights in 4 bits (NF4); needs --use-lora")
+    load_in_4bit: bool = setting(
+        False, "load the frozen weights in 4 bits (NF4), which cannot be trained", needs="use_lora", strict=True
+    )
     bf16: bool | None = setting(
         None,
         "bfloat16 autocast; unset: on for a GPU that computes in bfloat16, and on a CPU if a measurement at the start "
@@ -235,6 +243,8 @@ class BatchSettings:
         gt=1,
         le=1e6,
         aliases=("clip_ratio_c", "dual_clip"),
+        needs="!loss_type=cispo",  # it limits every ratio
+        strict=True,
     )
     mask_truncated_completions: bool = setting(
         False,
@@ -260,7 +270,12 @@ class SpeedSettings:
         "CUDA graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU",
         choices=("auto", "plain", "slots", "graph", "vllm"),
     )
-    rollout_slots: int = setting(0, "completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU", ge=0)
+    rollout_slots: int = setting(
+        0,
+        "completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU",
+        ge=0,
+        needs=("!rollout_engine=plain", "!rollout_engine=vllm"),
+    )
     packed: bool = setting(
         True, "sequence packing: no computation on padding, and a prompt is computed once for all of its completions"
     )
@@ -271,6 +286,7 @@ class SpeedSettings:
         None,
         "choose settings whose predicted peak memory fits this size, such as 8GB: the micro-batch, the rollout slots, "
         "gradient checkpointing, 8-bit Adam and, if it must be, LoRA; prints what it chose; unset: nothing is chosen",
+        brief="choose settings that fit this memory size, such as 8GB",
     )
 
 
@@ -309,12 +325,17 @@ class CriticSettings:
 class PPOSettings:
     """PPO (Schulman et al. 2017, arXiv 1707.06347)"""
 
-    whiten_rewards: bool = setting(False, "divide the rewards by their standard deviation in the batch")
+    whiten_rewards: bool = setting(
+        False,
+        "scale the rewards of all tokens in the batch to variance 1 and keep their mean, as in TRL: (r - mean) / std "
+        "+ mean. A token whose reward is 0 then gets mean - mean / std",
+    )
     whiten_advantages: bool = setting(True, "shift and scale the advantages to mean 0 and variance 1 in the batch")
     kl_penalty_at: str = setting(
         "token",
         "where the reward contains the KL penalty: at each token, or its sum at the last token (eos)",
         choices=("token", "eos"),
+        needs="kl_placement=reward",
     )
 
 
@@ -385,10 +406,15 @@ class RewardSettings:
         None, "weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1"
     )
     reward_timeout: float = setting(
-        600.0, "time limit of a reward function for one batch of completions, in seconds; the run stops after it", gt=0
+        600.0,
+        "time limit of a reward function for one batch of completions, in seconds; the run stops after it",
+        gt=0,
+        needs="reward_func or eval_func",
     )
     keywords: tuple[str, ...] = setting(
-        ("helpful",), "keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case"
+        ("helpful",),
+        "keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case",
+        needs="reward_func=keyword_bonus or eval_func=keyword_bonus",
     )
     missing_eos_penalty: float = setting(
         0.0, "subtracted from the score of a completion without EOS, in score units", ge=0
@@ -402,6 +428,7 @@ class RewardSettings:
         ge=0,
         lt=1,
         aliases=("normalizer_alpha",),
+        needs="normalize_scores",
     )
     control: str = setting(
         "none",
@@ -426,6 +453,7 @@ def function_name(rule: str) -> str:
 
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and the SmolLM2-orca and rank-1 documents
 PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # the phased-KL documents
+STEERED = ("!kl_schedule=fixed", "!kl_placement=none")  # needs of the settings that steer beta
 
 
 @dataclass(frozen=True)
@@ -437,6 +465,7 @@ class KLSettings:
         "beta, the KL coefficient, at the start of the run, in score units per nat",
         ge=0,
         aliases=("init_kl_coef",),
+        needs="!kl_placement=none",
     )
     kl_placement: str = setting(
         "reward",
@@ -448,6 +477,7 @@ class KLSettings:
         "how beta changes. fixed: not at all; adaptive: towards one KL target; phased: several targets, one after the "
         "other",
         choices=("fixed", "adaptive", "phased"),
+        needs="!kl_placement=none",
     )
     kl_target: tuple[KLTarget, ...] | None = setting(
         (KLTarget.parse(ADAPTIVE_TARGET),),
@@ -455,18 +485,21 @@ class KLSettings:
         "--kl-schedule phased; unset: 6/sequence, or for phased 0.05/token 0.02/token 0.01/token",
         aliases=("target", "target_kl"),
         brief="KL to the start model to aim at, in nats with a unit",
+        needs=STEERED,
     )
     kl_boundaries: tuple[float, ...] | None = setting(
         None,
         "shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length",
         gt=0,
         lt=1,
+        needs=("kl_schedule=phased", "!kl_placement=none"),
     )
     kl_horizon: int | None = setting(
         None,
         "episodes over which beta reacts; a smaller number reacts faster; unset: 1/12 of the episodes of the shortest "
         "phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase",
         ge=1,
+        needs=STEERED,
     )
 
     @property
@@ -530,7 +563,9 @@ EPOCHS, ROUNDS = 3.0, 1.0  # default length of a run: passes over the prompts, o
 class RunSettings:
     """Run: length, seeds, evaluation, checkpoints, output folder"""
 
-    seed: int = setting(42, "random seed; all random numbers of the run depend on it", ge=0, le=LARGEST_SEED)
+    seed: int = setting(
+        42, "random seed; all random numbers of the run depend on it", ge=0, le=LARGEST_SEED, needs="!seeds"
+    )
     deterministic: bool = setting(
         False,
         "use deterministic algorithms: on one GPU, the same seed gives bit-identical weights, and a run is slower. On "
@@ -550,6 +585,7 @@ class RunSettings:
         gt=0,
         le=100_000,
         aliases=("num_train_epochs", "num_epochs"),
+        needs=("!num_iterations", "!episodes"),
     )
     num_iterations: int | None = setting(
         None,
@@ -557,6 +593,7 @@ class RunSettings:
         ge=1,
         le=MOST_UPDATES,
         brief="length of the run in updates, instead of --epochs",
+        needs="!episodes",
     )
     episodes: int | None = setting(
         None,
@@ -584,6 +621,7 @@ class RunSettings:
         "perplexity); unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the "
         "text is the start model's own and there is a KL target",
         gt=0,
+        needs="!best_rule=perplexity",
     )
     output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(
@@ -597,7 +635,10 @@ class RunSettings:
         brief="resume the run in --output",
     )
     parallel: bool = setting(
-        False, "with --seeds or --sweep: train the runs at the same time, one per GPU, or on a CPU one per core"
+        False,
+        "train the runs of --seeds or --sweep at the same time, one per GPU, or on a CPU one per core",
+        needs="seeds or sweep",
+        strict=True,
     )
     sweep: tuple[SweepWord, ...] = setting(
         (),
@@ -605,7 +646,10 @@ class RunSettings:
         "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
     )
     print_json: bool = setting(
-        False, "print the result as one JSON object in the last line of the output, for other programs"
+        False,
+        "print the result as one JSON object in the last line of the output, for other programs",
+        needs=("!dry_run", "!check", "!scan"),
+        strict=True,
     )
     ddp_timeout: float = setting(
         1800.0,
@@ -615,14 +659,16 @@ class RunSettings:
     rollback_on_kl: bool = setting(
         False,
         "after 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them",
+        needs=STEERED,
+        strict=True,
     )
     replay: str | None = setting(
         None, "folder of an incident (a skipped update): repeat that update, print where the error starts, and stop"
     )
     resume_anyway: bool = setting(
-        False, "with --resume: accept settings, data or library versions that differ from those of the run"
+        False, "accept settings, data or library versions that differ from those of the resumed run", needs="resume"
     )
-    dry_run: bool = setting(False, "print the plan and stop")
+    dry_run: bool = setting(False, "print the plan and stop", brief=True)
     check: bool = setting(
         False,
         "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
@@ -634,10 +680,19 @@ class RunSettings:
         "sample completions of some training prompts with the start model, print what can be learned from them and "
         "recommended settings, and stop; the exit status is 2 if nothing can be learned. Nothing is written to the "
         "output folder",
+        brief="sample some prompts, print what can be learned from them, and stop",
     )
-    scan_samples: int = setting(8, "completions per prompt of --scan (at least K) and of --keep-pass-rate", ge=2)
+    scan_samples: int = setting(
+        8,
+        "completions per prompt of --scan (at least K) and of --keep-pass-rate",
+        ge=2,
+        needs="scan or keep_pass_rate",
+    )
     scan_prompts: int = setting(
-        128, "largest number of training prompts that --scan samples, the same number of each topic", ge=1
+        128,
+        "largest number of training prompts that --scan samples, the same number of each topic",
+        ge=1,
+        needs="scan",
     )
 
     @property
@@ -664,9 +719,14 @@ class RecordSettings:
         "jsonl",
         "format of the token record: one JSON object per line, or a Parquet table",
         choices=("jsonl", "parquet"),
+        needs="record_tokens",
     )
-    record_every: int = setting(50, "updates between token records; the first update is always recorded", ge=1)
-    record_prompts: int = setting(2, "prompts in each token record, with all of their completions", ge=1)
+    record_every: int = setting(
+        50, "updates between token records; the first update is always recorded", ge=1, needs="record_tokens"
+    )
+    record_prompts: int = setting(
+        2, "prompts in each token record, with all of their completions", ge=1, needs="record_tokens"
+    )
 
 
 @dataclass(frozen=True)
@@ -675,12 +735,15 @@ class ExportSettings:
 
     merge_lora: bool = setting(
         False,
-        "merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged; needs --use-lora",
+        "merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged",
+        needs="use_lora",
+        strict=True,
     )
     export_from: str = setting(
         "final",
         "weights to merge and to upload: those of the last update, or the best checkpoint",
         choices=("final", "best"),
+        needs="merge_lora or push_to_hub",
     )
     push_to_hub: HubName | None = setting(
         None,
@@ -692,6 +755,7 @@ class ExportSettings:
         True,
         "create the repository of --push-to-hub as private; an existing repository is not changed",
         aliases=("hub_private_repo",),
+        needs="push_to_hub",
     )
 
 

@@ -9,12 +9,13 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from rlhf.settings.fields import UNREADABLE, Layer, Setting, is_unset, name_table
-from rlhf.settings.types import bare_targets
+from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_unset, name_table
+from rlhf.settings.types import bare_targets, is_bare_number
 from rlhf.utils.errors import did_you_mean
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exactly one of them is in effect
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
+FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
 
 
 def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
@@ -75,6 +76,12 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
         elif names[name] in known:
             problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+        elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
+            number = as_text(value)
+            problems.append(
+                f"target_kl {number} has no unit: {where}. Give {number}/token as in verl, or {number}/sequence as in "
+                "TRL before 0.12"
+            )
         else:
             known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
     return known, problems
@@ -84,9 +91,9 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
 
 # name -> its meaning here, and what has TRL's meaning
 OTHER_MEANINGS = {
-    "num_iterations": "{value} updates; TRL's num_iterations, the passes over each rollout, is {ppo_epochs} here",
-    "per_device_train_batch_size": "{value} prompts per update; TRL's per_device_train_batch_size, the completions "
-    "per forward pass, is {micro_batch_size} here",
+    "num_iterations": "{value} updates here. In TRL it would be the passes over each rollout, which {ppo_epochs} sets",
+    "per_device_train_batch_size": "{value} prompts per update here. In TRL it would be the completions per forward "
+    "pass, which {micro_batch_size} sets",
 }
 
 
@@ -108,7 +115,7 @@ def meanings(written: dict[str, str], values: dict[str, Any]) -> list[str]:
     for name, spelled in written.items():
         if values[name] is not None:
             text = _with_settings(OTHER_MEANINGS[name].replace("{value}", f"{values[name]:,}"), spelled[:2] == "--")
-            notes.append(f"{spelled} {values[name]}: {text}")
+            notes.append(f"{spelled} {values[name]} means {text}")
     return notes
 
 
@@ -224,17 +231,18 @@ WHOLE_EVALUATION = "Not needed, because results are always collected over all ev
 EVALUATED_AS_SAMPLED = "Not offered, because evaluations during training sample as training does ({temperature})"
 EVALUATION_BATCH = "Not offered, because the batch size of evaluations is fixed; it does not change their results"
 TENSORBOARD = "Not needed, because TensorBoard is always written, in RUN/logs"
-FILTER_GROUPS = "{dynamic_sampling}"
-OVERLONG = "{mask_truncated_completions}, or {missing_eos_penalty}"
+OVERLONG = "{reward_func} trl:get_soft_overlong_punishment; {mask_truncated_completions} is DAPO's other rule for them"
+SKIPPED_PROMPTS = "{prompt_length}: longer prompts are skipped, not cut"
+ONE_FEWER_BATCH = "{dynamic_sampling} N-1: the first batch does not count, and after the last one equal groups stay"
 TRAIN_ONLY = "Not needed, because each command does one thing: training, evaluation or a plot"
 
 # name -> the settings to use here, as {setting}, or why there is none. A tuple: the first text whose settings the
 # command has
 ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     # TRL: GRPOConfig, RLOOConfig
-    "beta": "{kl_coef}",
+    "beta": "{kl_coef} with {kl_schedule} fixed; {kl_placement} is loss in GRPOConfig and reward in RLOOConfig",
     "max_completion_length": "{max_new_tokens}",
-    "max_prompt_length": "{prompt_length}",
+    "max_prompt_length": SKIPPED_PROMPTS,
     "steps_per_generation": "{minibatches}: steps_per_generation / gradient_accumulation_steps",
     "generation_batch_size": "{batch_size}, in prompts: generation_batch_size / {K}",
     "importance_sampling_level": "{loss_type} gspo for one ratio per completion",
@@ -425,7 +433,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "agent_func_path": "{reward_func} FILE.py:NAME",
     "prompt_data": ("{prompts}", "{pairs}"),
     "max_samples": "{max_prompts}",
-    "prompt_max_len": "{prompt_length}",
+    "prompt_max_len": SKIPPED_PROMPTS,
     "generate_max_len": "{max_new_tokens}",
     "max_len": ("{pair_length}", "{prompt_length} and {max_new_tokens}"),
     "input_key": "{columns} prompt=NAME",
@@ -437,9 +445,10 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "n_samples_per_prompt": "{K}",
     "eval_n_samples_per_prompt": "{eval_samples}",
     "eval_temperature": EVALUATED_AS_SAMPLED,
-    "train_batch_size": "{minibatches}: episodes per update / train_batch_size",
+    "train_batch_size": "{minibatches} = episodes per update / train_batch_size for OpenRLHF's, {batch_size} for "
+    "verl's",
     "micro_train_batch_size": ("{micro_batch_size}", "{rm_batch_size}"),
-    "micro_rollout_batch_size": "{rollout_slots}",
+    "micro_rollout_batch_size": "{micro_batch_size} for log-probabilities, {rollout_slots} for sampling",
     "max_epochs": ("{ppo_epochs}", "{rm_epochs}"),
     "num_episodes": "{epochs}; an episode is one completion here",
     "value_clip": "{value_clip_range}",
@@ -447,7 +456,10 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "eps_clip_low_high": "{clip_range} and {epsilon_high}",
     "use_kl_loss": "{kl_placement} loss",
     "dynamic_filtering": "{dynamic_sampling}",
-    "dynamic_filtering_reward_range": "{keep_pass_rate}",
+    "dynamic_filtering_reward_range": "{keep_pass_rate}, which selects prompts once, before training",
+    "overlong_buffer_len": OVERLONG,
+    "overlong_penalty_factor": "{reward_weights}, the weight of trl:get_soft_overlong_punishment",
+    "max_norm": "{max_grad_norm}",
     "normalize_reward": "{normalize_scores}",
     "entropy_loss_coef": "{entropy_coef}",
     "actor_learning_rate": "{learning_rate}",
@@ -482,13 +494,14 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "critic.ppo_epochs": "{ppo_epochs}",
     "kl_ctrl.type": "{kl_schedule}",
     "kl_ctrl.horizon": "{kl_horizon}",
-    "kl_loss_coef": "{kl_coef} with {kl_placement} loss",
+    "kl_ctrl.target_kl": "{kl_target} N/token: verl's KL is a mean per token",
+    "kl_loss_coef": "{kl_coef} with {kl_placement} loss and {kl_schedule} fixed",
     "kl_loss_type": "Not offered, because the KL in the loss is k3 ({kl_placement} loss)",
     "kl_penalty": "Not offered, because the KL in the reward is k1 ({kl_placement} reward)",
     "use_kl_in_reward": "{kl_placement} reward",
     "adv_estimator": BY_SCRIPT,
     "norm_adv_by_std_in_grpo": "{scale_rewards} group",
-    "loss_agg_mode": "{loss_type}",
+    "loss_agg_mode": "{loss_type} dapo for token-mean; docs/coming_from_trl.md has the other modes",
     "entropy_coeff": "{entropy_coef}",
     "grad_clip": "{max_grad_norm}",
     "use_dynamic_bsz": ALWAYS_PACKED,
@@ -506,14 +519,16 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "prompt_key": "{columns} prompt=NAME",
     "max_response_length": "{max_new_tokens}",
     "custom_reward_function.path": "{reward_func} FILE.py:NAME",
-    "max_num_gen_batches": "{dynamic_sampling}",
-    "filter_groups": FILTER_GROUPS,
+    "max_num_gen_batches": ONE_FEWER_BATCH,
+    "filter_groups.max_num_gen_batches": ONE_FEWER_BATCH,
+    "filter_groups": "{dynamic_sampling}",
     "overlong_buffer": OVERLONG,
     "total_epochs": ("{epochs}", "{rm_epochs}"),
     "total_training_steps": "{num_iterations}",
     "save_freq": "{save_every}",
     "test_freq": "{eval_every}",
     "val_before_train": "Not needed, because the start model is always evaluated",
+    "trainer.critic_warmup": "{critic_warmup} N-1: verl trains the policy in update N",
     "critic_warmup_steps": "{critic_warmup}",
     "resume_mode": "{resume}",
     "default_local_dir": ("{output}", "{rm_output}"),
@@ -532,7 +547,8 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "template": CHAT_TEMPLATE,
     "cutoff_len": ("{pair_length}", "{prompt_length}"),
     "max_seq_length": ("{pair_length}", "{prompt_length} and {max_new_tokens}"),
-    "ppo_buffer_size": "{minibatches}, which splits one rollout; there is no larger buffer",
+    "ppo_buffer_size": "{minibatches}, and {batch_size} = per_device_train_batch_size x gradient_accumulation_steps x "
+    "ppo_buffer_size",
     "ppo_score_norm": "{normalize_scores}",
     "ppo_target": "{kl_target} N/sequence",
     "ppo_whiten_rewards": "{whiten_rewards}",
@@ -556,7 +572,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "early_stopping": "Not offered, because beta enforces the KL target ({kl_target}) instead of stopping a pass",
     "use_score_scaling": "{normalize_scores}",
     "use_score_norm": "{normalize_scores}",
-    "total_timesteps": "{episodes}",
+    "total_timesteps": "{episodes} = total_timesteps / tokens per completion",
     "num_envs": "{batch_size}",
     "num_steps": "{max_new_tokens}",
     "num_minibatches": "{minibatches}",
@@ -564,7 +580,7 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "nminibatches": "{minibatches}",
     "noptepochs": "{ppo_epochs}",
     "clip_coef": "{clip_range}",
-    "clip_vloss": "{value_clip_range}",
+    "clip_vloss": "{value_clip_range}: the value is always clipped; CleanRL's limit is clip_coef",
     "ent_coef": "{entropy_coef}",
     "norm_adv": "{whiten_advantages}",
     "anneal_lr": "{lr_schedule} linear",
@@ -594,8 +610,9 @@ FAMILIES = {
     "wandb_": TRACKER,
     "trackio_": TRACKER,
     # blocks of verl's settings
-    "filter_groups.": FILTER_GROUPS,
+    "filter_groups.": "{dynamic_sampling}",
     "overlong_buffer.": OVERLONG,
+    "overlong_buffer_cfg.": OVERLONG,
     "val_kwargs.": EVALUATED_AS_SAMPLED,
     "mlflow_": TRACKER,
 }

@@ -55,6 +55,12 @@ def bare_targets(value: Any) -> Any:
     return [f"{word}/{unit}" if re.fullmatch(r"[-+.\deE]+", word) else word for word in words]
 
 
+def is_bare_number(value: Any) -> bool:
+    """True for one KL target that is written as a number without a unit."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return len(parts) == 1 and re.fullmatch(r"[.\d][.\deE-]*", str(parts[0]).strip()) is not None
+
+
 @dataclass(frozen=True)
 class Split:
     """Percent of the questions for the reward model, for RL and for evaluation."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of
+from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of, unmet
 from rlhf.settings.merge import values_of
 from rlhf.utils.errors import UserError
 
@@ -73,7 +73,13 @@ def edits_line(
     edits = [name for name in new if new[name] != old[name] and settings[name].group not in foreign]
     if edits and unused_because is not None:
         return f"edited ({', '.join(edits)}), but not used: {unused_because}"
-    return ", ".join(f"{name} {as_text(new[name])} (default {as_text(old[name])})" for name in edits) or None
+
+    def edit(name: str) -> str:
+        condition = unmet(settings[name], new)
+        idle = "" if condition is None else f", no effect {condition.text(as_flags=False)}"
+        return f"{name} {as_text(new[name])} (default {as_text(old[name])}{idle})"
+
+    return ", ".join(map(edit, edits)) or None
 
 
 def _assigned(tree: ast.Module) -> set[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf.settings.fields import as_text
 from rlhf.settings.training import (
     BEST_RULES,
     EVAL_METRICS,
@@ -61,8 +62,6 @@ def _batch(config: Config) -> list[str]:
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
         problems.append("a seed appears twice: --seeds. Give each seed once")
-    if config.run.parallel and not seeds and not config.run.sweep:
-        problems.append("there is only one seed: --parallel. Add --seeds, such as --seeds 1 2 3")
     if config.run.parallel and size() > 1:
         problems.append(
             "a launcher has already started several processes: --parallel. Start the command with python, or remove it"
@@ -71,15 +70,11 @@ def _batch(config: Config) -> list[str]:
 
 
 def _clip(config: Config) -> list[str]:
-    problems, (_, high, delta), loss_type = [], config.batch.clip, config.grpo.loss_type
+    problems, (_, high, delta) = [], config.batch.clip
     if delta is not None and delta <= 1 + high:
         problems.append(
             f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio: --delta. "
             f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it"
-        )
-    if delta is not None and loss_type == "cispo":
-        problems.append(
-            "cispo limits every ratio already, at 1 + epsilon_high: --delta with --loss-type cispo. Remove --delta"
         )
     if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.group_size == 1:
         problems.append(
@@ -102,15 +97,12 @@ def _processes(config: Config) -> list[str]:
 
 
 def _speed(config: Config) -> list[str]:
-    problems = []
     if config.speed.rollout_engine == "vllm" and config.sampling.filters:
-        problems.append(
+        return [
             "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed: "
             "--rollout-engine vllm with --top-k or --top-p. Remove one of them"
-        )
-    if config.model.load_in_4bit and not config.model.use_lora:
-        problems.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
-    return problems
+        ]
+    return []
 
 
 def _warmup(config: Config) -> list[str]:
@@ -145,10 +137,12 @@ def _kl(config: Config) -> list[str]:
     if len({target.per for target in kl.targets}) > 1:
         problems.append("KL targets per sequence and per token in one run: --kl-target. Use the same unit for all")
     marks = kl.kl_boundaries
-    if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
+    if marks is not None and len(marks) != count - 1:
+        problems.append(f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. Give {count - 1}")
+    elif marks is not None and list(marks) != sorted(set(marks)):
         problems.append(
-            f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. "
-            f"Give {count - 1}, in increasing order, such as 0.33 0.67"
+            f"the boundaries {as_text(marks, ' ')} are not in increasing order: --kl-boundaries. Give them in "
+            "increasing order, each once"
         )
     if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
         problems.append(
@@ -160,18 +154,13 @@ def _kl(config: Config) -> list[str]:
 
 
 def _rollback(config: Config) -> list[str]:
-    problems, run, kl = [], config.run, config.kl
-    if run.rollback_on_kl and not kl.steered:
-        problems.append(
-            f"no KL target is in effect (kl_schedule {kl.kl_schedule}, kl_placement {kl.kl_placement}): "
-            "--rollback-on-kl. Remove it, or change these settings"
-        )
+    run = config.run
     if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
-        problems.append(
+        return [
             f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them are deleted: "
             f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of the last two"
-        )
-    return problems
+        ]
+    return []
 
 
 def _rewards(config: Config) -> list[str]:
@@ -251,28 +240,18 @@ def _scan(config: Config) -> list[str]:
 
 
 def _export(config: Config) -> list[str]:
-    problems, name = [], config.export.push_to_hub
-    if config.export.merge_lora and not config.model.use_lora:
-        problems.append(
-            "no adapter to merge: --merge-lora. Add --use-lora, or remove --merge-lora: without adapters the run "
-            "saves a whole model"
-        )
+    name = config.export.push_to_hub
     if name is not None and (config.run.seeds is not None or config.run.sweep):
         several = "--sweep" if config.run.sweep else "--seeds"
-        problems.append(
+        return [
             f"several runs and one repository: {several}, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"
-        )
-    return problems
+        ]
+    return []
 
 
 def _whole_commands(config: Config) -> list[str]:
     run = config.run
-    looks = [
-        flag for flag, given in (("--dry-run", run.dry_run), ("--check", run.check), ("--scan", run.scan)) if given
-    ]
-    if run.print_json and looks:
-        return [f"there is no result to print: --print-json, {looks[0]}. Remove one"]
     if not run.sweep:
         return []
     others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}

@@ -16,7 +16,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
 from rlhf.data.sampler import shorten
-from rlhf.settings.fields import settings_of
+from rlhf.settings.fields import settings_of, unmet, values_in
 from rlhf.settings.next_commands import flag_words
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import Config
@@ -224,11 +224,10 @@ def command_with(config: Config, recommended: dict[str, Any], without: Sequence[
     usual, words = usual_config(config.recipe, config.user_file, config.algorithm), []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
-    changed = {name: value for name, value in recommended.items() if value is not None}
-    foreign = ALGORITHMS[config.algorithm].foreign
+    defaults, foreign = values_in(usual), ALGORITHMS[config.algorithm].foreign
+    values = values_in(config) | {name: value for name, value in recommended.items() if value is not None}
+    values |= {name: defaults[name] for name in without}
     for name, one in settings_of(Config).items():
-        now, default = (getattr(getattr(c, one.group), name) for c in (config, usual))
-        value = changed.get(name, now)
-        if value != default and name not in without and one.group not in foreign:
-            words += flag_words(name, value)
+        if values[name] != defaults[name] and one.group not in foreign and unmet(one, values) is None:
+            words += flag_words(name, values[name])
     return command(*script_words(config.algorithm), *words)

@@ -423,8 +423,9 @@ def test_masked_truncated_completions_match_trl(build, start_model, tmp_path, mo
 
 
 def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, reward=by_length):
+    fixed = [] if "none" in flags else ["--kl-schedule", "fixed"]
     ours = build(
-        *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
+        *flags, *fixed, "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
         "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
         algorithm=algorithm, rewards=[reward],
     )  # fmt: skip

@@ -72,6 +72,14 @@ def test_whitening_matches_values_computed_by_hand():
     assert o.whiten(row(7, 1), mask(1, 0)).tolist() == [[0, 0]], "a single token has no variance"
 
 
+def test_the_help_of_whiten_rewards_is_what_it_computes():
+    # rewards 0 0 0 1 and 0 0 0 3: mean 0.5, unbiased variance 8/7, so a reward of 0 becomes 0.5 - 0.5 / 1.069 = 0.032
+    rewards, every = row(0, 0, 0, 1, 0, 0, 0, 3), mask(*[1] * 8)
+    assert o.whiten(rewards, every, shift_mean=False)[0, 0] == pytest.approx(0.5 - 0.5 / (8 / 7) ** 0.5, abs=1e-5)
+    text = " ".join(settings_of(Config)["whiten_rewards"].help.split())
+    assert "(r - mean) / std + mean" in text and "mean - mean / std" in text and "divide" not in text
+
+
 def test_policy_loss_matches_values_computed_by_hand():
     # ratios 2 and 0.5, clip 0.2. A = 1: min(2, 1.2) = 1.2. A = -1: max(0.5, 0.8) = 0.8 as loss
     loss, clipped = o.clipped_policy_loss(row(math.log(2), math.log(0.5)), row(0, 0), row(1, -1), mask(1, 1), CLIP)

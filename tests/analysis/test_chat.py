@@ -203,7 +203,7 @@ def test_ctrl_c_ends_the_chat_without_a_traceback(runs, monkeypatch, capsys):
 
 ERRORS = {
     "two models": (["--model-path", "a", "b"], r"--chat takes one model, not 2: --model-path\. Give one"),
-    "tokens": (["--tokens", "a"], r"--tokens and --chat exclude each other: command line\. Use one of them"),
+    "tokens": (["--tokens", "a"], r"chat has no effect with --tokens: --chat\. Remove --tokens, or remove --chat"),
     "no model": (["--model-path", "./nowhere"], r"model not found: \./nowhere\. --model-path takes a run folder"),
     "no room": (["--model-path", "START", "--max-new-tokens", "512"],
                 r"no room for a prompt: --max-new-tokens 512 fills the model's context of 512 tokens\. Try --max-new-"

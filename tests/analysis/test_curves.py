@@ -251,7 +251,8 @@ def test_kl_targets_are_read_from_the_run(tmp_path):
     phased = read("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
     assert phased.aim == "0.05/token then 0.02/token (from 50% of the run)"
     assert [str(phased.targets.target_of(u)) for u in (5, 6)] == ["0.05/token", "0.02/token"]
-    assert read("named", kl_schedule="fixed", kl_target=["2/sequence"]).aim == "2/sequence (beta fixed)"
+    (tmp_path / "fixed.yaml").write_text("kind: recipe\nkl_schedule: fixed\nkl_target: 2/sequence\n")
+    assert read("named", recipe=str(tmp_path / "fixed.yaml")).aim == "2/sequence (beta fixed)"
     assert read("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim == "none"
 
 

@@ -44,6 +44,15 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     check_trackers(())
 
 
+@pytest.mark.parametrize("look", ["--dry-run", "--check", "--scan"])
+def test_a_missing_library_is_reported_before_a_look_too(monkeypatch, tmp_path, look):
+    """The plan would otherwise promise a run that cannot start."""
+    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"wandb is not installed: --report-to wandb\. Install it with: pip install"):
+        train_ppo.main(["--report-to", "wandb", look])
+
+
 def test_names_of_trackers_are_checked(configured):
     with pytest.raises(UserError, match=r"report_to is wandbb: --report-to\. Did you mean wandb\?"):
         configured("--report-to", "wandbb")

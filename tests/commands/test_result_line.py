@@ -99,5 +99,5 @@ def test_several_runs_have_the_status_that_needs_attention_first(tmp_path, capsy
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--check", "--scan"])
 def test_commands_without_a_result_refuse_the_flag(flag):
-    with pytest.raises(UserError, match=f"there is no result to print: --print-json, {flag}. Remove one"):
+    with pytest.raises(UserError, match=f"print_json has no effect with {flag}: --print-json"):
         config_of(Path("run"), flag)

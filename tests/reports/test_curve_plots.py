@@ -173,8 +173,10 @@ def test_phased_targets_per_token_are_drawn_as_steps(logged_run):
 @pytest.mark.parametrize(
     ("target", "expected"), [(["2/sequence"], ["KL target 2/sequence\n(beta fixed)"]), (None, [])]
 )
-def test_fixed_beta_has_no_band_and_only_an_explicit_target(logged_run, target, expected):
-    kl = panels(logged_run("run", kl_schedule="fixed", kl_target=target))[3]
+def test_fixed_beta_has_no_band_and_only_an_explicit_target(logged_run, tmp_path, target, expected):
+    recipe = tmp_path / "fixed.yaml"  # in a file, a target without an effect is accepted
+    recipe.write_text(f"kind: recipe\nkl_schedule: fixed\nkl_target: {'none' if target is None else target[0]}\n")
+    kl = panels(logged_run("run", recipe=str(recipe)))[3]
     assert [found.get_label() for found in kl.lines if "target" in found.get_label()] == expected
     assert not kl.collections
     assert kl.get_title().endswith("(beta fixed)") == (target is None)

@@ -508,7 +508,7 @@ def test_upload_that_cannot_work_is_refused_before_loading(train, fake_hub, tmp_
 
 
 INVALID_SETTINGS = {
-    "merging without adapters": (["--merge-lora"], r"no adapter to merge: --merge-lora\. Add --use-lora, or remove"),
+    "merging without adapters": (["--merge-lora"], r"merge_lora has no effect without --use-lora.*: --merge-lora\. "),
     "no owner": (["--push-to-hub", "mine"], r"push_to_hub is 'mine': --push-to-hub\. Give owner/name, with letters"),
     "no name": (["--push-to-hub", "ada/--"], 
                 r"push_to_hub is 'ada/--': --push-to-hub\. Give owner/name, with letters"),
@@ -539,7 +539,7 @@ def test_invalid_export_settings_are_refused_before_loading(
 
 def test_merging_a_finished_run_without_adapter_is_refused(finished, capsys):
     run = finished("ppo")
-    with pytest.raises(UserError, match="no adapter to merge: --merge-lora"):
+    with pytest.raises(UserError, match="merge_lora has no effect without --use-lora: --merge-lora"):
         train_ppo.main(["--resume", "--merge-lora", "--output", str(run)])
     assert not (run / "merged").exists()
 

@@ -140,7 +140,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 
 def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch):
-    with pytest.raises(UserError, match="there is only one seed"):
+    with pytest.raises(UserError, match="parallel has no effect without --seeds or --sweep: --parallel"):
         parse_cli(["--parallel"], "ppo")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="a launcher has already started several processes"):

@@ -55,8 +55,8 @@ def test_grid_has_every_combination_and_the_last_setting_changes_fastest():
 
 
 def test_names_of_other_trainers_have_their_meaning():
-    """A length replaces the recipe's length, and target_kl is in nats per sequence."""
-    found = points("--sweep", "num_train_epochs=1,2", "target_kl=5")
+    """A length replaces the recipe's length, and target is in nats per sequence."""
+    found = points("--sweep", "num_train_epochs=1,2", "target=5")
     assert [point.config.run.epochs for point in found] == [1, 2] and found[0].config.run.episodes is None
     assert found[0].settings == {"epochs": "1.0", "kl_target": "5/sequence"}
 
@@ -253,7 +253,7 @@ def test_the_table_of_other_runs_is_kept(pretended):
         (["gamma=1,0.9"], "run"),
         (["actor_model=./a,./b", "rm_model=./c,./d"], "--baseline ./a --rm-model ./c"),
         (["reward_func=length_penalty keyword_bonus,keyword_bonus"], "--reward-func length_penalty keyword_bonus"),
-        (["keywords=a,b"], "cannot use one value of keywords for all runs"),
+        (["keywords=a,b", "--reward-func", "keyword_bonus"], "cannot use one value of keywords for all runs"),
     ],
 )
 def test_the_printed_comparison_has_one_value_of_what_decides_completions_and_scores(words, end, capsys):

@@ -454,7 +454,7 @@ CONFIGURATION = [
     Row(19, "delta within the clip range", "--clip-ratio-high 0.5 --delta 1.5",
         r"delta 1.5 is not above 1 \+ epsilon_high = 1.5, .*: --delta\. Give a larger value, such as 3, or remove it"),
     Row(19, "delta with cispo", "--loss-type cispo --delta 4",
-        r"cispo limits every ratio already, at 1 \+ epsilon_high: --delta with --loss-type cispo\. Remove --delta",
+        r"delta has no effect with --loss-type cispo: --delta\. Change --loss-type cispo, or remove --delta",
         main=GRPO),
     Row(13, "a control with one prompt per update", "--control shuffled --batch-size 1",
         r"the scores of one prompt cannot be exchanged with those of others: --control with --batch-size 1\. Give a"),
@@ -502,7 +502,15 @@ CONFIGURATION = [
     Row(22, "LoRA targets match nothing", "--use-lora --lora-targets qproj",
         r"no module named qproj: --lora-targets, .*\. Did you mean q_proj\? Choose from down_proj, .*, v_proj"),
     Row(23, "4-bit without LoRA", "--load-in-4bit",
-        r"4-bit weights cannot be trained: --load-in-4bit\. Add --use-lora"),
+        r"load_in_4bit has no effect without --use-lora \(.*\): --load-in-4bit\. Add --use-lora, or remove"),
+    Row(23, "a setting of LoRA without LoRA", "--lora-r 8",
+        r"lora_r has no effect without --use-lora \(.*\): --lora-r\. Add --use-lora, or remove --lora-r$"),
+    Row(25, "a KL target with a fixed beta", "--kl-schedule fixed --kl-target 3/sequence",
+        r"kl_target has no effect with --kl-schedule fixed: --kl-target\. Change --kl-schedule fixed, or remove"),
+    Row(25, "KL boundaries in the wrong order", "--kl-schedule phased --kl-boundaries 0.5 0.4",
+        r"the boundaries 0\.5 0\.4 are not in increasing order: --kl-boundaries\. Give them in increasing order"),
+    Row(25, "one KL boundary for three targets", "--kl-schedule phased --kl-boundaries 0.5",
+        r"1 boundaries for 3 KL targets: --kl-boundaries\. Give 2$"),
     Row(24, "one weight for two rewards", "--reward-func length_penalty --reward-weights 1",
         r"1 weights for 2 rewards: --reward-weights\. Give one for each, in this order: reward model, length_pen"),
 ]  # fmt: skip
@@ -829,7 +837,7 @@ MORE_ERRORS = [
     Row(86, "many bad rows", data(*['{"prompt": ""}'] * 9), r"(error: prompt is empty: .*\n){5}and 4 more$"),
     Row(87, "names of other trainers", "--lr 1 --beta 1 --never-seen none --sync-ref-model 1",
         r"unknown flag --lr: command line\. Use --learning-rate\n"
-        r"error: unknown flag --beta: command line\. Use --kl-coef\n"
+        r"error: unknown flag --beta: command line\. Use --kl-coef with .*\n"
         r"error: unknown flag --never-seen: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
         r"lists other trainers' names\n"
         r"error: unknown flag --sync-ref-model: command line\. Not offered, because the reference model is always"),

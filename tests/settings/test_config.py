@@ -11,6 +11,7 @@ from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
+from tests.settings.test_dependent_settings import flags_for
 
 
 def test_later_layers_replace_earlier_ones(tmp_path):
@@ -36,7 +37,7 @@ def test_flags_may_have_dashes_or_underscores(flag):
 
 def test_names_of_the_reference_systems():
     config = parse_cli(
-        "--init_kl_coef 0.2 --cliprange 0.1 --response-length 9 --target-kl 5/sequence --rank 2".split()
+        "--init_kl_coef 0.2 --cliprange 0.1 --response-length 9 --target-kl 5/sequence --rank 2 --use-lora".split()
     )
     assert (config.kl.kl_coef, config.batch.clip_range, config.sampling.max_new_tokens) == (0.2, 0.1, 9)
     assert (
@@ -53,8 +54,7 @@ def booleans() -> list[str]:
 @pytest.mark.parametrize("name", booleans())
 def test_all_spellings_of_boolean_flags(name):
     group, flag = settings_of(Config)[name].group, "--" + name.replace("_", "-")
-    need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
-    need += ["--seeds", "1", "2"] if name == "parallel" else []
+    need = flags_for(name, settings_of(Config))
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
         ([f"--no_{name}"], False),
@@ -65,7 +65,7 @@ def test_all_spellings_of_boolean_flags(name):
 def test_three_forms_of_lists(tmp_path):
     (tmp_path / "a.yaml").write_text("lora:\n  target_modules: [a, b]\n")
     for argv in (["--lora-targets", "a", "b"], ["--lora-targets", "a,b"], ["--config", str(tmp_path / "a.yaml")]):
-        assert parse_cli(argv).model.lora_targets == ("a", "b")
+        assert parse_cli([*argv, "--use-lora"]).model.lora_targets == ("a", "b")
 
 
 def test_default_kl_targets_depend_on_the_schedule():
@@ -158,10 +158,6 @@ REWARD_ERRORS = {
 
 
 ROLLBACK_ERRORS = {
-    "no KL target": (
-        ["--kl-schedule", "fixed"],
-        "no KL target is in effect (kl_schedule fixed, kl_placement reward): --rollback-on-kl",
-    ),
     "too few checkpoints": (
         ["--save-every", "2"],
         "--rollback-on-kl, --keep 2, --save-every 2. Raise one of the last two",
@@ -217,7 +213,6 @@ BAD_FLAGS = {
         "--batch-size 8 --minibatches 3",
         "minibatches 3 does not divide batch_size 8: --minibatches. Try 2",
     ),
-    "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets with kl_schedule adaptive"),
     "adaptive beta that starts at 0": ("--kl-coef 0", "beta starts at 0 and is changed by factors"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),

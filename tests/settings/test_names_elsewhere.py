@@ -80,7 +80,7 @@ def test_the_reward_models_command_answers_every_field(config_class):
 # name -> the answer in a command, without "unknown flag --NAME: command line. "
 ASKED = {
     "lr": "Use --learning-rate",
-    "beta": "Use --kl-coef",
+    "beta": "Use --kl-coef with --kl-schedule fixed; --kl-placement is loss in GRPOConfig and reward in RLOOConfig",
     "max_completion_length": "Use --max-new-tokens",
     "max-completion-length": "Use --max-new-tokens",
     "deepspeed": "Not offered, because DeepSpeed",
@@ -101,7 +101,17 @@ ASKED = {
     "actor_rollout_ref.actor.optim.lr": "Use --learning-rate",
     "actor_rollout_ref.rollout.n": "Use --K",
     "data.train_batch_size": "Use --batch-size",
-    "train_batch_size": "Use --minibatches",
+    "train_batch_size": "Use --minibatches = .* for OpenRLHF's, --batch-size for verl's",
+    # the same word with another unit, place or count there: each was looked up in the trainer's source
+    "algorithm.kl_ctrl.target_kl": "Use --kl-target N/token",
+    "ppo_target": "Use --kl-target N/sequence",
+    "actor_rollout_ref.actor.kl_loss_coef": "Use --kl-coef with --kl-placement loss and --kl-schedule fixed",
+    "trainer.critic_warmup": "Use --critic-warmup N-1",
+    "max_num_gen_batches": "Use --dynamic-sampling N-1",
+    "total_timesteps": "Use --episodes = total_timesteps / tokens per completion",
+    "ppo_buffer_size": "Use --minibatches, and --batch-size = ",
+    "micro_rollout_batch_size": "Use --micro-batch-size for log-probabilities",
+    "prompt_max_len": "Use --prompt-length: longer prompts are skipped, not cut",
     "no_cuda": "Not needed, because",
     "eval_n_samples_per_prompt": "Use --eval-samples$",
     "eval_split": "Use --eval-dataset ",
@@ -121,7 +131,7 @@ ASKED = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": "Not offered, because evaluations during training",
     "actor_rollout_ref.rollout.val_kwargs.n": "Use --eval-samples",
     "reward_model.enable": "Use --rm-model, or --rm-model none",
-    "reward_model.overlong_buffer.len": "Use --mask-truncated-completions",
+    "reward_model.overlong_buffer.len": "Use --reward-func trl:get_soft_overlong_punishment",
     "learning_rat": r"Did you mean --learning-rate\?",
     "completely_unknown": "--help-all lists all settings",
 }
@@ -134,9 +144,33 @@ def test_a_flag_of_another_trainer_is_answered(name):
 
 
 def test_blocks_of_verl_are_answered_by_their_name():
-    for name in ("enable", "metric", "max_num_gen_batches"):
+    for name in ("enable", "metric"):
         line = line_of(LINES["grpo"], f"algorithm.filter_groups.{name}")
         assert line.endswith("Use --dynamic-sampling"), line
+    line = line_of(LINES["grpo"], "algorithm.filter_groups.max_num_gen_batches")
+    assert "Use --dynamic-sampling N-1" in line, "verl counts the first batch, too"
+
+
+def test_a_kl_target_without_a_unit_is_accepted_only_if_its_unit_is_known():
+    """verl's target_kl is per token, that of the documents with TRL's first PPO per completion."""
+    for words in (["--target-kl", "0.1"], ["--sweep", "target_kl=0.1,6"]):
+        with pytest.raises(UserError, match=r"target_kl 0\.1 has no unit: --\S+.*0\.1/token .*0\.1/sequence"):
+            parse_cli(words)
+    with pytest.raises(UserError, match=r"target_kl 0\.1 has no unit: make_config\(target_kl=\)"):
+        make_config(target_kl=0.1)
+    assert str(parse_cli(["--target-kl", "0.1/token"]).kl.targets[0]) == "0.1/token"
+    assert str(parse_cli(["--init-kl-coef", "0.2", "--target-kl", "6"]).kl.targets[0]) == "6/sequence"
+    assert str(make_config(target=6).kl.targets[0]) == "6/sequence", "a name of TRL's first PPO only"
+
+
+def test_the_page_gives_kl_targets_and_beta_with_their_unit_and_place():
+    text = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    (verl,) = (row for row in rows if "`kl_ctrl.target_kl`" in row)
+    (openrlhf,) = (row for row in rows if "`--kl_target`" in row)
+    assert "N/token" in verl and "N/token" in openrlhf and "sequence" not in verl + openrlhf
+    (beta,) = (row for row in rows if row.startswith("| `beta`"))
+    assert re.search(r"GRPO.*--kl-placement loss", beta) and re.search(r"RLOO.*--kl-placement reward", beta)
 
 
 @pytest.mark.parametrize("name", ["optim", "weight_decay", "warmup_ratio", "epsilon_high", "gae_lambda", "vf_coef",
@@ -146,7 +180,7 @@ def test_names_that_are_accepted(name):
 
 
 def test_settings_in_files_and_in_python_are_answered_without_dashes(tmp_path):
-    with pytest.raises(UserError, match=r"unknown setting beta: make_config\(beta=\)\. Use kl_coef$"):
+    with pytest.raises(UserError, match=r"unknown setting beta: make_config\(beta=\)\. Use kl_coef with kl_schedule"):
         make_config(beta=0.1)
     file = tmp_path / "grpo.yaml"
     file.write_text("trainer:\n  max_completion_length: 64\n  deepspeed: zero3.json\n")
@@ -174,17 +208,19 @@ def test_assignments_as_in_verl_are_answered_with_the_flag():
 def test_names_with_another_meaning_are_explained_where_they_are_used(tmp_path):
     as_flags = parse_cli(["--num_iterations", "2", "--per-device-train-batch-size", "8"]).meanings
     assert as_flags == [
-        "--num-iterations 2: 2 updates; TRL's num_iterations, the passes over each rollout, is --ppo-epochs here",
-        "--per-device-train-batch-size 8: 8 prompts per update; TRL's per_device_train_batch_size, the completions "
-        "per forward pass, is --micro-batch-size here",
+        "--num-iterations 2 means 2 updates here. In TRL it would be the passes over each rollout, which --ppo-epochs "
+        "sets",
+        "--per-device-train-batch-size 8 means 8 prompts per update here. In TRL it would be the completions per "
+        "forward pass, which --micro-batch-size sets",
     ]
     in_python = make_config(num_iterations=1_000, episodes=None).meanings
     assert in_python == [
-        "num_iterations 1000: 1,000 updates; TRL's num_iterations, the passes over each rollout, is ppo_epochs here"
+        "num_iterations 1000 means 1,000 updates here. In TRL it would be the passes over each rollout, which "
+        "ppo_epochs sets"
     ]
     file = tmp_path / "a.yaml"
     file.write_text("num_iterations: 3\n")
-    assert parse_cli(["--config", str(file)]).meanings[0].startswith("num_iterations 3: 3 updates")
+    assert parse_cli(["--config", str(file)]).meanings[0].startswith("num_iterations 3 means 3 updates")
     assert parse_cli(["--config", str(file), "--episodes", "400"]).meanings == [], "the flag replaces it"
 
 

@@ -6,7 +6,7 @@ import textwrap
 import typing
 from pathlib import Path
 
-from rlhf.settings.fields import Setting, settings_of
+from rlhf.settings.fields import Setting, dependence, settings_of
 from rlhf.settings.training import Config
 
 FILE = Path(__file__).resolve().parents[2] / "rlhf" / "settings" / "keywords.py"
@@ -41,9 +41,9 @@ def annotation(setting: Setting) -> str:
 
 def source() -> str:
     """Returns the source of the file."""
-    parts = [HEAD]
-    for s in settings_of(Config).values():
-        text = s.help.replace("\\", "\\\\")
+    parts, settings = [HEAD], settings_of(Config)
+    for s in settings.values():
+        text = (s.help + dependence(s, settings, as_flags=False)).replace("\\", "\\\\")
         lines = textwrap.wrap(f'"""{text[0].upper()}{text[1:]}."""', 115)
         parts.append("\n".join(f"    {line}" for line in (f"{s.name}: {annotation(s)}", *lines)) + "\n")
     return "\n".join(parts)

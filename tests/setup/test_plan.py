@@ -38,7 +38,7 @@ def test_plan_prints_the_maximum_change_of_beta_and_a_hint(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
     show_plan(config, load_inputs(config, Screen()), 800, CPU, Screen())
     output = capsys.readouterr().out
-    assert "horizon 2,000 episodes (beta can change at most 1.11-fold per phase)" in output
+    assert "horizon 2,000 episodes (beta can change at most 1.11-fold per phase; at least 3-fold is needed" in output
     assert "warning: beta can change at most 1.11-fold in 266 updates" in output
     assert "Add --recipe phased-kl to use all its settings" in output
 

@@ -19,7 +19,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.settings.fields import to_dict
+from rlhf.settings.fields import replaced, to_dict
 from rlhf.setup.build import load_components
 from rlhf.setup.pass_rates import PASS_RATES_FILE
 from rlhf.setup.scan import results_of
@@ -337,7 +337,7 @@ def test_refusals_leave_no_run_folder(flags, tmp_path, rule, limits, expected):
 
 def test_python_functions_scan_and_filter(configured):
     """Even prompts are solved by half of the completions, odd ones never."""
-    config = configured("--scan-prompts", 10, "--keep-pass-rate", 0.1, 0.9, "--K", 2, algorithm="grpo")
+    config = replaced(configured("--keep-pass-rate", 0.1, 0.9, "--K", 2, algorithm="grpo"), scan_prompts=10)
     prompts = [f"Number {i}?" for i in range(40)]
 
     def reward(prompts, completions, **_):

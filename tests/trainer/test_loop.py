@@ -445,8 +445,8 @@ def test_beta_changes_the_weights_unless_kl_placement_is_none(make, placement):
     """The reference model is changed, so the KL is above 0 from the first update."""
     updated = {}
     for beta in (1e-3, 2.0):
-        flags = ("--kl-placement", placement, "--kl-schedule", "fixed", "--kl-coef", beta, "--num-iterations", 1)
-        trainer = make(*flags)
+        trainer = make("--kl-placement", placement, "--num-iterations", 1)
+        trainer.set_kl_coef(beta)
         with torch.no_grad():
             next(trainer.reference.copy.parameters()).mul_(0.5)
         logged = trainer.update_step(1)

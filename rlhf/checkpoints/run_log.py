@@ -17,6 +17,7 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RLHFWarning, RunError, UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.system import cpu_seconds
 
 
 class RunLog:
@@ -34,6 +35,7 @@ class RunLog:
         self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
         self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record before this session
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -58,6 +60,10 @@ class RunLog:
     def seconds(self) -> float:
         """Return the seconds of training, in this session and those before it."""
         return self.seconds_before + time.monotonic() - self.started_at
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process and of its ended children, in this session and those before it."""
+        return self.cpu_before + cpu_seconds() - self.cpu_at_start
 
     def __enter__(self) -> RunLog:
         return self
@@ -90,6 +96,7 @@ class FollowingLog(RunLog):
     def __init__(self, folder: Path, record: RunRecord):
         self.folder, self.record = folder, record
         self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record."""

@@ -18,7 +18,7 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import Label, Renaming, Split
+from rlhf.settings.types import Label, PathName, Renaming, Split
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
@@ -36,12 +36,12 @@ class MeasureSettings:
         choices=("final", "best"),
         brief=True,
     )
-    baseline: str | None = setting(
+    baseline: PathName | None = setting(
         None,
         "start model to compare with: a folder or a hub name; unset: the start model of the runs",
         brief="start model to compare with; unset: that of the runs",
     )
-    judge_model: str | None = setting(
+    judge_model: PathName | None = setting(
         None,
         "second reward model, not used in training, that also scores the completions; unset: gold quality in the "
         "demo, otherwise none",
@@ -67,14 +67,14 @@ class MeasureSettings:
     like: str = setting(
         DEFAULT_RECIPE, "recipe whose settings are used for models that are not run folders", choices=shipped_recipes()
     )
-    rm_model: str | None = inherited(
+    rm_model: PathName | None = inherited(
         ModelSettings,
         "rm_model",
         AS_IN_RUN,
         "reward model: a folder or a hub name",
         "reward model; unset: as in the run",
     )
-    prompts: str | None = inherited(
+    prompts: PathName | None = inherited(
         DataSettings,
         "prompts",
         "held-out prompts of the run",
@@ -87,7 +87,7 @@ class MeasureSettings:
     columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN)
     skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN)
-    eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
+    eval_text: PathName | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
     max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN)
     temperature: float | None = inherited(
         SamplingSettings, "temperature", AS_IN_RUN, brief="sampling temperature; unset: as in the run"
@@ -120,16 +120,16 @@ class MeasureSettings:
 class EvaluationSettings:
     """Evaluation"""
 
-    model_path: tuple[str, ...] = setting(
+    model_path: tuple[PathName, ...] = setting(
         (),
         "run folders, model or adapter folders, or hub names; unset: the last run in this folder",
         aliases=("model",),
         brief="runs, models or adapters; unset: the last run in this folder",
     )
-    output: str = setting(
+    output: PathName = setting(
         "./evaluation_output", "folder for the report (HTML and JSON)", aliases=("output_dir",), brief=True
     )
-    tokens: str | None = setting(
+    tokens: PathName | None = setting(
         None,
         "make a page of the recorded tokens of this run (trained with --record-tokens), instead of an evaluation",
         brief="make a page of the recorded tokens of this run",
@@ -160,7 +160,7 @@ class EvaluationConfig(Command):
 class ComparisonSettings:
     """Comparison"""
 
-    runs: tuple[str, ...] = setting(
+    runs: tuple[PathName, ...] = setting(
         (),
         "run folders; those with the same settings except for the seed form a group",
         brief="run folders; equal settings, except for the seed, form a group",
@@ -173,7 +173,7 @@ class ComparisonSettings:
         aliases=("labels",),
         brief="names of the groups, in the order of their first runs",
     )
-    output: str = setting(
+    output: PathName = setting(
         "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
     )
 
@@ -193,7 +193,7 @@ class ComparisonConfig(Command):
 class PlotSettings:
     """Plot"""
 
-    runs: tuple[str, ...] = setting(
+    runs: tuple[PathName, ...] = setting(
         (),
         "run folders; none: the last run in this folder",
         brief="run folders; none: the last run in this folder",
@@ -202,7 +202,7 @@ class PlotSettings:
     label: tuple[Label, ...] = repeated(ComparisonSettings, "label")
     x: str = setting("updates", "unit of the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
     smooth: int = setting(10, "length of the moving average (thick lines), in updates", ge=1, brief=True)
-    output: str = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
+    output: PathName = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Seq
 def _outcome(one: str, two: str, found: Contrast, by: str) -> str:
     """What a difference says about two groups, without its figure."""
     if found.result == "unknown":
-        return f"{one} and {two} cannot be compared {by}"
+        return f"{one} cannot be compared with {two} {by}"
     if found.result == "equal":
         return f"No significant difference between {one} and {two} {by}"
     return f"{one} is {RESULTS[found.result]} {two} {by}"

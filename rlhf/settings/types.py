@@ -89,7 +89,7 @@ class PathName(str):
         except UserError:
             raise ValueError(text) from None
 
-    expects = "a path or another name; ~NAME is the home folder of a user of this machine, ./~NAME is not"
+    expects = "text; in a path, ~NAME is the home folder of a user of this machine, and ./~NAME is a file or folder"
 
 
 class Renaming(str):

@@ -115,7 +115,7 @@ def test_over_seeds_returns_no_interval_if_it_cannot_be_estimated():
 
 @pytest.mark.parametrize("gap", [1.0, 0.1, -1 / 3])
 def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
-    """More seeds must not turn a clear result into no result. 0.1 is not exact, so its means differ in the last bit."""
+    """More seeds must not turn a clear result into no result. The means of 0.1 differ in the last bit."""
     for seeds in ((3, 3), (3, 1)):
         found = over_seeds(np.full((*seeds, 40), gap), seed=0)
         assert found == over_prompts(np.full(40, found.value), seed=0)

@@ -148,8 +148,8 @@ def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path):
     seconds = time.monotonic() - start
     assert done.returncode == 2 and done.stdout.startswith("PPO: checking the settings")
     assert done.stderr == (
-        "error: no reward model: --rm-model ./reward_model_output. Train one with: python -m reward_model.train, or "
-        "use only reward functions: --rm-model none --reward-func ...\n"
+        "error: no reward model: --rm-model ./reward_model_output. Train one with: "
+        f"python {ROOT}/reward_model/train.py, or use only reward functions: --rm-model none --reward-func ...\n"
     )
     assert seconds < 2
 

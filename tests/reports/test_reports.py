@@ -158,8 +158,10 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
     assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["reply_tokens"] > 0
+    costs = report["spent"]["PPO"]["1"]
+    assert 0 < costs["cpu_seconds"] < 100 * costs["seconds"]
     assert "use_lora: PPO false, GRPO true" in report["facts"]["settings that differ"]
-    assert report["facts"]["settings that differ, PPO and GRPO"].endswith("; K: GRPO 2")
+    assert report["facts"]["settings that differ"].endswith("; K: GRPO 2")
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
     for words in (
         "over prompts",

@@ -29,7 +29,7 @@ from tests.test_structure import PACKAGE, module_of
 COMMANDS = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
 # settings with text that is no path
 TEXTS = {
-    *("dataset_config", "dataset_split", "lora_targets", "keywords", "report_to"),
+    *("dataset_config", "dataset_split", "lora_targets", "keywords", "best_rule"),
     *("reward_func", "eval_func"),  # FILE.py:NAME, whose file is expanded when it is read
 }
 

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its ended children, on all cores."""
     used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    return time.process_time() + used.children_user + used.children_system
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -345,7 +345,7 @@ def test_cpu_seconds_are_those_of_the_process_and_its_children_in_all_sessions(t
     exec(BUSY)
     assert log.cpu_seconds() - began >= 0.3
     subprocess.run([sys.executable, "-c", BUSY], check=True)
-    assert log.cpu_seconds() - began >= 0.6
+    assert log.cpu_seconds() - began >= 0.59, "children are measured in steps of 10 ms"
 
     def checkpoints_of(log):
         return Checkpoints(None, SimpleNamespace(run=SimpleNamespace(output=".")), log, None, None)

@@ -54,7 +54,7 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
     monkeypatch.chdir(tmp_path)
     train_ppo.main(run_flags("--output", ODD_NAME, "--record-tokens", "--clip-range", 0.3))
     lines = commands_in(capsys.readouterr().out)
-    names = [words_of(line)[1 if line.startswith("python") else 0] for line in lines]
+    names = [Path(words_of(line)[1 if line.startswith("python") else 0]).name for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
                      "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
     for line in lines:
@@ -64,7 +64,7 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
         elif "--chat" in words:
             assert words[-1] == ODD_NAME
         else:
-            SCRIPTS[words[1]].main(words[2:])
+            SCRIPTS[Path(words[1]).name].main(words[2:])
     grpo_record = json.loads((tmp_path / "grpo_training_output" / "run.json").read_text())
     ppo_record = json.loads((tmp_path / ODD_NAME / "run.json").read_text())
     assert grpo_record["settings"]["batch"]["clip_range"] == 0.3

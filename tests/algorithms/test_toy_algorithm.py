@@ -27,6 +27,7 @@ from rlhf.config import make_config, parse_cli
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.utils.signals import TrainingInterrupted
+from tests.test_structure import ROOT
 
 
 class Toy:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+if not __package__:  # started as a file, whose folder is not the one with the packages
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rlhf.commands.reward_model import INTERRUPTED, reward_model_command
 from rlhf.utils.errors import run_command

@@ -31,6 +31,7 @@ from rlhf.setup.trial import check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.libraries import check_trackers
+from rlhf.utils.paths import local_path
 
 Prompts = Sequence[GivenPrompt]
 Functions = Sequence[RewardFunction | nn.Module | str]
@@ -69,7 +70,7 @@ def make_trainer(
     """
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
-    screen, folder = Screen(), None if output is None else Path(output)
+    screen, folder = Screen(), None if output is None else Path(local_path(output))
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
 
     def load() -> tuple[Config, Components, PassRates | None]:

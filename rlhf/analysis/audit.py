@@ -220,7 +220,7 @@ def warnings(
         rated = paired(np.array([per_prompt(results.measures["judged"]) for results in (completions, start)]))
         moved = "fell" if judge.excludes(0) else "did not rise significantly"
         found.append(
-            f"the score rose by {differ['score'].value:+.2f}, but the judge's rating {moved} ({judge.value:+.3f}, "
+            f"the score rose by {differ['score'].value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, "
             f"95% confidence interval {interval(judge.low, judge.high)}, {rated.shape[1]} prompts): the "
             "policy may exploit the reward model"
             + ("" if judge.excludes(0) else ", or there are too few prompts (evaluate on more)")
@@ -257,7 +257,7 @@ def _variety_and_length(this: dict, before: dict, count: int) -> list[str]:
         )
     now, then = this["score_length_correlation"], before["score_length_correlation"] or 0.0
     if now is not None and now > max(LENGTH_CORRELATION, then + MORE_LENGTH_CORRELATION):
-        found.append(f"longer completions get higher scores (rank correlation {then:+.2f} -> {now:+.2f})")
+        found.append(f"longer completions get higher scores (rank correlation {then:+z.2f} -> {now:+z.2f})")
     return found
 
 

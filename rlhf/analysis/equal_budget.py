@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.statistics import level_of_each, over_seeds_if_any, paired, per_prompt, scored
+from rlhf.analysis.statistics import FEW_SCORED, level_of_each, over_seeds_if_any, paired, per_prompt, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
@@ -145,8 +145,8 @@ def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if one[0].judged is None else "judged"
     gaps = paired(np.array([[a.by_prompt(measure) - b.by_prompt(measure) for b in other] for a in one]))
-    if gaps.size == 0:
-        return {"name": name, "missing": f"no prompt has a score in every run of {listed(list(pair))}"}
+    if gaps.shape[-1] < 2:
+        return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)
     by = "score" if measure == "scores" else "judge"
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

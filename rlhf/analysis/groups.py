@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRec
 from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config, name_with_control
+from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import same_value
@@ -72,6 +73,8 @@ def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()
     order of their first runs, or in the order of the table of algorithms if they have their algorithms' names. Raises
     UserError if there are `labels`, but not one for each group.
     """
+    spelled = in_one_spelling([run for _, run in runs])
+    runs = [(algorithm, run) for (algorithm, _), run in zip(runs, spelled, strict=True)]
     found = _members(runs)
     algorithms = [runs[members[0]][0] for members in found]
     flat = [_settings_of([runs[i][1] for i in members]) for members in found]
@@ -96,6 +99,21 @@ def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()
         return groups
     order = in_order(algorithms)
     return sorted(groups, key=lambda group: (order.index(group.algorithm), group.label))  # a control after its arm
+
+
+def in_one_spelling(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs with their planned episodes as length, if all have the same, or if they were set with different
+    settings (--epochs, --num-iterations, --episodes): otherwise, equal lengths would be different settings."""
+    lengths = [{name for name in LENGTHS if run.flat_settings.get(name) is not None} for run in runs]
+    if all(one == lengths[0] for one in lengths) and len({run.plan.episodes for run in runs}) > 1:
+        return list(runs)
+    return [
+        replace(run, settings=run.settings | {"run": {**run.settings.get("run", {}), **_planned(run)}}) for run in runs
+    ]
+
+
+def _planned(run: RunRecord) -> dict[str, Any]:
+    return {**dict.fromkeys(LENGTHS), "episodes": run.plan.episodes}
 
 
 def _members(runs: Sequence[tuple[str, RunRecord]]) -> list[list[int]]:
@@ -209,9 +227,9 @@ def _label(name: str, settings: dict[str, str], most: int) -> str:
     return " ".join([name, ", ".join([*words, *more])]).strip()
 
 
-def is_default_label(label: str, title: str, settings: dict[str, str]) -> bool:
-    """True if a group's label consists of its title and its settings."""
-    return label in [_label(title, settings, most) for most in (NAMED, len(settings))]
+def short_label(label: str, title: str, settings: dict[str, str]) -> str:
+    """Return a group's label; only its title if the label is the title with its settings."""
+    return title if label in [_label(title, settings, most) for most in (NAMED, len(settings))] else label
 
 
 def _text(value: Any) -> str:

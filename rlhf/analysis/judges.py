@@ -30,6 +30,7 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, function_name
 from rlhf.utils.errors import UserError
+from rlhf.utils.paths import local_path, resolve_path
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _judge_model(config: Config, models: Sequence[ModelRef], settings: MeasureSe
     folder = find_model(settings.judge_model, "--judge-model")
     trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
     for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
+        if name is not None and _same_weights(Path(local_path(name)), Path(folder)):
             raise UserError(
                 f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
                 "Give a reward model that was not used in RL training"
@@ -123,7 +124,7 @@ def _identity(rule: str) -> str:
     if not names_code([rule]):
         return rule
     file, _, name = rule.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{name}"
+    return f"{resolve_path(file)}:{name}"
 
 
 def judges_line(judges: Sequence[Judge]) -> str:

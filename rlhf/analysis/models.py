@@ -25,7 +25,7 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import is_gguf, is_path, missing_path
+from rlhf.utils.paths import is_gguf, is_path, local_path, missing_path
 
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
@@ -98,7 +98,7 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
 
     `baseline` replaces an adapter's base model that no longer exists. Raises UserError if there is nothing to load.
     """
-    folder = Path(name).expanduser()
+    folder = Path(local_path(name))
     if not folder.is_dir():
         if is_path(name) and not is_gguf(name):
             raise missing_path(name, "model", f"{flag} takes a run folder, a model folder, a GGUF file or a hub name")

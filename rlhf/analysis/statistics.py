@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -15,6 +16,8 @@ from rlhf.utils.intervals import LEVEL, RESAMPLES, Estimate, interval, over_prom
 
 A_SHARE = (0.0, 1.0)  # range of a win rate
 EVEN = 0.5  # win rate of two equal models
+ROUNDING = 1e-9  # largest relative difference of values that are equal
+FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
 OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what was resampled
 
 
@@ -42,7 +45,11 @@ def level_of_each(comparisons: int) -> float:
 
 
 def over_seeds(
-    values: np.ndarray, seed: int, limits: tuple[float, float] | None = None, level: float = LEVEL
+    values: np.ndarray,
+    seed: int,
+    null: float = 0.0,
+    limits: tuple[float, float] | None = None,
+    level: float = LEVEL,
 ) -> Estimate | None:
     """Returns the mean of `values` with a hierarchical bootstrap interval over seeds and prompts.
 
@@ -55,7 +62,8 @@ def over_seeds(
     Satterthwaite's degrees of freedom of the variance components (seeds: S - 1, prompts: P - 1).
 
     `values` is (S, T, P): seeds of the first group, seeds of the second group, prompts. Returns None if both groups
-    have one seed. There is no interval for one prompt, or if all values are equal and not 0.
+    have one seed. There is no interval for one prompt. If neither seeds nor prompts differ, the interval is that of
+    `over_prompts`, whose arguments the others are.
     """
     if max(values.shape[:2]) < 2:
         return None
@@ -76,8 +84,8 @@ def over_seeds(
     means = np.einsum("rs,rt,rp,stp->r", *drawn, widened, optimize=True)
     parts.append((values.mean(axis=(0, 1)).var(ddof=1) / prompts, prompts - 1))
     total = sum(variance for variance, _ in parts)
-    if total == 0:
-        return Estimate(mean, mean, mean) if mean == 0 else Estimate(mean)
+    if total <= (ROUNDING * mean) ** 2:
+        return over_prompts(np.full(prompts, mean), seed, null, limits, level)
     freedom = total**2 / sum(variance**2 / df for variance, df in parts)
     ends = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return widened_interval(mean, ends, student_ratio(freedom, level), limits)
@@ -99,7 +107,7 @@ def over_seeds_if_any(
     """
     if values.shape[0] < 2 or (values.shape[1] < 2 and not fixed_other):
         return over_prompts(values.mean(axis=(0, 1)), seed, null, limits, level), OVER_PROMPTS
-    return over_seeds(values, seed, limits, level), OVER_SEEDS
+    return over_seeds(values, seed, null, limits, level), OVER_SEEDS
 
 
 def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
@@ -146,7 +154,48 @@ def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
     if found["value"] is None:
         return "-"
     within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
-    return f"{found['value']:{sign}.3f}{within}"
+    return f"{found['value']:{sign}z.3f}{within}"
+
+
+RESULTS = {
+    "better": "better than",
+    "worse": "worse than",
+    "equal": "no significant difference to",
+    "unknown": "not comparable with",
+}
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The difference between a group and another group or the start model, by one of GenerationResults.measures."""
+
+    name: str  # "ONE - OTHER"
+    measure: str
+    difference: Estimate
+    win_rate: Estimate
+    over: str  # what was resampled for the intervals
+    level: float  # confidence level of the intervals
+
+    @property
+    def text(self) -> str:
+        """The difference with its interval, as text."""
+        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        if low is None:
+            return FEW_SCORED[not np.isnan(value)]
+        of = f"{percent(self.level)} confidence interval over {self.over}"
+        return f"{value:+z.3f} ({of}: {interval(low, high)})"
+
+    @property
+    def result(self) -> str:
+        """One of the keys of RESULTS; "unknown" for fewer than two prompts, which have no interval."""
+        if not self.difference.excludes(0):
+            return "unknown" if self.difference.low is None else "equal"
+        return "better" if self.difference.value > 0 else "worse"
+
+    @property
+    def where(self) -> str:
+        """The beginning of a sentence on a difference that holds for these runs only; otherwise empty."""
+        return "In these runs " if self.result in ("better", "worse") and self.over == OVER_PROMPTS else ""
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

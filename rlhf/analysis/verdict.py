@@ -18,8 +18,9 @@ from rlhf.analysis.statistics import (
     EVEN,
     LEVEL,
     OVER_PROMPTS,
+    RESULTS,
+    Contrast,
     Estimate,
-    interval,
     level_of_each,
     over_seeds_if_any,
     paired,
@@ -65,29 +66,6 @@ class RunGroup:
     def known(self, name: str) -> list[float]:
         """Returns one figure of each run that has it."""
         return [found[name] for found in self.figures if found.get(name) is not None]
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """The difference between a group and another group or the start model, by one of GenerationResults.measures."""
-
-    name: str  # "ONE - OTHER"
-    measure: str
-    difference: Estimate
-    win_rate: Estimate
-    over: str  # what was resampled for the intervals
-    level: float  # confidence level of the intervals
-
-    @property
-    def text(self) -> str:
-        """The difference with its interval, as text."""
-        value, low, high = self.difference.value, self.difference.low, self.difference.high
-        if math.isnan(value):
-            return "no prompt has a score in every run"
-        if low is None:
-            return f"{value:+.3f}, no confidence interval"
-        of = f"{percent(self.level)} confidence interval over {self.over}"
-        return f"{value:+.3f} ({of}: {interval(low, high)})"
 
 
 def contrast(
@@ -173,28 +151,33 @@ def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Seq
     first, *others = groups
     sentences = [f"Each group is compared with {first.name}, the first one, {by}: the others minus this one."]
     for group, found in zip(others, between, strict=True):
-        result = "no significant difference"
-        if found.difference.excludes(0):
-            only_here = "in these runs " if found.over == OVER_PROMPTS else ""
-            result = f"{only_here}{'better' if found.difference.value > 0 else 'worse'} than the first one"
-        sentences.append(f"{group.name}, {result}: {found.text}{_budget([first, group])}.")
-    kinds: dict[str, list[str]] = {"Better than": [], "Worse than": [], "No significant difference to": []}
-    for group, found in zip(groups, start, strict=True):
-        kind = "Better than" if found.difference.value > 0 else "Worse than"
-        kinds[kind if found.difference.excludes(0) else "No significant difference to"].append(group.name)
-    against = [f"{kind} the start model {_short(by)}: {'; '.join(names)}." for kind, names in kinds.items() if names]
-    return [*sentences, *against]
+        here = found.where.lower()
+        sentences.append(
+            f"{group.name}, {here}{RESULTS[found.result]} the first one: {found.text}{_budget([first, group])}."
+        )
+    for result, words in RESULTS.items():
+        names = [group.name for group, found in zip(groups, start, strict=True) if found.result == result]
+        if names:
+            sentences.append(f"{words.capitalize()} the start model {_short(by)}: {'; '.join(names)}.")
+    return sentences
+
+
+def _outcome(one: str, two: str, found: Contrast, by: str) -> str:
+    """What a difference says about two groups, without its figure."""
+    if found.result == "unknown":
+        return f"{one} cannot be compared with {two} {by}"
+    if found.result == "equal":
+        return f"No significant difference between {one} and {two} {by}"
+    return f"{one} is {RESULTS[found.result]} {two} {by}"
 
 
 def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
     """The sentence on two groups."""
-    one, two = first.name, second.name
-    figure = f"{found.name} = {found.text}{_budget([first, second])}."
-    if not found.difference.excludes(0):
-        return f"No significant difference between {one} and {two} {by}: {figure}"
-    better, worse = (one, two) if found.difference.value > 0 else (two, one)
-    only_here = "In these runs " if found.over == OVER_PROMPTS else ""
-    return f"{only_here}{better} is better than {worse} {by}: {figure}"
+    text = _outcome(first.name, second.name, found, by)
+    if found.result == "worse":
+        text = f"{second.name} is better than {first.name} {by}"
+    figure = "" if found.result == "unknown" else f"{found.name} = "
+    return f"{found.where}{text}: {figure}{found.text}{_budget([first, second])}."
 
 
 def _budget(groups: Sequence[RunGroup]) -> str:
@@ -208,11 +191,7 @@ def _budget(groups: Sequence[RunGroup]) -> str:
 
 def _against_start(group: RunGroup, found: Contrast, start: GenerationResults, by: str) -> str:
     """The sentence on a group and the start model, with the group's perplexity and KL."""
-    if found.difference.excludes(0):
-        better = "better" if found.difference.value > 0 else "worse"
-        text = f"{group.name} is {better} than the start model {by}: {found.text}"
-    else:
-        text = f"No significant difference between {group.name} and the start model {by}: {found.text}"
+    text = f"{_outcome(group.name, 'the start model', found, by)}: {found.text}"
     kl, perplexity = group.known("kl"), group.known("perplexity")
     parts = [f"KL {fmean(kl):.2f}/sequence"] if kl else []
     parts += [f"perplexity x {fmean(perplexity) / start.perplexity:.2f}"] if perplexity and start.perplexity else []
@@ -278,7 +257,7 @@ def _highest(groups: Sequence[RunGroup], measure: str) -> str:
         return "no group has a mean, because no completion has a score"
     best = max(means, key=means.get)
     return (
-        f"{best} has the highest mean by {by} ({means[best]:+.3f}), but the highest of {len(groups)} means is partly "
+        f"{best} has the highest mean by {by} ({means[best]:+z.3f}), but the highest of {len(groups)} means is partly "
         "chance: before you rely on it, train this group and the one to beat with new seeds, and compare these two"
     )
 
@@ -288,11 +267,11 @@ def _unlike_the_score(between: dict[str, list[Contrast]], kind: str) -> list[str
     notes = []
     for by_score, by_judge in zip(between["scores"], between.get("judged", []), strict=False):
         pair = f"{by_judge.name}: " if len(between["judged"]) > 1 else ""
-        if not by_judge.difference.excludes(0):
+        if not by_judge.difference.excludes(0) or by_score.result == by_judge.result:
             continue
         if not by_score.difference.excludes(0):
-            notes.append(f"{pair}no significant difference by score: {by_score.text}")
-        elif (by_score.difference.value > 0) != (by_judge.difference.value > 0):
+            notes.append(f"{pair}{RESULTS[by_score.result].rpartition(' ')[0]} by score: {by_score.text}")
+        else:
             notes.append(
                 f"{pair}score and judge prefer different {kind}: a sign that the one with the higher score "
                 "exploits the reward model"

@@ -176,10 +176,10 @@ class Checkpoints(Callback):
         return f"{aside}Resume with a smaller learning rate: {resume_command(self.config, *rate)}"
 
     def state_dict(self) -> dict[str, float]:
-        return {"seconds": self.log.seconds()}
+        return {"seconds": self.log.seconds(), "cpu_seconds": self.log.cpu_seconds()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.log.seconds_before = state["seconds"]
+        self.log.seconds_before, self.log.cpu_before = state["seconds"], state["cpu_seconds"]
 
 
 def smaller_rate(config: Config) -> float:

@@ -91,7 +91,7 @@ def choose(candidates: Sequence[Candidate], rule: str, limit: PerplexityLimit) -
     else:
         best = max(passing, key=lambda i: (candidates[i].value(rule), -i))
         value = candidates[best].value(rule)
-        given = f"{value:+.3f}" if rule == "score" else f"{value:.3f}"
+        given = f"{value:+z.3f}" if rule == "score" else f"{value:.3f}"
         what = f"the highest {rule} ({given})" if math.isfinite(value) else f"the first ({rule} has no value)"
     return best, f"{what} among {len(passing)} of {len(candidates)} evaluations with {gate}"
 

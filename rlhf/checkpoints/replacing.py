@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, raise_if
@@ -19,14 +20,58 @@ from rlhf.utils.paths import resolve_path
 
 REPLACED = ".replaced"
 HOUR_S = 3_600
+MOST_NAMED = 5  # names in a message
 RECORD = "run.json"  # every folder that this project writes contains it
-# the names that this project writes at the top level of a run's or a model's folder
-OURS = re.compile(
-    r"run\.(json|lock)|failed_inputs\.json|reward_output(_process\d+)?\.txt|pass_rates\.jsonl|metrics\.jsonl?"
-    r"|README\.md|logs|prompts|samples|tokens|incidents"
-    r"|(best|merged)(\.new)?|checkpoint-.*|.*\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
-    r"|(added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json|(merges|vocab)\.txt|chat_template\.jinja"
-    r"|additional_chat_templates|[\w.]+\.model|Modelfile|.*\.new(_\d+)?"
+Tree = dict[re.Pattern[str], Any]  # form of names -> None for files, the content of a folder
+NUMBERS = {
+    "<n>": r"[1-9]\d*",
+    "<update>": r"(?:\d{6}|[1-9]\d{6,})",
+    "<part>": r"\d{5}",
+    "<time>": r"\d{10}",
+    "<count>": r"\d+",
+    "<host>": r"[^/]+",
+}
+
+
+def _tree(files: str, **folders: Tree) -> Tree:
+    """Return the form of `files` and those of `folders`. A file whose write was interrupted has `.new` at its end."""
+    return {_form(files, r"(?:\.new)?"): None, **{_form(name): content for name, content in folders.items()}}
+
+
+def _form(names: str, end: str = "") -> re.Pattern[str]:
+    """Return the pattern of one of several names, separated by spaces, in which the words of NUMBERS are numbers."""
+    pattern = "|".join(map(re.escape, names.split()))
+    for word, digits in NUMBERS.items():
+        pattern = pattern.replace(word, digits)
+    return re.compile(f"(?:{pattern}){end}")
+
+
+# every name that this project writes into the folder of a run or of a model, at every depth
+OF_MODELS = """
+    config.json generation_config.json adapter_config.json README.md Modelfile value_head.safetensors
+    critic.safetensors adapter_model.safetensors model.safetensors model-<part>-of-<part>.safetensors
+    model.safetensors.index.json
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
+    vocab.txt merges.txt tokenizer.model sentencepiece.model sentencepiece.bpe.model spiece.model spm.model
+    spm_char.model normalizer.json emoji.json byte_maps.json entity_vocab.json dict.txt
+"""
+OF_RUNS = """
+    run.json run.lock metrics.json metrics.jsonl pass_rates.jsonl failed_inputs.json reward_output.txt
+    reward_output_process<n>.txt
+"""
+MODEL = _tree(OF_MODELS, additional_chat_templates=_tree("default.jinja tool_use.jinja rag.jinja"))
+CHECKPOINT = MODEL | _tree("training.safetensors training.json manifest.json manifest.going", best=MODEL)
+ASIDE = " ".join(f"checkpoint-<n>.{why} checkpoint-<n>.{why}_<n>" for why in ("unfinished", "torn", "suspect"))
+INCIDENT = _tree("incident.json batch.jsonl tensors.safetensors", weights=MODEL)
+OURS = MODEL | _tree(
+    OF_RUNS,
+    **{"best best.new best.new_<n> merged merged.new merged.new_<n>": MODEL},
+    **{f"checkpoint-<n> {ASIDE}": CHECKPOINT},
+    logs=_tree("events.out.tfevents.<time>.<host>.<n>.<count>"),
+    samples=_tree("update-<update>.jsonl rollout-<update>.jsonl"),
+    tokens=_tree("update-<update>.jsonl update-<update>.parquet"),
+    prompts=_tree("train.jsonl evaluation.jsonl"),
+    incidents=_tree("", **{"update-<update>": INCIDENT}),
 )
 
 
@@ -62,9 +107,18 @@ def replaced_of(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path / RECORD).stat().st_mtime)
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """Return the names in a folder that this project does not write."""
-    return sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
+def foreign_files(folder: Path, known: Tree = OURS) -> list[str]:
+    """Return the names in a folder, at every depth, that this project does not write. The content of a folder that is
+    not ours is not listed."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        is_folder = path.is_dir() and not path.is_symlink()
+        below = [content for form, content in known.items() if form.fullmatch(path.name)]
+        if not below or is_folder == (below[0] is None):
+            found.append(path.name)
+        elif is_folder:
+            found += [f"{path.name}/{name}" for name in foreign_files(path, below[0])]
+    return found
 
 
 def remove_replaced(folder: Path) -> list[str]:
@@ -74,7 +128,9 @@ def remove_replaced(folder: Path) -> list[str]:
     for older in replaced_of(folder):
         foreign = foreign_files(older)
         if foreign:
-            kept.append(f"the replaced folder {older} was not removed: it contains {', '.join(foreign[:3])}")
+            more = f" and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+            named = ", ".join(foreign[:MOST_NAMED]) + more
+            kept.append(f"the replaced folder {older} was not removed: it contains {named}. Delete it yourself")
             continue
         try:
             system.remove_folder(older)

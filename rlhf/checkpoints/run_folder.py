@@ -32,26 +32,40 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str =
         is_default: `folder` is the default output folder of the command.
         flag: the flag of the folder. Another flag than --output means a reward model's folder.
     """
-    check_folder(str(folder), flag)
+    check_place(folder, overwrite=overwrite, flag=flag)
     require_unused(folder)
+    _check_content(folder, overwrite, is_default, flag)
+
+
+def check_place(folder: Path, *, overwrite: bool, flag: str = "--output") -> None:
+    """Raise UserError if no run may ever use `folder`, whatever run is in it now. The arguments are those of
+    `check_output`."""
+    check_folder(str(folder), flag)
     if flag != "--output" or (overwrite and _content(folder)):
         replacing.check_replaceable(folder, flag)
     if flag != "--output" and folder.resolve() in (Path.cwd(), *Path.cwd().parents):  # the folder is renamed
         raise UserError(
             f"cannot replace the current folder or its parents: {flag} {folder}. Use a folder inside the current one"
         )
-    _check_content(folder, overwrite, is_default, flag)
+    _status_in(folder, flag)
 
 
-def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
-    if not _content(folder):
-        return
+def _status_in(folder: Path, flag: str) -> str | None:
+    """Return the status of the run in a folder; None if the folder is empty. Raises UserError if it has other files
+    only."""
     status = read_status(folder)
-    if status is None:
+    if status is None and _content(folder):
         raise UserError(
             f"the folder contains files but no {RUN_FILE}, so it is not replaced: {flag} {folder}. Use another folder "
             f"with {flag}"
         )
+    return status
+
+
+def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
+    status = _status_in(folder, flag)
+    if status is None:
+        return
     if flag != "--output":
         if not overwrite and not is_default:
             raise UserError(

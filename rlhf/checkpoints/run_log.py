@@ -18,6 +18,7 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RLHFWarning, RunError, UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.system import cpu_seconds
 
 
 class RunLog:
@@ -35,6 +36,7 @@ class RunLog:
         self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
         self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record before this session
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -64,6 +66,10 @@ class RunLog:
         """Return the start of the run plus `seconds`, as a Unix time. It passes only while the run trains, and no
         change of the clock affects it."""
         return datetime.fromisoformat(self.record.started).timestamp() + self.seconds()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process and of its ended children, in this session and those before it."""
+        return self.cpu_before + cpu_seconds() - self.cpu_at_start
 
     def __enter__(self) -> RunLog:
         return self
@@ -96,6 +102,7 @@ class FollowingLog(RunLog):
     def __init__(self, folder: Path, record: RunRecord):
         self.folder, self.record = folder, record
         self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record."""

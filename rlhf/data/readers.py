@@ -16,7 +16,7 @@ from rlhf.data import tables
 from rlhf.data.folders import files_of_split, saved_splits
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import UserError, print_line, raise_if
-from rlhf.utils.paths import missing_path
+from rlhf.utils.paths import local_path, missing_path
 
 Row = tuple[str, Any]  # position for error messages, and the row
 _REFUSED = {  # first bytes -> format
@@ -38,7 +38,7 @@ def read_rows(source: DataSource, say: Callable[[str], None] = print_line) -> li
             f"--dataset-config is for hub datasets: {source.flag} {source.name}, {source.dataset_config}. Remove it, "
             "or give the folder of that configuration"
         )
-    path = Path(source.name).expanduser()
+    path = Path(local_path(source.name))
     if path.is_dir():
         if saved_splits(path) is not None:
             return tables.read_saved(path, source)

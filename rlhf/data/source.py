@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming
-from rlhf.utils.paths import is_path
+from rlhf.utils.paths import exists, is_path
 
 MAX_BAD_PERCENT = {True: 0.0, False: 1.0}  # is local -> rows that may be skipped if --skip-bad-rows is not given
 
@@ -40,7 +39,7 @@ class DataSource:
 
     @property
     def is_local(self) -> bool:
-        return is_path(self.name) or Path(self.name).expanduser().exists()
+        return is_path(self.name) or exists(self.name)
 
     @property
     def bad_percent(self) -> float:

@@ -15,19 +15,20 @@ from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.models.load import read_adapter_config
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
+from rlhf.utils.paths import local_path
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"  # trainable weights of a separate critic backbone
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
-def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write the policy (with LoRA its adapter), the tokenizer, and the critic if there is one, to `folder`.
 
     `AutoModelForCausalLM` or `PeftModel` can load the folder; they ignore the value head and the critic's backbone.
     Raises RunError and writes nothing if a weight is not finite.
     """
-    bad = bad_weights(actor)
+    folder, bad = Path(local_path(folder)), bad_weights(actor)
     if bad:
         raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}: {folder}. They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
@@ -47,12 +48,12 @@ def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
-def load_policy_weights(actor: Actor, folder: Path) -> None:
+def load_policy_weights(actor: Actor, folder: str | Path) -> None:
     """Load a saved policy (or adapter), and its value head if both the actor and the folder have one.
 
     Raises UserError if the folder has no such weights, or those of another model.
     """
-    is_adapter = isinstance(actor.policy, PeftModel)
+    folder, is_adapter = Path(local_path(folder)), isinstance(actor.policy, PeftModel)
     file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
     if not file.is_file():
         kind = "a LoRA run" if is_adapter else "a run without LoRA"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from rlhf.analysis.compared_runs import groups_of
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.groups import ALL_PAIRS, differing_settings, short_pair, unread
+from rlhf.analysis.groups import ALL_PAIRS, differing_settings, in_one_spelling, short_label, short_pair, unread
 from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
-from rlhf.checkpoints.run_record import RunRecord, environment, flat_settings, now
+from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.config import config_of_run
 from rlhf.reports.comparison_tables import samples_in_words
 from rlhf.reports.evaluation_report import completions_by_model, facts_as_json, facts_as_rows
 from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
+from rlhf.settings.fields import as_text
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
@@ -122,22 +124,24 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
     """
     if len(groups) < 2:
         return []
-    names, flat = [group.name for group in groups], [flat_settings(group.runs[0].settings) for group in groups]
+    flat = [run.flat_settings for run in in_one_spelling([group.runs[0] for group in groups])]
     differ = [name for name in differing_settings([group.algorithm for group in groups], flat) if name != "K"]
     if len(groups) > ALL_PAIRS:
         return [("settings that differ", f"{', '.join(differ) or 'none'} (see the table of groups)")]
-    unread_by = {group.name: unread(group.algorithm) for group in groups}
-    parts = []
-    for name in differ:
-        of = [i for i, group in enumerate(groups) if name not in unread_by[group.name]]
-        parts.append(f"{name}: {_by_group([names[i] for i in of], [flat[i].get(name, 'unknown') for i in of])}")
-    text = "; ".join(parts) or "only those of a single algorithm"
-    sizes = [f"{name} {values['K']}" for name, values in zip(names, flat, strict=True) if values.get("K") is not None]
-    return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
-
-
-def _by_group(names: Sequence[str], values: Sequence[Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+    read = {name: [name not in unread(group.algorithm) for group in groups] for name in differ}
+    if any(of.get("K") is not None for of in flat):
+        read["K"] = [of.get("K") is not None for of in flat]
+    parts = [] if differ else ["only those of a single algorithm"]
+    names = [short_label(group.name, group.title, group.settings) for group in groups]
+    if len(set(names)) == len(names):
+        for name, reads in read.items():
+            values = [f"{of} {as_text(have.get(name, 'unknown'), ' ')}" for of, have in zip(names, flat, strict=True)]
+            parts.append(f"{name}: {', '.join(compress(values, reads))}")
+        return [("settings that differ", "; ".join(parts))]
+    for name, reads in read.items():  # the labels of groups of one algorithm consist of these settings
+        cells = [as_text(have.get(name, "unknown"), " ") if of else "-" for have, of in zip(flat, reads, strict=True)]
+        parts.append(f"{name}: {' / '.join(cells)}")
+    return [("settings that differ", f"{'; '.join(parts)} (in the order of the groups)")]
 
 
 def _warnings(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[str]:
@@ -166,7 +170,7 @@ def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> 
 def _costs(run: RunRecord) -> dict[str, float]:
     """Returns the counts, time and memory of a finished run; empty for an unfinished one."""
     spent, figures = asdict(run.spent) if run.spent else {}, run.figures or {}
-    return spent | {name: figures[name] for name in ("seconds", "peak_memory_gib") if name in figures}
+    return spent | {name: figures[name] for name in ("seconds", "cpu_seconds", "peak_memory_gib") if name in figures}
 
 
 def _samples(evaluator: ModelEvaluator, groups: Sequence[RunGroup], start: GenerationResults) -> list[dict[str, Any]]:

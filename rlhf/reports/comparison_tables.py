@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
-from rlhf.analysis.groups import ALL_PAIRS, is_default_label, short_pair
+from rlhf.analysis.groups import ALL_PAIRS, short_label, short_pair
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
@@ -50,7 +50,7 @@ def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
     rows = [
         [
             # the settings have separate columns
-            group.title if is_default_label(group.name, group.title, group.settings) else group.name,
+            short_label(group.name, group.title, group.settings),
             ", ".join(map(str, group.seeds)),
             *(group.settings.get(name, "-") for name in names),
             *(_mean(name, group.known(name)) for name in main),
@@ -141,7 +141,8 @@ SPENT = {
     "updates": ("updates", "{:,.0f}".format),
     "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
     "completion_tokens": ("completion tokens", "{:,.0f}".format),
-    "seconds": ("training time", clock),
+    "seconds": ("training time (wall clock)", clock),
+    "cpu_seconds": ("CPU time, all cores", clock),
     "peak_memory_gib": ("peak memory (GiB)", "{:.2f}".format),
 }
 
@@ -156,7 +157,11 @@ def _spent_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
             cells.append(show(fmean(values)) + spread if values else "-")
         rows.append([label, *cells])
     columns = ["", *(group.name for group in groups)]
-    return {"caption": "Cost of each run: mean over seeds (lowest to highest seed)", "columns": columns, "rows": rows}
+    caption = (
+        "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
+        "machine to themselves"
+    )
+    return {"caption": caption, "columns": columns, "rows": rows}
 
 
 def samples_in_words(row: dict[str, Any]) -> str:
@@ -170,7 +175,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
     for row in report["at_equal"]:
         for name, reached in row["sides"].items():
             judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
-            score = "-" if reached["score"] is None else f"{reached['score']:+.3f}"
+            score = "-" if reached["score"] is None else f"{reached['score']:+z.3f}"
             rows.append([f"{row['budget']}: {name}", score, judge, f"{reached['kl']:.2f}",
                          f"{reached['update']:.0f}"])  # fmt: skip
         for found in row["differences"]:

@@ -138,7 +138,7 @@ def labelled(completion: dict[str, Any]) -> str:
     """Returns a completion's label and score, such as "BEST +1.20"."""
     if completion["score"] is None:
         return "no score"
-    return f"{completion['label']} {completion['score']:+.2f}"
+    return f"{completion['label']} {completion['score']:+z.2f}"
 
 
 def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

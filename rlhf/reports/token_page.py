@@ -72,7 +72,7 @@ def _completion(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict
                 "text": row["token"],
                 "id": row["token_id"],
                 "step": row["step"],
-                "values": {name: (f"{row[name]:+.3f}", colour(row[name], scales[name])) for name in names},
+                "values": {name: (f"{row[name]:+z.3f}", colour(row[name], scales[name])) for name in names},
             }
             for row in tokens
         ],

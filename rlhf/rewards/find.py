@@ -24,6 +24,7 @@ from rlhf.settings.validate import name_problems
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.files import files_print
 from rlhf.utils.libraries import pip_install
+from rlhf.utils.paths import local_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,7 @@ def find_rule(
         )
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        wanted = _of_file(Path(name).expanduser()) or (
+        wanted = _of_file(Path(local_path(name))) or (
             f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
         )
         raise UserError(f"no such reward function: {flag} {name}. {wanted}")
@@ -209,7 +210,7 @@ def _parsed(name: str, flag: str) -> tuple[str, dict[str, Any]]:
 
 def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[..., Any]:
     """Return the function or class instance `attribute` of the file `path`. `name` is the whole value of `flag`."""
-    file = Path(path).expanduser()
+    file = Path(local_path(path))
     if not file.is_file():
         raise UserError(f"no such file: {flag} {name}. Write FILE.py:NAME")
     found = _load_file(file, flag)

@@ -14,7 +14,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
 from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
-from rlhf.settings.fields import settings_of, to_dict, unmet, values_in
+from rlhf.settings.fields import replaced, settings_of, to_dict, unmet, values_in
 from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.translate import LENGTHS
@@ -22,9 +22,11 @@ from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, number
+from rlhf.utils.console import Screen, counted, number
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import interval
+
+STEPS = ("ppo_epochs", "minibatches")  # their product is the number of optimizer steps of an update
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
@@ -35,8 +37,8 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     within = figures["score_rise_interval"]
     change = "no prompt has a score in both evaluations"
     if within is not None:
-        change = f"change {rise:+.3f} (95% interval {interval(*within)}){in_sd}"
-    scores = f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}"
+        change = f"change {rise:+z.3f} (95% interval {interval(*within)}){in_sd}"
+    scores = f"{figures['score_before']:+z.3f} -> {figures['score_after']:+z.3f}"
     rows = [("score", f"{scores}, {change}"), *_eval_rows(figures)]
     if "gold_before" in figures:
         rows.append(
@@ -72,7 +74,7 @@ def _eval_rows(figures: dict) -> list[tuple[str, str]]:
         before, after = figures[f"{name}_before"], figures[f"{name}_after"]
         within, text = (
             figures.get(f"{name}_rise_interval"),
-            f"{before:.3f} -> {after:.3f}, change {after - before:+.3f}",
+            f"{before:.3f} -> {after:.3f}, change {after - before:+z.3f}",
         )
         rows.append(
             (name.removeprefix("eval/"), text if within is None else f"{text} (95% interval {interval(*within)})")
@@ -122,7 +124,7 @@ def show_samples(
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
         quality = f", gold quality {golds[side][i]:.2f}" if golds else ""
         score = evaluation.scores[i]
-        given = "no score" if score is None else f"score {score:+.2f}"
+        given = "no score" if score is None else f"score {score:+z.2f}"
         shown = {name: values[i] for name, values in evaluation.values.items()}
         more = "".join(f", {name} {'none' if value is None else f'{value:g}'}" for name, value in shown.items())
         return f"{evaluation.texts[i]}\n[{given}{quality}{more}]"
@@ -154,6 +156,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         "perplexity_text": trainer.evaluator.text.source,
         "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
+        "cpu_seconds": log.cpu_seconds(),
     }
     spent = Spent(
         updates=trainer.updates,
@@ -211,36 +214,64 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
     An algorithm without such a command is omitted. There are none for a run that was started in Python."""
     if config.in_python:
         return []
+    equal = "episodes" if config.group.dynamic_sampling else "budget"  # the drawn episodes have no optimizer steps
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
-    return [(f"train {name.upper()}, same budget", line) for name, line in found.items() if line is not None]
+    return [
+        (f"train {name.upper()}, same {equal}{_other_steps(config, name)}", line)
+        for name, line in found.items()
+        if line is not None
+    ]
+
+
+def _other_steps(config: Config, other: str) -> str:
+    """Return a note if a recipe has another number of optimizer steps for `other`, which the command replaces."""
+    own, its = (usual_config(config.recipe, config.user_file, a).optimizer_steps(1) for a in (config.algorithm, other))
+    return "" if own == its else f" (its recipe: {counted(its, 'step')} per update)"
 
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
-    """Return the command that trains `other` on as many episodes; None if the settings do not allow it."""
+    """Return the command that trains `other` on as many episodes, with as many episodes and optimizer steps in each
+    update; None if the settings do not allow it."""
     try:
         plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
     except UserError:  # the recipe's file was removed
         return None
-    planned = spent.updates if config.run.episodes is None else config.updates(0)  # dynamic sampling may end earlier
-    row, plain = ALGORITHMS[other], with_horizon(plain, planned)
+    row, config = ALGORITHMS[other], without_derived_horizon(config, plain, spent)
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
-    settings = settings_of(Config)
-    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
+    settings = {name: setting for name, setting in settings_of(Config).items() if setting.group not in row.foreign}
     used = values_in(config)
-    carried = [name for name in differ if settings[name].group not in row.foreign and not unmet(settings[name], used)]
-    for name in carried:
-        words += flag_words(name, getattr(getattr(config, settings[name].group), name))
-    group_size = config.group_size if "K" in carried else of_other.group_size
-    as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # same episodes per update
+    kept = [name for name in differ if name in settings and not unmet(settings[name], used)]
+    carried = {name: getattr(getattr(config, settings[name].group), name) for name in kept}
+    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
+    words += [word for name, value in carried.items() for word in flag_words(name, value)]
     if of_other.run.output != row.defaults["output"]:  # config.py or the recipe sets this run's folder
         words += ["--output", row.defaults["output"]]
     if of_other.run.seeds is not None:
         words += ["--seeds", "none"]
-    own_batch = config.batch.batch_size != plain.batch.batch_size
-    for more in [as_many] if own_batch else [[], as_many]:
+    episodes = group_words(config.episodes_per_update, carried.get("K", of_other.group_size))
+    steps = [w for name in STEPS if name not in carried for w in flag_words(name, getattr(config.batch, name))]
+    of_update = config.episodes_per_update, config.optimizer_steps(1)
+    for more in ([], episodes, [*episodes, *steps]):
         try:
-            resolve_cli([*words, *more], other, config.user_file)
+            made = resolve_cli([*words, *more], other, config.user_file)
         except UserError:
             continue
-        return command(*script_words(other), *words, *more)
+        if (made.episodes_per_update, made.optimizer_steps(1)) == of_update:
+            return command(*script_words(other), *words, *more)
     return None
+
+
+def without_derived_horizon(config: Config, plain: Config, spent: Spent) -> Config:
+    """Return the settings without a kl_horizon that follows from the length of the run, as it does for the other
+    algorithm. `plain` are those without flags."""
+    planned = spent.updates if config.run.episodes is None else config.updates(0)  # dynamic sampling may end earlier
+    unset = replaced(config, kl_horizon=None)
+    return unset if plain.kl.kl_horizon is None and with_horizon(unset, planned) == config else config
+
+
+def group_words(episodes: int, size: int) -> list[str]:
+    """Return the arguments for an update of `episodes`, in groups of `size`, or of the nearest size that divides
+    them."""
+    sizes = [n for n in range(min(size, 2), episodes + 1) if episodes % n == 0]
+    used = min(sizes, key=lambda n: (abs(n - size), n), default=size)
+    return ["--batch-size", str(max(1, episodes // used)), *(["--K", str(used)] if used != size else [])]

@@ -277,7 +277,7 @@ def _columns(results: Sequence[dict[str, Any]]) -> dict[str, str]:
 def _cell(found: dict[str, Any] | None, name: str) -> str:
     if found is None:
         return "-"
-    show = clock if name == TIME else "{:+.2f}".format if name == SCORE else "{:.3f}".format
+    show = clock if name == TIME else "{:+z.2f}".format if name == SCORE else "{:.3f}".format
     return show(found["mean"]) + ("" if found["sd"] is None else f" ({show(found['sd']).lstrip('+')})")
 
 

@@ -18,7 +18,7 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import Label, Renaming, Split
+from rlhf.settings.types import Label, PathName, Renaming, Split
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
@@ -38,13 +38,13 @@ class MeasureSettings:
         brief=True,
         needs="!tokens",
     )
-    baseline: str | None = setting(
+    baseline: PathName | None = setting(
         None,
         "start model to compare with: a folder or a hub name; unset: the start model of the runs",
         brief="start model to compare with; unset: that of the runs",
         needs="!tokens",
     )
-    judge_model: str | None = setting(
+    judge_model: PathName | None = setting(
         None,
         "second reward model, not used in training, that also scores the completions; unset: gold quality in the "
         "demo, otherwise none",
@@ -81,7 +81,7 @@ class MeasureSettings:
         choices=shipped_recipes(),
         needs="!tokens",
     )
-    rm_model: str | None = inherited(
+    rm_model: PathName | None = inherited(
         ModelSettings,
         "rm_model",
         AS_IN_RUN,
@@ -89,7 +89,7 @@ class MeasureSettings:
         "reward model; unset: as in the run",
         MEASURED,
     )
-    prompts: str | None = inherited(
+    prompts: PathName | None = inherited(
         DataSettings,
         "prompts",
         "held-out prompts of the run",
@@ -103,7 +103,7 @@ class MeasureSettings:
     columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN, needs=MEASURED)
     skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN, needs=MEASURED)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN, needs=MEASURED)
-    eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN, needs=MEASURED)
+    eval_text: PathName | None = inherited(DataSettings, "eval_text", AS_IN_RUN, needs=MEASURED)
     max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN, needs=("!tokens",))
     temperature: float | None = inherited(
         SamplingSettings,
@@ -143,21 +143,21 @@ class MeasureSettings:
 class EvaluationSettings:
     """Evaluation"""
 
-    model_path: tuple[str, ...] = setting(
+    model_path: tuple[PathName, ...] = setting(
         (),
         "run folders, model or adapter folders, or hub names; unset: the last run in this folder",
         aliases=("model",),
         brief="runs, models or adapters; unset: the last run in this folder",
         needs="!tokens",
     )
-    output: str = setting(
+    output: PathName = setting(
         "./evaluation_output",
         "folder for the report (HTML and JSON)",
         aliases=("output_dir",),
         brief=True,
         needs="!chat",
     )
-    tokens: str | None = setting(
+    tokens: PathName | None = setting(
         None,
         "make a page of the recorded tokens of this run (trained with --record-tokens), instead of an evaluation",
         brief="make a page of the recorded tokens of this run",
@@ -188,7 +188,7 @@ class EvaluationConfig(Command):
 class ComparisonSettings:
     """Comparison"""
 
-    runs: tuple[str, ...] = setting(
+    runs: tuple[PathName, ...] = setting(
         (),
         "run folders; those with the same settings except for the seed form a group",
         brief="run folders; equal settings, except for the seed, form a group",
@@ -201,7 +201,7 @@ class ComparisonSettings:
         aliases=("labels",),
         brief="names of the groups, in the order of their first runs",
     )
-    output: str = setting(
+    output: PathName = setting(
         "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
     )
 
@@ -221,7 +221,7 @@ class ComparisonConfig(Command):
 class PlotSettings:
     """Plot"""
 
-    runs: tuple[str, ...] = setting(
+    runs: tuple[PathName, ...] = setting(
         (),
         "run folders; none: the last run in this folder",
         brief="run folders; none: the last run in this folder",
@@ -230,7 +230,7 @@ class PlotSettings:
     label: tuple[Label, ...] = repeated(ComparisonSettings, "label")
     x: str = setting("updates", "unit of the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
     smooth: int = setting(10, "length of the moving average (thick lines), in updates", ge=1, brief=True)
-    output: str = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
+    output: PathName = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
 
 
 @dataclass(frozen=True)

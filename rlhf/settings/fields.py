@@ -281,11 +281,9 @@ def _parse(kind: type, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError(value)
         return float(value)
-    if hasattr(kind, "parse"):
-        return kind.parse(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
         raise TypeError(value)
-    return str(value)
+    return kind.parse(value) if hasattr(kind, "parse") else str(value)
 
 
 def _out_of_range(setting: Setting, value: Any) -> str | None:

@@ -69,7 +69,7 @@ def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str
     path = resolve_path(name)
     if not (path.is_file() or path.suffix in (".yaml", ".yml") or is_path(name)):
         raise UserError(f"unknown recipe {name!r}: {where}. {did_you_mean(name, known)}Known: {', '.join(known)}")
-    recipe = _read(os.path.expanduser(name))
+    recipe = _read(name)
     unknown = [] if algorithms is None else [key for key in recipe.algorithms if key not in algorithms]
     raise_if(
         [

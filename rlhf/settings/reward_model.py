@@ -14,16 +14,17 @@ from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import Renaming, Split
+from rlhf.settings.types import PathName, Renaming, Split
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
+from rlhf.utils.paths import local_path
 
 
 @dataclass(frozen=True)
 class RewardDataSettings:
     """Data"""
 
-    pairs: str = setting(
+    pairs: PathName = setting(
         "Intel/orca_dpo_pairs",
         "preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub dataset",
         aliases=("prompts", "dataset", "dataset_name"),
@@ -49,12 +50,12 @@ class RewardDataSettings:
 class RewardTrainingSettings:
     """Training of the reward model (Bradley-Terry loss)"""
 
-    base_model: str = setting(
+    base_model: PathName = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
         "model to start from, which gets a score head: a folder or a hub name",
         brief="model to start from: a folder or a hub name",
     )
-    rm_output: str = setting(
+    rm_output: PathName = setting(
         "./reward_model_output", "output folder of the reward model", aliases=("output", "output_dir"), brief=True
     )
     rm_overwrite: bool = setting(
@@ -91,7 +92,7 @@ class RewardTrainingSettings:
 class CalibrationSettings:
     """Calibration: scores get mean 0 and variance 1 on completions of the start model"""
 
-    actor_model: str | None = setting(
+    actor_model: PathName | None = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
         "start model that generates the completions for the calibration; none: the chosen completions are used",
         brief="start model, for the calibration of the scores",
@@ -194,7 +195,7 @@ def reward_file_line(user: Layer, recipe: str) -> str | None:
 def may_have_pairs(source: str, columns: Any = ()) -> bool:
     """True if data may contain preference pairs: the beginning of a JSON or CSV file has the column "chosen", or the
     one that `columns` (the setting, as written) renames to it. Always True for data of other kinds."""
-    file = Path(source).expanduser()
+    file = Path(local_path(source))
     if not file.is_file() or file.suffix.lower() in (".parquet", ".arrow"):
         return True
     words = [f"{new}={old}" for new, old in columns.items()] if isinstance(columns, dict) else columns

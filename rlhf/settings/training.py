@@ -13,7 +13,7 @@ from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.translate import meanings
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renaming, Split, SweepWord
+from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, SweepWord
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -27,13 +27,13 @@ MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is a
 class ModelSettings:
     """Models"""
 
-    actor_model: str = setting(
+    actor_model: PathName = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
         "start model: a folder, a GGUF file, package:NAME (an installed package with one GGUF file) or a hub name",
         aliases=("model_name",),
         brief="start model: a folder, a GGUF file or a hub name",
     )
-    rm_model: str | None = setting(
+    rm_model: PathName | None = setting(
         "./reward_model_output",
         "reward model: a folder or a hub name; none: use only the reward functions (--reward-func)",
         aliases=("reward_model",),
@@ -88,7 +88,7 @@ class ModelSettings:
 class DataSettings:
     """Data"""
 
-    prompts: str = setting(
+    prompts: PathName = setting(
         "Intel/orca_dpo_pairs",
         "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub "
         "dataset",
@@ -100,7 +100,7 @@ class DataSettings:
         "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
         "preference pairs. With --eval-dataset, the questions for evaluation are trained on",
     )
-    eval_dataset: str | None = setting(
+    eval_dataset: PathName | None = setting(
         None,
         "evaluation prompts: a data file, a folder or a hub dataset, read with the same --columns (and for a hub "
         "dataset --dataset-config); its split `test`, if it has splits; unset: the questions of --prompts that "
@@ -147,7 +147,7 @@ class DataSettings:
         256, "largest length of a prompt, in tokens; longer prompts are skipped and counted", ge=1
     )
     eval_prompts: int = setting(128, "largest number of evaluation prompts", ge=1)
-    eval_text: str | None = setting(
+    eval_text: PathName | None = setting(
         None,
         "text file on which the perplexity is computed; unset: the chosen completions of held-out pairs, or without "
         "pairs, completions that the start model generated once",
@@ -623,7 +623,7 @@ class RunSettings:
         gt=0,
         needs="!best_rule=perplexity",
     )
-    output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
+    output: PathName = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(
         False, "replace the run in the output folder; the old run is removed when the new run is finished"
     )
@@ -662,7 +662,7 @@ class RunSettings:
         needs=STEERED,
         strict=True,
     )
-    replay: str | None = setting(
+    replay: PathName | None = setting(
         None, "folder of an incident (a skipped update): repeat that update, print where the error starts, and stop"
     )
     resume_anyway: bool = setting(

@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.utils.errors import UserError
+from rlhf.utils.paths import local_path
+
 FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
 FROM_PYTHON = "python:"  # before the name of a function that a program or a notebook defines, in run.json only
 IN_PYTHON = "(given in Python)"  # the setting prompts of a run whose prompts are a list; they are in RUN/prompts
@@ -80,6 +83,19 @@ class Split:
         return f"{self.reward}/{self.rl}/{self.evaluation}"
 
     expects = "three whole percentages that add up to 100, such as 45/45/10"
+
+
+class PathName(str):
+    """A path, or another name in its place, such as one of the hub. `~` is the home folder."""
+
+    @classmethod
+    def parse(cls, text: str) -> PathName:
+        try:
+            return cls(local_path(str(text)))
+        except UserError:
+            raise ValueError(text) from None
+
+    expects = "text; in a path, ~NAME is the home folder of a user of this machine, and ./~NAME is a file or folder"
 
 
 class Renaming(str):

@@ -9,6 +9,7 @@ import yaml
 
 from rlhf.settings.fields import Layer
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.paths import local_path
 
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 MAPPINGS = ("columns",)  # settings whose value may be a mapping
@@ -32,7 +33,7 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
     """Return the mapping in a YAML file. Raises UserError if it cannot be read or is not a mapping. `flag` is the flag
     that gave the file."""
     try:
-        with open(path, encoding="utf-8-sig") as stream:
+        with open(local_path(path), encoding="utf-8-sig") as stream:
             text = stream.read()
         _check_aliases(text, path)
         tree = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
 from rlhf.checkpoints.replacing import check_inputs_outside, restore_replaced
-from rlhf.checkpoints.run_folder import check_output, require_unused
+from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import Selection, select_examples
 from rlhf.data.source import DataSource
@@ -86,11 +86,15 @@ def check_warmup(config: Config, updates: int) -> None:
 def check_run_folder(config: Config) -> None:
     """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced. Only the
     first process checks: it may already have started the run."""
-    if config.run.dry_run or config.run.scan or not is_first():
+    folder = Path(config.run.output)
+    if config.run.scan or not is_first():
         return
     if config.run.resume:
-        return require_unused(Path(config.run.output))
-    check_output(Path(config.run.output), **placing(config))
+        return None if config.run.dry_run else require_unused(folder)
+    if config.run.dry_run:  # the plan of a run may be printed while another one is in the folder
+        check_place(folder, overwrite=config.run.overwrite)
+    else:
+        check_output(folder, **placing(config))
     check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 

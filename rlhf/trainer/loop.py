@@ -290,10 +290,10 @@ class OnPolicyLoop:
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or adapter), the tokenizer and the value head. Only the first process writes."""
         if is_first():
-            save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
+            save_policy(self.actor, self.processing_class, output_dir or self.config.run.output)
 
     def load_model(self, folder: str | Path) -> None:
         """Load the weights (or adapter) and the value head that `save_model` wrote. Raises UserError if they belong to
         another model."""
         self.evaluator.fix_text()  # while the policy is still the start model
-        load_policy_weights(self.actor, Path(folder))
+        load_policy_weights(self.actor, folder)

@@ -34,19 +34,32 @@ def console_words() -> tuple[str, ...] | None:
 
 
 def script_words(name: str) -> tuple[str, ...]:
-    """Return the words that start a command, in the form that the user used: `python train_NAME.py` with the scripts
-    of a checkout, `rlhf NAME` with the installed command. `name` is the command's name after `rlhf`.
+    """Return the words that start a command from the current folder, in the form that the user used:
+    `python train_NAME.py` with the scripts of a checkout, in another folder with their path; `rlhf NAME` with the
+    installed command. `name` is the command's name after `rlhf`.
 
     A program or notebook gets the scripts if the package is in a checkout.
     """
     words = console_words() or (None if is_checkout() else (CONSOLE_COMMAND,))
-    return SCRIPTS.get(name, ("python", f"train_{name}.py")) if words is None else (*words, name)
+    if words is not None:
+        return (*words, name)
+    words = SCRIPTS.get(name, ("python", f"train_{name}.py"))
+    if Path.cwd() == CHECKOUT:
+        return words
+    script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
+    return ("python", str(script_folder() / script))
+
+
+def script_folder() -> Path:
+    """Return the folder of the scripts as the user wrote it to start this process; otherwise its whole path."""
+    folder = Path(sys.argv[0]).parent
+    return folder if folder.resolve() == CHECKOUT else CHECKOUT
 
 
 def short_name(name: str) -> str:
     """Return a command's name in texts: `train_NAME.py`, or `rlhf NAME` with the installed command."""
     words = script_words(name)
-    return words[1] if words[1].endswith(".py") else " ".join(words)
+    return Path(words[1]).name if words[1].endswith(".py") else " ".join(words)
 
 
 def typed_words() -> list[str]:

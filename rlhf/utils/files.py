@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.utils.errors import UserError
+from rlhf.utils.paths import local_path
 from rlhf.utils.system import (
     WINDOWS,
     add_umask_permissions,
@@ -100,7 +101,7 @@ def make_folder(folder: Path) -> None:
 def check_folder(output: str, flag: str = "--output") -> Path:
     """Return the path of an output folder, which may not exist yet. Raises UserError if it cannot be created or
     written."""
-    folder = Path(output)
+    folder = Path(local_path(output))
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(

@@ -17,14 +17,14 @@ from huggingface_hub.errors import (
 )
 
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.paths import is_path
+from rlhf.utils.paths import exists, is_path
 
 TIMEOUT_S = 5  # of one request without retries
 
 
 def is_on_hub(name: str) -> bool:
     """True if a name refers to the hub. A local file or folder of that name is preferred."""
-    return not is_path(name) and not Path(name).expanduser().exists()
+    return not is_path(name) and not exists(name)
 
 
 def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -> str:

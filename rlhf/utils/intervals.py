@@ -92,4 +92,4 @@ def widened_interval(mean: float, interval: np.ndarray, factor: float, limits: t
 
 def interval(low: float, high: float, sign: str = "+") -> str:
     """Formats an interval."""
-    return f"{low:{sign}.3f} to {high:{sign}.3f}"
+    return f"{low:{sign}z.3f} to {high:{sign}z.3f}"

@@ -56,11 +56,21 @@ def same_value(one: Any, other: Any) -> bool:
     return paths and os.path.normpath(one) == os.path.normpath(other)
 
 
+def local_path(name: str | os.PathLike[str]) -> str:
+    """Return a path with the home folder in place of `~`: every path of the user, of an input or an output, passes
+    this function. Other names are unchanged. Raises UserError if `~NAME` is not a user of this machine."""
+    path = os.path.expanduser(name)
+    if path.startswith("~"):
+        raise UserError(f"no home folder for {Path(path).parts[0]}: {name}. Write ./{name} for a folder of this name")
+    return path
+
+
 def resolve_path(name: str) -> Path:
     """Return the absolute path of a file or folder. Raises UserError for circular links, unknown home folders
     and NUL characters."""
+    path = Path(local_path(name))
     try:
-        return Path(name).expanduser().resolve()
+        return path.resolve()
     except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
@@ -68,7 +78,7 @@ def resolve_path(name: str) -> Path:
 def missing_path(path: str, what: str, hint: str) -> UserError:
     """Return the error for a missing path, with files or folders of a similar name."""
     resolve_path(path)  # raises for invalid paths
-    target = Path(path).expanduser()
+    target = Path(local_path(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
         return UserError(f"not a regular file: {path}. Write the content into a file first. {hint}")
     if target.is_symlink() and not target.exists():

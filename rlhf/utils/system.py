@@ -22,6 +22,13 @@ from rlhf.utils.errors import RLHFWarning
 WINDOWS = sys.platform == "win32"
 Result = TypeVar("Result")
 
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its ended children, on all cores."""
+    used = os.times()
+    return time.process_time() + used.children_user + used.children_system
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)

@@ -27,6 +27,7 @@ from rlhf.config import make_config, parse_cli
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.utils.signals import TrainingInterrupted
+from tests.test_structure import ROOT
 
 
 class Toy:
@@ -90,7 +91,7 @@ def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
     flags = ("--num-iterations", 4, "--eval-every", 2, "--save-every", 1, "--seed", 1, "--record-tokens")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train_command("toy", run_flags(*flags, "--output", whole))
-    assert "python compare_runs.py" in capsys.readouterr().out
+    assert f"python {ROOT}/compare_runs.py" in capsys.readouterr().out
 
     monkeypatch.setattr(Toy, "stop_in_update", 2)
     with pytest.raises(TrainingInterrupted):

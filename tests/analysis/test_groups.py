@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_horizon_that_follows_from_the_length_is_not_named():
     ]
     other_data = labels(of_default_recipe(48), of_default_recipe(96))  # the same number of epochs
     assert other_data == ["PPO kl_horizon 16", "PPO kl_horizon 32"]
+
+
+def test_the_same_planned_episodes_are_no_difference_however_the_length_was_set():
+    """The demo has 64 episodes per update. An epoch has other numbers of updates in the two algorithms."""
+    spelled = [{"num_iterations": 150}, {"episodes": 9600}, {"epochs": 3}]
+    for one, other in itertools.permutations(spelled, 2):
+        assert labels(run(updates=150, **one), run("grpo", 150, **other)) == ["PPO", "GRPO"]
+        (group,) = group_runs([run(updates=150, **one), run(updates=150, seed=2, **other)])
+        assert group.label == "PPO" and group.members == (0, 1)
+    rounded = group_runs([run(updates=150, episodes=9600), run(updates=150, episodes=9590)])
+    assert len(rounded) == 1, "rounded up to whole updates"
+    assert labels(run(updates=75, num_iterations=75), run("grpo", 150, episodes=9600)) == [
+        "PPO episodes 4800", "GRPO episodes 9600",
+    ]  # fmt: skip
+    assert labels(run(updates=150, epochs=3), run("grpo", 600, epochs=3)) == ["PPO", "GRPO"], "the same setting"
+    smaller = labels(run(updates=150, num_iterations=150), run(updates=300, num_iterations=300, batch_size=32))
+    assert smaller == ["PPO batch_size 64", "PPO batch_size 32"]
 
 
 def test_settings_of_evaluations_are_named_only_if_nothing_else_differs():

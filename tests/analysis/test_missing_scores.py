@@ -118,18 +118,22 @@ def test_verdict_without_a_common_prompt():
     first, second = made([[1, 1], [NAN, NAN]]), made([[NAN, NAN], [1, 1]])
     groups = [group("ppo", first, first), group("grpo", second, second)]
     verdict = judge_runs(groups, made([[0, 0], [0, 0]]), None, 1)
-    assert "PPO - GRPO = no prompt has a score in every run, after" in verdict.sentences[0]
-    assert "No significant difference between PPO and GRPO" in verdict.sentences[0]
+    pair, ppo, grpo = verdict.sentences
+    assert pair.startswith("PPO cannot be compared with GRPO by score (the training reward): no prompt has a score")
+    assert ppo.startswith("PPO cannot be compared with the start model by score: only one prompt has a score")
+    assert all("significant" not in sentence for sentence in verdict.sentences) and grpo.startswith("GRPO cannot")
 
 
 def test_equal_budgets_leave_out_completions_without_a_score():
-    ppo, grpo = eval_point(2, 5, (1, None)), eval_point(2, 5, (0, 7))
+    ppo, grpo = (eval_point(2, 5, scores, "abc") for scores in ((1, None, 2), (0, 7, 1)))
     rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
-    assert rows[0]["sides"]["PPO"]["score"] == 1 and rows[0]["differences"][0]["value"] == 1
+    assert rows[0]["sides"]["PPO"]["score"] == 1.5 and rows[0]["differences"][0]["value"] == 1
+    alone = at_equal({"PPO": [[eval_point(2, 5, (1,), "a")]], "GRPO": [[eval_point(2, 5, (0,), "a")]]}, None, seed=1)
+    assert at_equal_in_words(alone)[0].endswith("only one prompt has a score in every run of PPO and GRPO")
     none = at_equal({"PPO": [[eval_point(2, 5, (1, None))]], "GRPO": [[eval_point(2, 5, (None, 7))]]}, None, seed=1)
     assert at_equal_in_words(none)[0].endswith("no prompt has a score in every run of PPO and GRPO")
-    rated = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, lambda rows: np.array([NAN, len(rows)]), seed=1)
-    assert rated[0]["sides"]["PPO"]["judge"] == 2 and rated[0]["differences"][0]["by"] == "judge"
+    rated = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, lambda rows: np.array([NAN, len(rows), 5]), seed=1)
+    assert rated[0]["sides"]["PPO"]["judge"] == 4 and rated[0]["differences"][0]["by"] == "judge"
 
 
 # --- nothing changes without missing scores --------------------------------------------------------------------------

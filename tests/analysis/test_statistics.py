@@ -110,8 +110,19 @@ def test_bonferroni_levels_match_hand_computed_values():
 def test_over_seeds_returns_no_interval_if_it_cannot_be_estimated():
     assert over_seeds(np.zeros((1, 1, 10)), seed=0) is None
     assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0, 0.0, 0.0)
-    assert over_seeds(np.full((2, 1, 10), 0.5), seed=0) == Estimate(0.5), "no variance to estimate"
     assert over_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt gives no interval"
+
+
+@pytest.mark.parametrize("gap", [1.0, 0.1, -1 / 3])
+def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
+    """More seeds must not turn a clear result into no result. The means of 0.1 differ in the last bit."""
+    for seeds in ((3, 3), (3, 1)):
+        found = over_seeds(np.full((*seeds, 40), gap), seed=0)
+        assert found == over_prompts(np.full(40, found.value), seed=0)
+        assert found.value == pytest.approx(gap) and found.excludes(0)
+    won = over_seeds(np.ones((3, 3, 40)), 0, 0.5, (0.0, 1.0))
+    assert won == over_prompts(np.ones(40), 0, 0.5, (0.0, 1.0)) and won.low > 0.5
+    assert over_seeds(np.full((3, 3, 40), 0.5), 0, 0.5, (0.0, 1.0)) == Estimate(0.5, 0.5, 0.5)
 
 
 def test_degrees_of_freedom_match_hand_computed_values():

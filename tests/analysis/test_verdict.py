@@ -95,6 +95,24 @@ def test_verdict_uses_the_judge_and_reports_a_contradicting_score():
     assert not any("prefer different algorithms" in caveat for caveat in agree.caveats)
 
 
+def test_a_perfect_separation_is_significant_with_any_number_of_seeds():
+    """A saturated evaluation function gives 1 and 0: no prompt and no seed differs."""
+    one, zero = (replace(START, judged={"gold quality": np.full((64, 4), value)}) for value in (1.0, 0.0))
+    for seeds in (1, 3):
+        groups = [group("ppo", *[one] * seeds), group("grpo", *[zero] * seeds)]
+        pair, ppo, grpo = judge_runs(groups, zero, "gold quality", 1).sentences
+        assert "PPO is better than GRPO by the judge" in pair and "PPO - GRPO = +1.000 (95%" in pair
+        assert "PPO is better than the start model by the judge: +1.000 (95%" in ppo
+        assert grpo.startswith("No significant difference between GRPO and the start model by the judge: +0.000 (95%")
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    zero = replace(START, scores=np.zeros((64, 4)))
+    little = replace(zero, scores=np.where(np.arange(256).reshape(64, 4) == 0, -1e-3, 0.0))
+    sentence = judge_runs([group("ppo", little)], zero, None, 1).sentences[0]
+    assert ": +0.000 (95% confidence interval over prompts: +0.000 to +0.000)" in sentence, sentence
+
+
 def test_equal_groups_have_no_significant_difference():
     groups = [group("ppo", *three(1.0, 0.5)), group("grpo", *three(1.0, 0.5))]
     assert (

@@ -14,9 +14,12 @@ import torch
 
 import reward_model.train
 import train_ppo
+from rlhf.api import make_trainer
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.model_folder import METRICS_FILE
+from rlhf.checkpoints.run_folder import lock_run
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config
 from rlhf.demo import parts, ready
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import RewardModel
@@ -25,6 +28,7 @@ from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, run_command
 from tests.conftest import typed
+from tests.systems import make_link
 from tests.trainer.test_nan import nan_rule, run
 
 CPU = torch.device("cpu")
@@ -268,6 +272,121 @@ def test_no_file_written_by_the_commands_counts_as_unknown(runs, reward_words, t
     folder = train_reward_model(parse_reward_cli(reward_words), Screen(), CPU)
     assert replacing.foreign_files(folder) == []
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+REWARDS = """
+def logs_a_column(completions, log_extra, **_):
+    print("printed by the function")
+    log_extra("length", [len(text) for text in completions])
+    return [float(len(text) % 5) for text in completions]
+
+def fails(completions, trainer_state, **_):
+    if trainer_state.global_step:
+        raise ValueError("it fails")
+    return [1.0] * len(completions)
+
+def passes(completions, **_):
+    return [float(len(text) % 2) for text in completions]
+"""
+
+
+def test_everything_that_runs_write_is_in_the_list(run_flags, start_model, tmp_path):
+    """Tiny runs with every feature that writes a file. A file that is not in the list keeps its folder forever."""
+    (tmp_path / "functions.py").write_text(REWARDS)
+    rules = {name: ("--rm-model", "none", "--reward-func", f"{tmp_path}/functions.py:{name}")
+             for name in ("logs_a_column", "fails", "passes")}  # fmt: skip
+    kept = ("--keep-pass-rate", 0, 1, "--scan-samples", 2, "--save-every", 1)
+    run(run_flags(*FAST, *rules["passes"], *kept, "--critic", "separate", "--output", tmp_path / "critic"))
+    logged = ("--use-lora", "--merge-lora", "--record-tokens", "--output", tmp_path / "lora")
+    run(run_flags(*FAST, *rules["logs_a_column"], *logged))
+    nan = ("--rm-model", "none", "--reward-func", nan_rule(tmp_path, 2))
+    run(run_flags("--num-iterations", 5, *nan, "--output", tmp_path / "nan"), 1)
+    run(run_flags(*FAST, *rules["fails"], "--output", tmp_path / "failed"), 1)
+    config = make_config(actor_model=str(start_model), rm_model="none", reward_func=["length_penalty"], batch_size=2,
+                         max_new_tokens=4, num_iterations=1, ppo_epochs=1)  # fmt: skip
+    make_trainer(config, ["a cat?", "a dog?"], output=tmp_path / "python", progress=False).train()
+    written = set()
+    for name in ("critic", "lora", "nan", "failed", "python"):
+        assert replacing.foreign_files(tmp_path / name) == [], name
+        written |= {path.name for path in (tmp_path / name).rglob("*")}
+    features = (
+        "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl reward_output.txt Modelfile"
+    )
+    features += " failed_inputs.json prompts train.jsonl incidents batch.jsonl checkpoint-1 training.json README.md"
+    assert set(features.split()) <= written
+
+
+def test_files_of_an_interrupted_write_are_in_the_list(runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["ppo", 1], folder)
+    for end in (".unfinished", ".unfinished_1", ".torn", ".torn_2", ".suspect"):
+        shutil.copytree(folder / "checkpoint-2", folder / f"checkpoint-2{end}")
+    shutil.copytree(folder / "best", folder / "best.new")
+    for name in (
+        "run.json.new",
+        "checkpoint-2/manifest.going",
+        "reward_output_process3.txt",
+        "tokens/update-000001.parquet",
+    ):
+        (folder / name).write_text("")
+    assert replacing.foreign_files(folder) == []
+
+
+# file of a user -> the name that is printed
+FOREIGN = {
+    "checkpoint-50-good/model.safetensors": "checkpoint-50-good",
+    "checkpoint-007/model.safetensors": "checkpoint-007",
+    "samples/mine/important.txt": "samples/mine",
+    "merged/merged/config.json": "merged/merged",
+    **{name: name for name in (
+        "checkpoint-2/notes.txt", "samples/update-7.jsonl", "logs/important.csv", "logs/events.out.tfevents.mine",
+        "my.model", "mine.safetensors", "best/best.gguf", "tokens/update-000001.csv", "prompts/train.csv", "notes.new",
+        "incidents/why.md", "incidents/update-000001/why.md", "run.json.bak",
+    )},
+}  # fmt: skip
+
+
+def test_every_file_of_the_user_keeps_the_folder_and_is_named(runs, tmp_path):
+    """At every depth, also with a name that is like one of ours."""
+    older = tmp_path / "run.replaced"
+    shutil.copytree(runs["ppo", 1], older)
+    assert replacing.foreign_files(older) == []
+    for name, named in FOREIGN.items():
+        file = older / name
+        created = next(path for path in (*reversed(file.parents), file) if not path.exists())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        assert replacing.foreign_files(older) == [named]
+        (line,) = replacing.remove_replaced(tmp_path / "run")
+        assert f"{older} was not removed: it contains {named}." in line and file.read_text() == "mine"
+        shutil.rmtree(created) if created.is_dir() else created.unlink()
+    (older / "mine").mkdir()
+    assert replacing.foreign_files(older) == ["mine"], "an empty folder"
+    (older / "mine").rmdir()
+    assert replacing.remove_replaced(tmp_path / "run") == [] and not older.exists()
+
+
+def test_a_link_in_a_replaced_folder_is_a_file_of_the_user(runs, tmp_path):
+    shutil.copytree(runs["ppo", 1], tmp_path / "run")
+    (tmp_path / "data").mkdir()
+    make_link(tmp_path / "run" / "merged", tmp_path / "data")
+    assert replacing.foreign_files(tmp_path / "run") == ["merged"]
+
+
+@pytest.mark.parametrize("output", ["/", "."])
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_dry_run_refuses_a_folder_that_a_run_never_replaces(run_flags, tmp_path, monkeypatch, output, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match=rf"(so it is not replaced|cannot replace the root folder).*--output {output}"):
+        train_ppo.main(run_flags("--dry-run", "--output", output, *more))
+
+
+def test_a_dry_run_of_a_folder_with_a_run_prints_the_plan(runs, run_flags, capsys):
+    """Also while that run is trained: the plan needs no folder."""
+    with lock_run(runs["ppo", 1]):
+        train_ppo.main(run_flags("--dry-run", "--output", runs["ppo", 1]))
+    assert "optimizer steps" in capsys.readouterr().out
 
 
 def test_input_in_the_replaced_folder_is_refused(run_flags, reward_words, tmp_path, start_model):

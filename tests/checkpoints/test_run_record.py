@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlhf.callbacks.checkpointing import Checkpoints
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
@@ -306,3 +311,30 @@ def test_run_of_another_format_can_be_replaced_or_moved(tmp_path):
     lock, line = claim_output(folder, overwrite=False, is_default=True)
     lock.close()
     assert line == f"moved the finished run in {folder} to {folder}_1"
+
+
+BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+
+
+def test_cpu_seconds_are_those_of_the_process_and_its_children_in_all_sessions(tmp_path):
+    """Waiting takes no CPU time. A checkpoint hands the sum to the next session."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    log = RunLog(tmp_path / "first", **facts_of())
+    began = log.cpu_seconds()
+    time.sleep(0.3)
+    assert log.cpu_seconds() - began < 0.2 and log.seconds() >= 0.3
+    exec(BUSY)
+    assert log.cpu_seconds() - began >= 0.3
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+    assert log.cpu_seconds() - began >= 0.59, "children are measured in steps of 10 ms"
+
+    def checkpoints_of(log):
+        return Checkpoints(None, SimpleNamespace(run=SimpleNamespace(output=".")), log, None, None)
+
+    state = checkpoints_of(log).state_dict()
+    later = RunLog(tmp_path / "second", **facts_of())
+    checkpoints_of(later).load_state_dict(state)
+    exec(BUSY)
+    assert state["cpu_seconds"] + 0.3 <= later.cpu_seconds() < state["cpu_seconds"] + 5
+    assert later.seconds() > state["seconds"]

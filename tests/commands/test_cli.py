@@ -159,6 +159,30 @@ def test_the_words_of_a_command(program, prefix, started_as, monkeypatch):
     assert command_lines.script_words("plot")[-2:] == ("rlhf", "plot")
 
 
+@pytest.mark.parametrize("program", ["{root}/train_ppo.py", "{relative}/train_ppo.py", "", "/usr/lib/ipykernel.py"])
+def test_in_another_folder_the_scripts_have_their_path(program, started_as, monkeypatch, tmp_path):
+    """As the user wrote it; otherwise the whole path. The text of a message has the script's name only."""
+    monkeypatch.chdir(tmp_path)
+    relative = os.path.relpath(ROOT, tmp_path)
+    started_as(program.format(root=ROOT, relative=relative))
+    folder = relative if "relative" in program else str(ROOT)
+    for name in cli.COMMANDS:
+        python, script = command_lines.script_words(name)
+        plain = OTHER_SCRIPTS.get(name, f"train_{name}.py").replace("-m reward_model.train", "reward_model/train.py")
+        assert (python, script) == ("python", f"{folder}/{plain}") and Path(script).is_file()
+        assert command_lines.short_name(name) == Path(plain).name
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, *OTHER_SCRIPTS])
+def test_a_printed_script_starts_in_another_folder(name, tmp_path):
+    script = "reward_model/train.py" if name == "reward-model" else OTHER_SCRIPTS.get(name, f"train_{name}.py")
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python {ROOT}/{script} "), done.stderr
+
+
 def test_the_scripts_exist():
     for words in command_lines.SCRIPTS.values():
         script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"

@@ -190,12 +190,16 @@ def test_settings_that_differ_between_three_groups():
         group_with_settings("toy", **same, model={}, group={"K": 6}),
     ]
     [(name, text)] = comparison_report.settings_that_differ(groups)
-    assert name == "settings that differ, PPO, GRPO and TOY"
-    assert text == "use_lora: PPO True, GRPO False, TOY unknown; K: GRPO 4, TOY 6"
+    assert name == "settings that differ"
+    assert text == "use_lora: PPO true, GRPO false, TOY unknown; K: GRPO 4, TOY 6"
     [(_, text)] = comparison_report.settings_that_differ(
-        [groups[0], group_with_settings("ppo", **same, model={"use_lora": True})]
+        [groups[0], group_with_settings("grpo", **same, model={"use_lora": True})]
     )
     assert text == "only those of a single algorithm"
+    [(_, text)] = comparison_report.settings_that_differ(
+        [groups[0], group_with_settings("ppo", **same, model={"use_lora": False}), groups[1]]
+    )
+    assert text == "use_lora: true / false / false; K: - / - / 4 (in the order of the groups)"
     assert comparison_report.settings_that_differ(groups[:1]) == []
 
 

@@ -158,8 +158,10 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
     assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["completion_tokens"] > 0
-    assert "use_lora: PPO False, GRPO True" in report["facts"]["settings that differ, PPO and GRPO"]
-    assert report["facts"]["settings that differ, PPO and GRPO"].endswith("; K: GRPO 2")
+    costs = report["spent"]["PPO"]["1"]
+    assert 0 < costs["cpu_seconds"] < 100 * costs["seconds"]
+    assert "use_lora: PPO false, GRPO true" in report["facts"]["settings that differ"]
+    assert report["facts"]["settings that differ"].endswith("; K: GRPO 2")
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
     for words in (
         "over prompts",
@@ -250,7 +252,7 @@ def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, t
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
     assert "|  | seeds | learning_rate | use_lora | score |" in markdown.replace("\\_", "_")
     (facts,) = [value for name, value in report["facts"].items() if name.startswith("settings that differ")]
-    assert f"learning_rate: {names[0]} 0.01, {names[1]} 0.5, {names[2]} 0.01" in facts
+    assert "learning_rate: 0.01 / 0.5 / 0.01; use_lora: false / false / true;" in facts
 
 
 def test_labels_name_the_groups(comparison, runs, tmp_path):

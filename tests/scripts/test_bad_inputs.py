@@ -809,7 +809,7 @@ MORE_ERRORS = [
     Row(80, "the start model is a link to itself", link_to_itself("--actor-model"),
         r"not a valid path \(.*circle.*\): "),
     Row(80, "home folder of an unknown user", "--actor-model ~nobody_here/model",
-        r"not a valid path \(.*\): ~nobody_here/model\. Gi"),
+        r"actor_model is '~nobody_here/model': --actor-model\. Give .*~NAME is the home folder of a user"),
     Row(81, "a name that is not UTF-8", lambda inputs: ["--output", f"{inputs.folder}/\udcff"],
         r"not valid text: command line, '.*\\udcff'\. Use only"),
     Row(82, "a seed too large for numpy", "--seed 1e30",

@@ -19,6 +19,8 @@ import rlhf.commands.train
 import train_grpo
 import train_ppo
 import train_rloo
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import Spent
 from rlhf.config import parse_cli, usual_config
 from rlhf.rewards import checks
@@ -27,6 +29,7 @@ from rlhf.settings import next_commands as commands
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.setup.plan import budget
 from rlhf.utils import command_lines
 from tests.conftest import typed
 from tests.systems import words_of
@@ -51,7 +54,7 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
     monkeypatch.chdir(tmp_path)
     train_ppo.main(run_flags("--output", ODD_NAME, "--record-tokens", "--clip-range", 0.3))
     lines = commands_in(capsys.readouterr().out)
-    names = [words_of(line)[1 if line.startswith("python") else 0] for line in lines]
+    names = [Path(words_of(line)[1 if line.startswith("python") else 0]).name for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
                      "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
     for line in lines:
@@ -61,7 +64,7 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
         elif "--chat" in words:
             assert words[-1] == ODD_NAME
         else:
-            SCRIPTS[words[1]].main(words[2:])
+            SCRIPTS[Path(words[1]).name].main(words[2:])
     grpo_record = json.loads((tmp_path / "grpo_training_output" / "run.json").read_text())
     ppo_record = json.loads((tmp_path / ODD_NAME / "run.json").read_text())
     assert grpo_record["settings"]["batch"]["clip_range"] == 0.3
@@ -71,6 +74,63 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
 
 def spent_on(updates: int, episodes: int) -> Spent:
     return Spent(updates, episodes, optimizer_steps=0, completion_tokens=0)
+
+
+OVERRIDES = {
+    "as in the recipe": [],
+    "a batch": ["--batch-size", "12"],
+    "steps": ["--ppo-epochs", "3", "--minibatches", "2", "--batch-size", "8"],
+    "a batch that K does not divide": ["--batch-size", "6", "--minibatches", "2"],
+    "accumulation": ["--batch-size", "8", "--gradient-accumulation-steps", "4"],
+    "a horizon": ["--kl-horizon", "777", "--batch-size", "8"],
+    "episodes": ["--batch-size", "8", "--episodes", "480"],
+}
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("recipe", ["smollm2-orca", "demo", "smollm2-sums", "qwen3-tldr"])
+def test_the_printed_commands_have_the_same_budget(recipe, algorithm, overrides):
+    """Episodes, updates and optimizer steps of the plans, and the horizon of KL control, whether it was derived from
+    the length of the run or set."""
+    updates = 12
+    length = [] if "--episodes" in overrides else ["--num-iterations", str(updates)]
+    asked = parse_cli(["--recipe", recipe, *overrides, *length], algorithm)
+    updates = asked.updates(0)
+    config = with_horizon(asked, updates)
+    plan = budget(config, updates)
+    spent = Spent(updates, plan.episodes, plan.optimizer_steps, 0)
+    usual = usual_config(recipe, {}, algorithm)
+    for other in ALGORITHMS:
+        if other != algorithm:
+            made = parse_cli(typed(same_budget_command(config, spent, other)), other)
+            made = with_horizon(made, made.updates(0))
+            theirs = budget(made, made.updates(0))
+            assert (theirs.updates, theirs.episodes, theirs.optimizer_steps) == (
+                plan.updates, plan.episodes, plan.optimizer_steps
+            )  # fmt: skip
+            by_recipe = usual_config(recipe, {}, other).kl.kl_horizon != usual.kl.kl_horizon
+            assert by_recipe or made.kl.kl_horizon == config.kl.kl_horizon
+
+
+def test_the_commands_change_only_what_the_budget_needs():
+    def words(algorithm, other, *flags):
+        config = parse_cli(["--recipe", "smollm2-sums", *flags], algorithm)
+        line = same_budget_command(config, spent_on(24, 24 * config.episodes_per_update), other)
+        return line.partition("--episodes ")[2].split()[1:]
+
+    assert words("ppo", "grpo") == []
+    assert words("ppo", "grpo", "--batch-size", "32") == ["--batch-size", "4"]
+    assert words("grpo", "rloo") == ["--batch-size", "8", "--ppo-epochs", "2", "--minibatches", "2"]
+    assert words("ppo", "grpo", "--batch-size", "12") == ["--batch-size", "2", "--K", "6"]
+    rows = same_budget_commands(parse_cli(["--recipe", "smollm2-sums"], "grpo"), spent_on(24, 1536))
+    assert [label for label, _ in rows] == [
+        "train PPO, same budget", "train RLOO, same budget (its recipe: 1 step per update)",
+    ]  # fmt: skip
+    drawn = parse_cli(["--recipe", "demo", "--dynamic-sampling", "2"], "grpo")
+    assert [label for label, _ in same_budget_commands(drawn, spent_on(10, 800))] == [
+        "train PPO, same episodes", "train RLOO, same episodes",
+    ]  # fmt: skip
 
 
 def test_commands_for_other_algorithms_contain_the_settings(tmp_path):
@@ -148,8 +208,8 @@ def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path):
     seconds = time.monotonic() - start
     assert done.returncode == 2 and done.stdout.startswith("PPO: checking the settings")
     assert done.stderr == (
-        "error: no reward model: --rm-model ./reward_model_output. Train one with: python -m reward_model.train, or "
-        "use only reward functions: --rm-model none --reward-func ...\n"
+        "error: no reward model: --rm-model ./reward_model_output. Train one with: "
+        f"python {ROOT}/reward_model/train.py, or use only reward functions: --rm-model none --reward-func ...\n"
     )
     assert seconds < 2
 

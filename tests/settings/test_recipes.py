@@ -168,7 +168,7 @@ def test_missing_recipe(tmp_path):
         parse_cli(["--recipe", "none.yaml"])
     with pytest.raises(UserError, match="unknown recipe 'demi': make_config. Did you mean demo"):
         make_config("demi")
-    with pytest.raises(UserError, match="not a valid path"):
+    with pytest.raises(UserError, match="no home folder for ~nobody9: ~nobody9/x.yaml"):
         parse_cli(["--recipe", "~nobody9/x.yaml"])
     with pytest.raises(UserError, match="recipe is None: make_config. Give the name or the file of a recipe"):
         make_config(None)

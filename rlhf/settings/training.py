@@ -273,6 +273,11 @@ class SpeedSettings:
         "gradient checkpointing, 8-bit Adam and, if it must be, LoRA; prints what it chose; unset: nothing is chosen",
     )
 
+    @property
+    def own_engine(self) -> str:
+        """The engine that samples where vLLM does not: before training, and in evaluations."""
+        return "auto" if self.rollout_engine == "vllm" else self.rollout_engine
+
 
 FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim", "use_lora")  # that --fit chooses
 

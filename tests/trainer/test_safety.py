@@ -24,6 +24,7 @@ from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command
 from tests.conftest import attach
+from tests.rollout.test_engine import HeadWithBadLogits
 
 
 def weights(trainer) -> torch.Tensor:
@@ -103,6 +104,29 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
     assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
     assert recorder.finished == [] and [u for u, _ in recorder.skipped] == [1]
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("update", [0, 1])
+def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update):
+    """After the start model's evaluation, the advice is that for a run whose weights diverged."""
+    trainer = build("--num-iterations", 3)
+
+    def diverge(*_):
+        head = trainer.actor.policy.get_output_embeddings()
+        trainer.actor.policy.set_output_embeddings(HeadWithBadLogits(head, value, 7))
+
+    if update:
+        recorder = UpdateRecorder()
+        recorder.on_update_end = diverge
+        trainer.add_callback(recorder)
+    else:
+        diverge()
+    with pytest.raises(RunError) as error:
+        trainer.train()
+    (line,) = error.value.problems
+    assert re.match(r"NaN or infinity in the logits of \d of \d completions: sampling after update", line)
+    assert f"after update {update}. " in line and ("smaller learning_rate" in line) == bool(update)
 
 
 def test_training_continues_after_a_skipped_update(build):

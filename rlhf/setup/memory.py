@@ -277,24 +277,24 @@ class _Run:
         return parts
 
     def backward(self, row: Row) -> dict[str, int]:
-        """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where
-        all activations are saved, or at the policy's first layer, where all gradients exist and the critic is done."""
+        """Return purpose -> bytes at the peak of the backward passes: at the head, in the first micro-batch or in the
+        next one, which finds gradients; or at the policy's first layer, with all gradients and after the critic."""
         config, policy, saved = self.config, self.given.policy, self.activations(row)
         numbers = row.completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
         if config.speed.fused_head:
             numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
         head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
+        logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
-        else:
-            logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
-        several = row.episodes < self.config.minibatch_size  # then earlier micro-batches have left gradients
-        before = self.every_trained if several else head * (numbers < row.completion * policy.vocabulary)
-        at_head = {**saved, "logits": logits, "gradients": before, "weight copies": self.copies()}
-        recomputed = config.model.gradient_checkpointing  # the gradients then fill the gaps of the other layers
+        at_head = {**saved, "logits": logits, "weight copies": self.copies()}
+        at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks
+        rest = min(1, self.config.minibatch_size / row.episodes - 1)  # share of the next micro-batch
+        at_next_head = {name: int(rest * size) for name, size in at_head.items()} | {"gradients": self.every_trained}
+        filled = policy.layers if config.model.gradient_checkpointing else 1  # the gradients fill other layers' holes
         at_first_layer = {
             "activations": policy.saved_by_layer(row, self.element, FLOAT, None) + 8 * row.tokens * policy.inner,
             "gradients": self.every_trained + head,
-            "heap fragmentation": saved["heap fragmentation"] // (policy.layers if recomputed else 1),
+            "heap fragmentation": saved["heap fragmentation"] // filled,
         }
-        return max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))
+        return max(at_head, at_next_head, at_first_layer, key=lambda parts: sum(parts.values()))

@@ -215,7 +215,9 @@ REAL_SHAPES = [
         ("ppo", "float32"), ("ppo", "bfloat16"),
         ("ppo", "float32", "--lora"), ("ppo", "bfloat16", "--lora"),
         ("ppo", "float32", "--load-in-4bit"), ("ppo", "bfloat16", "--load-in-4bit"),
-        ("grpo", "float32"),
+        ("grpo", "float32"), ("grpo", "float32", "--lora"),
+        ("ppo", "float32", "--critic", "separate"), ("ppo", "float32", "--lora", "--critic", "separate"),
+        ("ppo", "bfloat16", "--lora", "--critic", "reward-model"),
     )
 ]  # fmt: skip
 

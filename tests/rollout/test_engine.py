@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import train_ppo
 from rlhf.algorithms import objectives
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
@@ -292,6 +294,15 @@ def test_a_failed_capture_ends_the_run(monkeypatch, error, kind):
         assert found.value is error
     else:
         assert "operation not permitted" in str(found.value) and "Use --rollout-engine slots" in str(found.value)
+
+
+def test_a_run_resumes_with_the_engine_that_the_error_names(run_flags, tmp_path):
+    train_ppo.main(run_flags("--num-iterations", 1, "--save-every", 1, "--rollout-engine", "plain"))
+    more = ("--num-iterations", 2, "--rollout-engine", "slots", "--resume", "--resume-anyway")
+    train_ppo.main(run_flags("--save-every", 1, *more))
+    record = RunRecord.read(tmp_path / "run")
+    assert (record.status, record.spent.updates) == ("finished", 2)
+    assert record.flat_settings["rollout_engine"] == "slots"
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def configuration(work: Work, **more: Any) -> Config:
         algorithm=work.algorithm,
         actor_model=str(work.policy),
         rm_model=str(work.reward_model),
+        **({"critic": work.critic} if work.critic != "shared" else {}),
         use_lora=work.lora,
         load_in_4bit=work.load_in_4bit,
         bf16=work.bf16,

@@ -40,6 +40,7 @@ class Work:
     threads: int | None = None  # None: torch's choice
     lora: bool = False  # only ours
     load_in_4bit: bool = False  # only ours
+    critic: str = "shared"  # only ours
 
     @classmethod
     def read(cls, file: str | Path) -> Work:
@@ -115,6 +116,10 @@ def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters (TRL trains all weights)")
     parser.add_argument(
         "--load-in-4bit", action="store_true", help="train LoRA adapters over 4-bit weights (TRL trains all weights)"
+    )
+
+    parser.add_argument(
+        "--critic", choices=("shared", "separate", "reward-model"), default="shared", help="PPO's critic (shared)"
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -122,6 +123,20 @@ def test_requirements_have_the_libraries_of_pyproject():
     (torch,) = (line for line in lines if Requirement(line).name == "torch")
     assert torch in PROJECT["dependencies"], "a range, because the wheel depends on the machine"
     assert [line for line in lines if Requirement(line).specifier] == [torch]
+
+
+def test_the_lowest_torch_is_the_same_everywhere_and_has_the_fused_norm():
+    """On CUDA, rlhf.models.llama calls `_fused_rms_norm` in the form that torch has since 2.9."""
+    (declared,) = (Requirement(line) for line in PROJECT["dependencies"] if Requirement(line).name == "torch")
+    assert not declared.specifier.contains("2.8.0") and declared.specifier.contains("2.9.0")
+    named = [
+        (path.name, version)
+        for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]
+        for version in re.findall(r"torch(?: from |>=| >= )(\d+\.\d+)", path.read_text("utf-8"))
+    ]
+    assert named and {version for _, version in named} == {"2.9"}, named
+    schema = torch.ops.aten._fused_rms_norm.default._schema
+    assert str(schema.arguments[1].type) == "List[int]" and len(schema.returns) == 2
 
 
 def test_constraints_are_exact_and_in_the_declared_ranges():

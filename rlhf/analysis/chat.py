@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from rlhf.analysis.loading import load_model_ref
@@ -16,6 +17,7 @@ from rlhf.data.examples import examples_of
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.models.logprobs import base_of
+from rlhf.rollout.sampling import BadLogits
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
@@ -134,8 +136,18 @@ class StreamingGenerator(TextStreamer):
     def generate(self, ids: list[int]) -> str:
         prompt = torch.tensor([ids], device=self.device)
         with autocast(self.device, self.dtype):
-            whole = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=self)
+            whole = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), streamer=self, logits_processor=[require_distribution]
+            )
         return decode_completion(self.tokenizer, whole[0, len(ids) :])
+
+
+def require_distribution(ids: Tensor, logits: Tensor) -> Tensor:
+    """Return the logits (B, V). Raises BadLogits if they are no distribution: on a GPU, sampling from them would end
+    the process's use of the GPU."""
+    if not logits.logsumexp(-1).isfinite().all():
+        raise BadLogits("NaN or infinity in the logits: --chat. Check the weights of the model, and --temperature")
+    return logits
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:

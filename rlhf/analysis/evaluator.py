@@ -204,6 +204,7 @@ class ModelEvaluator:
                 eos=tokenizer.eos_token_id,
                 pad=tokenizer.pad_token_id,
                 device=self.device,
+                engine=self.config.speed.own_engine,
             )
 
     def facts(self) -> list[tuple[str, str]]:

@@ -157,7 +157,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
 
     Raises UserError if runs differ in settings that decide completions or scores and no flag overrides them.
     """
-    given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
+    replacing = (*MEASURED_WITH, "rollout_engine")
+    given = {name: value for name, value in vars(measure).items() if name in replacing and value is not None}
     if measure.prompts is not None:
         given = OF_THE_FILE | given
     elif any(m.run is not None for m in models):

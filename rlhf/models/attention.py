@@ -134,7 +134,8 @@ class Layout(ABC):
 class Segment:
     """The queries and keys of R episodes, as indices into the packed row.
 
-    Padding has index 0. Outputs of padding queries are dropped, and no real query attends to a padding key.
+    Padding repeats a row's last index. Outputs of padding queries are dropped, and no real query attends to a padding
+    key.
     """
 
     queries: Tensor | None  # (R, Q); None: all indices of the row in order, Q per episode

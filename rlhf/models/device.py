@@ -60,13 +60,17 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
 
 
 def start_device(screen: Screen, deterministic: bool = False, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """Returns the device that accelerate selects. Enables deterministic algorithms if `deterministic`.
+    """Returns the device that accelerate selects. Enables deterministic algorithms if `deterministic`, and disables
+    cuDNN's attention.
 
     Prints one line if the machine has an NVIDIA GPU that the installed torch cannot use. If a launcher started several
     processes, connects them, with `timeout_s` as in `join`; raises UserError as it does.
     """
     join(timeout_s)
     call_vector_functions_once()
+    # On H100 and newer data-centre GPUs torch prefers it. It plans for up to a second for every new shape, and nearly
+    # every micro-batch has a new one. Flash attention has no such plan.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         use_deterministic_algorithms()
     hint = unused_card()

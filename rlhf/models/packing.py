@@ -209,11 +209,16 @@ def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows of different lengths as one array (R, longest), padded with 0, and the flat index of each start."""
+    """Returns rows of different lengths as one array (R, longest), and the flat index of each start.
+
+    A row is padded with its own last number. The gradient of a gather adds up the padding at that token; with one
+    number for all rows, a GPU would add the padding of all rows to one token, one after another.
+    """
     longest = max(map(len, rows))
-    filled = np.zeros((len(rows), longest), dtype=np.int64)
+    filled = np.empty((len(rows), longest), dtype=np.int64)
     for into, row in zip(filled, rows, strict=True):
         into[: len(row)] = row
+        into[len(row) :] = row[-1]
     return filled, np.arange(len(rows)) * longest
 
 

@@ -27,7 +27,7 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
     Raises UserError if the model changes its logits after the head in another way than by a soft cap (Cohere scales
     them). If a packed row gives other hidden states than separate texts (GPT-OSS has attention sinks, which `attend`
     does not support), the model is marked as not packable: it runs padded, with the "plain" rollout engine. If only
-    the forward pass of rlhf.models.llama differs, the model's own layers are used.
+    the forward pass of rlhf.models.llama differs, the model's own layers are used. Both are warnings.
     """
     base, backbone = base_of(policy), backbone_of(policy)
     embeddings = base.get_input_embeddings()
@@ -46,13 +46,14 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
             if _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), expected):
                 return
             llama.disable(backbone)
+            _warn_slower(f"{type(base).__name__} gives other hidden states in the project's layers: they are off")
         if not _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), expected):
             base.config._attn_implementation, base._supports_attention_backend = own, False
-            warnings.warn(
-                f"{type(base).__name__} gives other hidden states in a packed row: packing is off, training is slower",
-                RLHFWarning,
-                stacklevel=2,
-            )
+            _warn_slower(f"{type(base).__name__} gives other hidden states in a packed row: packing is off")
+
+
+def _warn_slower(problem: str) -> None:
+    warnings.warn(f"{problem}, training is slower", RLHFWarning, stacklevel=3)
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

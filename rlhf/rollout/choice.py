@@ -9,17 +9,17 @@ from rlhf.utils.errors import UserError
 WITH_SLOTS = ("slots", "graph")  # engines that pack prompts and sample a number of completions at a time
 
 
-def choose_engine(engine: str, packs: bool, device: torch.device) -> str:
+def choose_engine(engine: str | None, packs: bool, device: torch.device) -> str:
     """Return the engine that samples: `engine`, or if it is "auto", the default of the model and the device.
 
     The default is "graph" on a CUDA GPU and "slots" on a CPU, and "plain" for a model that does not support packing
-    (`packs` is False).
+    (`packs` is False). None is "auto" without "graph".
     """
-    if engine != "auto":
+    if engine not in ("auto", None):
         return engine
     if not packs:
         return "plain"
-    return "graph" if device.type == "cuda" else "slots"
+    return "graph" if engine == "auto" and device.type == "cuda" else "slots"
 
 
 def check_engine(engine: str, packs: bool, model: str, device: torch.device) -> None:

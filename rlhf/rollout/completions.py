@@ -14,7 +14,7 @@ from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_tokens
 from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch, TokenBatch
-from rlhf.rollout.sampling import unpack_bits
+from rlhf.rollout.sampling import BadLogits, unpack_bits
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Completions(TokenBatch):
         sampled_logprobs: Tensor | None = None,
     ) -> Completions:
         """Build completions from sampled ids, without the tokens after the first EOS. Synchronizes with the device
-        once.
+        once. Raises BadLogits if a token of a completion is BAD_ROW.
 
         Args:
             prompts: prompt of each episode.
@@ -53,7 +53,12 @@ class Completions(TokenBatch):
             sampled_logprobs: as the field.
         """
         mask, ended = completion_mask(completion_ids, eos)
-        lengths = mask.sum(1).tolist()
+        lengths, lowest = torch.stack([mask.sum(1), completion_ids.masked_fill(~mask, 0).amin(1)]).tolist()
+        if min(lowest) < 0:
+            raise BadLogits(
+                f"NaN or infinity in the logits of {sum(token < 0 for token in lowest)} of {len(lowest)} completions: "
+                "sampling. Check the weights of the model, and --temperature"
+            )
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
         longest, first = max(lengths), {}
         return cls(

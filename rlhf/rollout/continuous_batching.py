@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from rlhf.rollout.decoder import make_decoder
 from rlhf.rollout.kv_cache import SlotKVCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.errors import RunError
 
 EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions; each check synchronizes with the GPU
 # the number of cache columns that a step attends to is rounded up to a multiple of this, by device type
@@ -118,11 +117,11 @@ class ContinuousBatcher:
         over = (token == self.eos).logical_or_(place == last)
         following = (place + 1).masked_fill_(over, self.idle)
         if slots is None:
-            self.token.copy_(token)
+            torch.clamp(token, min=0, out=self.token)  # BAD_ROW is no index of an embedding
             self.place.copy_(following)
             self.last.masked_fill_(over, self.idle + self.length - 1)
         else:
-            self.token[slots], self.place[slots] = token, following
+            self.token[slots], self.place[slots] = token.clamp(min=0), following
             self.last[slots] = last.masked_fill_(over, self.idle + self.length - 1)
 
     def compact(self, live: list[int]) -> None:
@@ -137,7 +136,11 @@ class ContinuousBatcher:
 
     def _replay(self, span: int) -> None:
         """Run the decoding step over `span` columns as a CUDA graph. It is captured at its first use, and again after
-        the number of slots changes."""
+        the number of slots changes.
+
+        Raises RunError if it cannot be captured. The process cannot continue on the GPU: torch stays on the capture's
+        stream, and its allocator still waits for the end of the capture.
+        """
         if span in self.captured:
             return self.captured[span].replay()
         self._decode(span)  # a warm-up selects kernels and allocates memory before the capture; it is this step
@@ -147,10 +150,13 @@ class ContinuousBatcher:
             with torch.cuda.graph(captured, pool=pool):
                 self._decode(span)
         except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
-            reason = str(error).splitlines()[0]
-            warnings.warn(f"no CUDA graph ({reason}): decoding continues without one", RLHFWarning, stacklevel=2)
-            self.graph = False
-            return None
+            first = error.__context__ or error  # the end of a failed capture raises an error of its own
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            raise RunError(
+                f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200}): "
+                "--rollout-engine graph. Use --rollout-engine slots; to resume a run, add --resume --resume-anyway"
+            ) from None
         self.captured[span] = captured  # the capture itself runs nothing
         return None
 

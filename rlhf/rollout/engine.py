@@ -44,19 +44,21 @@ def sample_completions(
     eos: int,
     pad: int,
     device: torch.device,
-    engine: str = "auto",
+    engine: str | None = None,
     slots: int = 0,
 ) -> Completions:
     """Sample one completion per prompt.
 
     The policy must be in eval mode, because gradient checkpointing in train mode disables the KV cache. Raises
-    UserError if the model or the device does not support `engine`.
+    UserError if the model or the device does not support `engine`, BadLogits if a completion has logits with NaN or
+    infinity, and RunError if the engine "graph" fails.
 
     Args:
         prompts: B prompts.
         uniform: (B, max_new_tokens) random numbers in [0, 1), one per token.
         eos, pad: ids of the EOS and pad tokens.
-        engine: "plain", "slots", "graph" or "auto".
+        engine: "plain", "slots", "graph" or "auto"; None: "auto" without CUDA graphs, for commands without
+            --rollout-engine, because a graph that fails ends the command.
         slots: completions sampled at a time; 0: the default of the device.
     """
     uniform = uniform.to(device)
@@ -110,5 +112,5 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
         done = done | (token == eos)
         if t % EOS_CHECK_EVERY == EOS_CHECK_EVERY - 1 and bool(done.all()):
             break
-        inputs, positions = token.unsqueeze(1), positions[:, -1:] + 1
+        inputs, positions = token.clamp(min=0).unsqueeze(1), positions[:, -1:] + 1
     return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf.models.determinism import cumulative_sum
 from rlhf.settings.training import SamplingSettings
+from rlhf.utils.errors import RunError
 from rlhf.utils.rng import rng_for
 
 
@@ -30,7 +31,7 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:
-        allowed = logits >= logits.topk(top_k).values[:, -1:]
+        allowed = ~(logits < logits.topk(top_k).values[:, -1:])  # NaN remains, so that it is found
     if top_p < 1:
         ordered, order = logits.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
         before = cumulative_sum(ordered) - ordered
@@ -40,6 +41,11 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 BLOCK = 256  # tokens of the vocabulary whose probabilities are added in float32
 BELOW_ONE = 1 - 2**-52  # keeps a product with a number below 1 from being rounded up to the whole
+BAD_ROW = -1  # in place of the token of a row whose logits are no distribution
+
+
+class BadLogits(RunError):
+    """Completions were sampled from logits that are no distribution: NaN, +infinity, or -infinity for all tokens."""
 
 
 def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -48,18 +54,21 @@ def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     The search has two levels: first among blocks of the vocabulary, then in one block. Only the sums of blocks and the
     probabilities of that block are added in float64, which consumer GPUs compute at 1/64 of the speed of float32. The
     probability of each token is exact to 1e-6. A token with probability 0 is never sampled.
+
+    The result is BAD_ROW for logits with NaN or +infinity, or with -infinity only. An error here would wait for the
+    GPU at every token, and an index out of range would end the process's use of the GPU.
     """
     vocabulary = logits.shape[-1]
     blocks = torch.nn.functional.pad(logits.softmax(-1), (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
     cumulative = cumulative_sum(blocks.sum(-1).double())  # (B, blocks)
     cumulative = torch.nn.functional.pad(cumulative, (1, 0))
     target = (uniform * BELOW_ONE).unsqueeze(1) * cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, target, right=True) - 1  # (B, 1)
+    block = torch.searchsorted(cumulative, target, right=True).sub_(1).clamp_(max=blocks.shape[1] - 1)  # (B, 1)
     ends = cumulative.gather(1, torch.cat([block, block + 1], 1))
     share = (target - ends[:, :1]) / (ends[:, 1:] - ends[:, :1])  # of the block's probability
     inside = cumulative_sum(blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double())
     token = torch.searchsorted(inside, share.clamp(max=BELOW_ONE) * inside[:, -1:], right=True)
-    return (block * BLOCK + token).squeeze(1)
+    return torch.where(cumulative[:, -1] > 0, (block * BLOCK + token).squeeze(1), BAD_ROW)  # the sum may be NaN
 
 
 def pack_bits(flags: Tensor) -> Tensor:

@@ -132,6 +132,12 @@ class MeasureSettings:
         "evaluation functions as judges; unset: those of the runs",
         MEASURED,
     )
+    rollout_engine: str | None = setting(
+        None,
+        "how completions are sampled: graph (with CUDA graphs), slots (without them, if they fail), plain, or auto: "
+        "graph on a GPU, slots on a CPU; unset: as in the run",
+        choices=("auto", "plain", "slots", "graph"),
+    )
     trust_reward_code: bool = setting(
         False,
         "allow to execute the Python files of reward and evaluation functions that are listed in a run's run.json",

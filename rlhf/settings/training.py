@@ -289,6 +289,11 @@ class SpeedSettings:
         brief="choose settings that fit this memory size, such as 8GB",
     )
 
+    @property
+    def own_engine(self) -> str:
+        """The engine that samples where vLLM does not: before training, and in evaluations."""
+        return "auto" if self.rollout_engine == "vllm" else self.rollout_engine
+
 
 FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim", "use_lora")  # that --fit chooses
 

@@ -20,16 +20,17 @@ from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
 from rlhf.rollout.choice import choose_engine
 from rlhf.settings.training import Config
-from rlhf.setup.shape import FLOAT, Shape
+from rlhf.setup.shape import FLOAT, Row, Shape
 from rlhf.utils.console import gib
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
 LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 IMPORTED = 570 * 2**20  # resident bytes after all imports; --dry-run imports less
-# Heap fragmentation on a CPU: temporary tensors of a layer's forward pass whose memory is not reused, in hidden states
-# per token. Measured for SmolLM2-135M with glibc 2.36. Each adapted layer adds its output: it is computed apart.
-GAPS = 7
+# Heap fragmentation on a CPU: the share of a layer's temporary tensors whose memory is not reused. The free block of a
+# tensor between two that are kept is too small for a tensor of the same size, because glibc's posix_memalign first
+# looks for room to align it. Measured with glibc 2.36: 0.4 to 0.7, for two shapes with all weights and adapters.
+HOLES = 0.57
 UNFUSED = 5  # copies of a chunk's logits if autograd differentiates the softmax
 
 
@@ -167,15 +168,15 @@ class _Run:
 
     def forecast(self, prompts: list[int]) -> Forecast:
         """Return the forecast for a batch of these prompt lengths."""
-        (episodes, tokens, completion), m = self.micro_batch(prompts), self.config.model
+        row, m = self.micro_batch(prompts), self.config.model
         # an optimizer step on the whole batch in one micro-batch uses the forward pass of the log-probs
-        reused = self.config.minibatch_size == episodes == len(prompts)
-        kept = self.activations(tokens) if reused and not (m.gradient_checkpointing or m.has_adapter_dropout) else {}
+        reused = self.config.minibatch_size == row.episodes == len(prompts)
+        kept = self.activations(row) if reused and not (m.gradient_checkpointing or m.has_adapter_dropout) else {}
         update = {
             "rollout": self.rollout(prompts),
-            "log-probs": self.forward(tokens, completion) | kept,
+            "log-probs": self.forward(row.tokens, row.completion) | kept,
             "scoring": self.scoring(prompts, kept),
-            "backward pass": self.backward(episodes, tokens, completion),
+            "backward pass": self.backward(row),
             "optimizer step": {"gradients": self.every_trained},
         }
         every = sorted([*self.given.evaluation] * self.config.run.eval_samples)
@@ -191,20 +192,19 @@ class _Run:
             for name, parts in named.items()
             if parts
         ]
-        return Forecast(self.held(), phases, episodes, tokens)
+        return Forecast(self.held(), phases, row.episodes, row.tokens)
 
-    def micro_batch(self, prompts: list[int]) -> tuple[int, int, int]:
-        """Return the episodes, the tokens, and the completion tokens of the largest micro-batch."""
+    def micro_batch(self, prompts: list[int]) -> Row:
+        """Return the largest micro-batch."""
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         size = min(len(rows), batch.micro_batch_size or len(rows))
         shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
-            taken = rows[:size] if packed else rows[:1] * size
-            tokens = sum(taken[::shared]) + size * (length - packed)
-            if tokens <= self.budget.tokens_per_micro_batch or size == 1:
-                return size, tokens, size * length
+            row = Row.of(rows[:size], length, packed, shared)
+            if row.tokens <= self.budget.tokens_per_micro_batch or size == 1:
+                return row
             size -= 1
 
     def token_masks(self, completions: int) -> int:
@@ -263,37 +263,38 @@ class _Run:
         passed = self.given.policy.forward_peak(tokens, self.element)
         return {"forward pass or logits": max(passed, self.logits(completion)), "weight copies": self.copies()}
 
-    def activations(self, tokens: int) -> dict[str, int]:
-        """Return purpose -> bytes that the forward pass over a micro-batch saves for its backward pass."""
+    def activations(self, row: Row) -> dict[str, int]:
+        """Return purpose -> bytes that the forward pass over a micro-batch keeps until its backward pass."""
         m, parts, on_cpu = self.config.model, {}, self.given.device.type == "cpu"
         targets, attention = m.lora_targets if m.use_lora else None, FLOAT if on_cpu else self.element
-        for name, shape in (("activations", self.given.policy), ("critic's activations", self.critic)):
+        for owner, shape in (("", self.given.policy), ("critic's ", self.critic)):
             if shape is not None:
-                each = shape.saved_by_layer(tokens, self.element, attention, targets)
-                inputs = FLOAT * tokens * shape.hidden
-                parts[name] = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
-        gaps = GAPS * FLOAT * self.given.policy.hidden + self.element * self.given.policy.outputs(targets or ())
-        return parts | {"heap fragmentation": on_cpu * self.given.policy.layers * tokens * gaps}
+                each = shape.saved_by_layer(row, self.element, attention, targets)
+                inputs = FLOAT * row.tokens * shape.hidden
+                kept = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
+                holes = HOLES * shape.layers * row.tokens * shape.temporary(self.element, targets or ())
+                parts |= {f"{owner}activations": kept, f"{owner}heap fragmentation": on_cpu * int(holes)}
+        return parts
 
-    def backward(self, episodes: int, tokens: int, completion: int) -> dict[str, int]:
-        """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where
-        all activations are saved, or at the first layer, where all gradients exist."""
-        config, policy, saved = self.config, self.given.policy, self.activations(tokens)
-        numbers = completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
+    def backward(self, row: Row) -> dict[str, int]:
+        """Return purpose -> bytes at the peak of the backward passes: at the head, in the first micro-batch or in the
+        next one, which finds gradients; or at the policy's first layer, with all gradients and after the critic."""
+        config, policy, saved = self.config, self.given.policy, self.activations(row)
+        numbers = row.completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
         if config.speed.fused_head:
-            numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // episodes))
+            numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
         head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
+        logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
-        else:
-            logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
-        several = episodes < self.config.minibatch_size  # then earlier micro-batches have left gradients
-        before = self.every_trained if several else head * (numbers < completion * policy.vocabulary)
-        at_head = {**saved, "logits": logits, "gradients": before, "weight copies": self.copies()}
-        recomputed = config.model.gradient_checkpointing  # the gradients then fill the gaps of the other layers
+        at_head = {**saved, "logits": logits, "weight copies": self.copies()}
+        at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks
+        rest = min(1, self.config.minibatch_size / row.episodes - 1)  # share of the next micro-batch
+        at_next_head = {name: int(rest * size) for name, size in at_head.items()} | {"gradients": self.every_trained}
+        filled = policy.layers if config.model.gradient_checkpointing else 1  # the gradients fill other layers' holes
         at_first_layer = {
-            "activations": policy.saved_by_layer(tokens, self.element, FLOAT, None) + 8 * tokens * policy.inner,
+            "activations": policy.saved_by_layer(row, self.element, FLOAT, None) + 8 * row.tokens * policy.inner,
             "gradients": self.every_trained + head,
-            "heap fragmentation": saved["heap fragmentation"] // (policy.layers if recomputed else 1),
+            "heap fragmentation": saved["heap fragmentation"] // filled,
         }
-        return max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))
+        return max(at_head, at_next_head, at_first_layer, key=lambda parts: sum(parts.values()))

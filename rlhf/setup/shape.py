@@ -24,6 +24,37 @@ FLOAT = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
+class Row:
+    """The tokens of a micro-batch. Attention gathers the episodes of a packed row into rectangles, in which they are
+    padded to the longest one."""
+
+    episodes: int
+    completion: int  # completion tokens
+    tokens: int
+    queries: int  # tokens of the rectangles of queries
+    keys: int  # tokens of the rectangles of keys, without those of `masked`
+    masked: int = 0  # the same for completions that share a prompt: they need a mask, and one key per query head
+    pairs: int = 0  # query-key pairs of that mask
+    dense: bool = True  # the row is one rectangle, so nothing is gathered
+
+    @classmethod
+    def of(cls, prompts: Sequence[int], length: int, packed: bool, shared: int = 1) -> Row:
+        """Return the row of completions of `length` tokens to prompts with these numbers of tokens, in descending
+        order. `shared` neighbours have the same prompt, which is then there once."""
+        count, longest = len(prompts), max(prompts)
+        if not packed:
+            size = count * (longest + length)
+            return cls(count, count * length, size, size, size)
+        run, distinct = length - 1, prompts[::shared]  # nothing is predicted from a completion's last token
+        tokens = sum(distinct) + count * run
+        if len(distinct) == count:
+            size = count * (longest + run)
+            return cls(count, count * length, tokens, size, size, dense=size == tokens)
+        size, masked = len(distinct) * longest, count * (longest + run)
+        return cls(count, count * length, tokens, size + count * run, size, masked, run * masked, dense=False)
+
+
+@dataclass(frozen=True)
 class Shape:
     """Dimensions count features of one token."""
 
@@ -98,23 +129,35 @@ class Shape:
         joined = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
         return sum(prod(self.sizes[name]) for name in joined.union(self.adapted(targets)))
 
-    def saved_by_layer(self, tokens: int, element: int, attention: int, targets: Collection[str] | None) -> int:
-        """Return the bytes that one layer saves for the backward pass over a packed row of `tokens`.
+    def saved_by_layer(self, row: Row, element: int, attention: int, targets: Collection[str] | None) -> int:
+        """Return the bytes that one layer saves for the backward pass over a row.
 
         Args:
+            row: the tokens.
             element: bytes of a number in linear layers.
             attention: bytes of a number in attention.
             targets: the adapted layers; None: all weights are trained.
         """
         size = 2 * self.hidden * FLOAT + 2 * self.inner * element  # the inputs of both norms; gate and up
-        size += (2 * self.q + 2 * self.kv) * attention + self.heads * FLOAT  # attention's inputs and output
-        adapted = self.adapted(targets or ())
-        if element < attention or element < FLOAT:  # autocast makes a copy for each layer that needs its input
-            size += (self.q if targets is None else sum(self.sizes[n][0] for n in adapted)) * element
-        else:
-            read = {"qkv" if n[0] in "qkv" else "gate_up" if n[0] in "gu" else n: self.sizes[n][0] for n in adapted}
-            size += (sum(read.values()) - read.get("o_proj", 0)) * element  # attention has saved o_proj's input
-        return tokens * size
+        copied = element < FLOAT  # autocast makes a copy for each layer that needs its input
+        adapted = ["o_proj"] if targets is None else self.adapted(targets)  # the others compute their inputs again
+        read = {"qkv" if n[0] in "qkv" else "gate_up" if n[0] in "gu" else n: self.sizes[n][0] for n in adapted}
+        if not copied and row.dense:
+            read.pop("o_proj", None)  # attention has saved it
+        size += (sum(self.sizes[n][0] for n in adapted) if copied else sum(read.values())) * element
+        attended = row.queries * (2 * self.q * attention + self.heads * FLOAT)  # queries, output, log of the sums
+        attended += 2 * (row.keys * self.kv + row.masked * self.q) * attention + row.pairs * attention
+        return row.tokens * size + attended
+
+    def temporary(self, element: int, targets: Collection[str]) -> int:
+        """Return the bytes per token that one layer's forward pass computes and does not save."""
+        turned = self.q + self.kv  # queries and keys
+        floats = 2 * self.hidden + turned  # the results of both norms, and the gathered rows
+        # queries and keys before the rotary embedding, and with exchanged halves; values; both halves' outputs; SwiGLU
+        others = 2 * turned + self.kv + 2 * self.hidden + self.inner
+        return (
+            floats * FLOAT + (others + 3 * self.outputs(targets)) * element
+        )  # of a frozen layer, its adapter, scaled
 
     def forward_peak(self, tokens: int, element: int) -> int:
         """Return the peak bytes of a pass without gradients: hidden states, and the largest tensors of a layer."""

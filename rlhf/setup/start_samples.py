@@ -81,8 +81,7 @@ def _scored(
     with torch.no_grad(), autocast(device, autocast_dtype(config.model.bf16, device)):
         completions = sample_completions(
             policy, prompts, uniform, config.sampling, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
-            device=device, engine="auto" if speed.rollout_engine == "vllm" else speed.rollout_engine,
-            slots=speed.rollout_slots,
+            device=device, engine=speed.own_engine, slots=speed.rollout_slots,
         )  # fmt: skip
     policy.train(was_training)
     texts, ended = completions.texts(tokenizer), completions.ended.tolist()

@@ -100,9 +100,8 @@ class RolloutCollector:
             if self.vllm is not None and training:
                 return self.vllm.sample(prompts, **tokens)
             speed = self.config.speed
-            engine = "auto" if self.vllm is not None else speed.rollout_engine
             return sample_completions(
-                self.host.actor.policy, prompts, uniform, self.sampling, **tokens, engine=engine,
+                self.host.actor.policy, prompts, uniform, self.sampling, **tokens, engine=speed.own_engine,
                 slots=speed.rollout_slots,
             )  # fmt: skip
 

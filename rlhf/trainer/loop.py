@@ -44,7 +44,7 @@ from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import SkipUpdate, check_finite, checked_beta, require_finite_weights
+from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, checked_beta, require_finite_weights
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import is_first
@@ -145,7 +145,7 @@ class OnPolicyLoop:
             raise UserError(refused_arguments(unexpected, named, name_table(settings_of(Config))))
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
-        with self.session():
+        with self.session(), advise_on_bad_logits(self.state, self.recovery):
             self.trained = True
             return agree(self._run)
 

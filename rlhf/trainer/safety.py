@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerState
 
 from rlhf.models.save import bad_weights
 from rlhf.rollout.completions import Rollout
+from rlhf.rollout.sampling import BadLogits
 from rlhf.utils.errors import RunError
 
 # limit of a minibatch's mean ratio to the rollout policy, also as 1 / MOST_RATIO; ratio_threshold in TRL's first PPO
@@ -57,6 +60,19 @@ def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
     if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
         limits = f"the limits are {1 / MOST_RATIO:g} and {MOST_RATIO:g}"
         raise SkipUpdate(f"policy/ratio is {values['policy/ratio']:.3g} in a minibatch; {limits}", rows)
+
+
+@contextmanager
+def advise_on_bad_logits(state: TrainerState, recovery: Callable[[bool], str]) -> Iterator[None]:
+    """Context manager that adds to BadLogits the number of updates made so far and the advice of `recovery`."""
+    try:
+        yield
+    except BadLogits as error:
+        advice = recovery(False) if state.global_step else "Check the start model and --temperature"
+        problem, _, _ = error.problems[0].partition(": ")
+        failed = RunError(f"{problem}: sampling after update {state.global_step}. {advice}")
+        failed.by_all = error.by_all
+        raise failed from None
 
 
 def require_finite_weights(model: nn.Module, update: int, recovery: Callable[[bool], str]) -> None:

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evaluate_generations
 import train_grpo
+from rlhf.analysis import chat
 from rlhf.analysis.chat import Conversation, StreamingGenerator
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
-from rlhf.utils.errors import UserError, run_command, visible
+from rlhf.utils.errors import RunError, UserError, run_command, visible
+from tests.rollout.test_engine import HeadWithBadLogits
 from tests.scripts.test_bad_inputs import FORM
 from tests.scripts.test_scripts import ROOT, run
 from tests.shapes import make_base_model
@@ -41,6 +43,21 @@ def talk(monkeypatch, capsys):
         return capsys.readouterr().out, prompts
 
     return make
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_logits_end_the_chat_in_one_line(start_model, talk, monkeypatch, value):
+    load = chat.load_model_ref
+
+    def with_bad_logits(*arguments):
+        policy = load(*arguments)
+        policy.set_output_embeddings(HeadWithBadLogits(policy.get_output_embeddings(), value, 7))
+        return policy
+
+    monkeypatch.setattr(chat, "load_model_ref", with_bad_logits)
+    with pytest.raises(RunError, match="NaN or infinity in the logits: --chat") as error:
+        talk(start_model, "Hello\n")
+    assert len(error.value.problems) == 1
 
 
 def user(text: str) -> dict[str, str]:

@@ -117,6 +117,13 @@ def test_cpu_uses_torch_cumsum():
     assert torch.equal(determinism.cumulative_sum(values), values.cumsum(-1))
 
 
+def test_attention_of_cudnn_is_disabled_at_the_start():
+    """It makes a plan for every new shape, which takes up to a second (H100 and newer)."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    device.start_device(Screen())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_vector_functions_are_called_once_before_threads_start(monkeypatch):
     """Workaround for pytorch issue 188792: each function is called first on one element, which uses one thread."""
     calls = []

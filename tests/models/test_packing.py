@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from rlhf.data.prompts import Prompt
+from rlhf.models import packing
 from rlhf.models.actor_critic import Actor, places_of, scatter_to_padded
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
@@ -99,6 +101,33 @@ def test_packed_equals_padded(model, groups, rows):
     for (padded, packed), tolerance in zip(zip(*found, strict=True), (1e-10 if exact else 1e-5, 1e-5, 0), strict=True):
         assert_close(packed, padded, rtol=0, atol=tolerance * float(padded.abs().max()))
     assert float(found[0][1].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)
+def test_padding_of_rectangles_changes_no_result(model, groups, monkeypatch):
+    """Hidden states and gradients are bit-identical to those with another index in the padding: the row's first."""
+
+    def results():
+        model.zero_grad()
+        hidden = PackedMicroBatch(episodes(groups), range(4)).forward(backbone_of(model))
+        hidden.square().sum().backward()
+        return [hidden.detach(), *(w.grad.clone() for w in model.parameters() if w.grad is not None)]
+
+    def with_first(rows):
+        filled, starts = rectangle(rows)
+        for into, row in zip(filled, rows, strict=True):
+            into[len(row) :] = row[0]
+        return filled, starts
+
+    last, rectangle = results(), packing._rectangle
+    monkeypatch.setattr(packing, "_rectangle", with_first)
+    for found, expected in zip(last, results(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_of_a_rectangle_are_padded_with_their_own_last_index():
+    filled, starts = packing._rectangle([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
+    assert filled.tolist() == [[4, 5, 5, 5], [0, 1, 2, 3], [6, 6, 6, 6]] and starts.tolist() == [0, 4, 8]
 
 
 def test_packed_row_has_no_padding_and_each_prompt_once():

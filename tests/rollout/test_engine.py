@@ -6,18 +6,22 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import train_ppo
 from rlhf.algorithms import objectives
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
 from rlhf.rollout import continuous_batching
+from rlhf.rollout.choice import choose_engine
+from rlhf.rollout.continuous_batching import ContinuousBatcher
 from rlhf.rollout.cpu_weights import prepacked_weights, supports_prepacking
 from rlhf.rollout.decoder import FusedDecoder, ModelDecoder
 from rlhf.rollout.engine import default_engine, sample_completions
-from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.sampling import BadLogits, uniform_noise
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import RunError, UserError
 from tests.models.test_packing import CONFIGS, make_model
 
 CPU = torch.device("cpu")
@@ -207,6 +211,98 @@ def test_unavailable_engine_is_rejected_when_sampling(model):
     with pytest.raises(UserError, match="cannot be replaced: --rollout-engine slots"):
         sample(model, "slots")
     assert sample(model, "auto").rows() == sample(model, "plain").rows()
+
+
+def test_without_the_setting_no_cuda_graph_is_used(model):
+    """Commands without --rollout-engine, such as the demo's parts, must not fail with a graph."""
+    gpu = torch.device("cuda")
+    assert [choose_engine(engine, True, gpu) for engine in ("auto", None)] == ["graph", "slots"]
+    assert [choose_engine(None, packs, CPU) for packs in (True, False)] == ["slots", "plain"]
+
+
+# --- logits that are no distribution ---------------------------------------------------------------------------------
+
+
+class HeadWithBadLogits(torch.nn.Module):
+    """Replaces the logits of some tokens, `places`, in the first row."""
+
+    def __init__(self, head, value, places):
+        super().__init__()
+        self.head, self.value, self.places = head, value, places
+
+    def forward(self, hidden):
+        logits = self.head(hidden)
+        logits[:1, ..., self.places] = self.value
+        return logits
+
+
+@pytest.mark.parametrize("engine", ["plain", "slots"])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
+@pytest.mark.parametrize(
+    ("value", "places"), [(torch.nan, 7), (torch.inf, 7), (-torch.inf, slice(None))], ids=["nan", "inf", "all -inf"]
+)
+def test_logits_that_are_no_distribution_end_in_one_line(engine, limits, value, places):
+    small = make_model(next(iter(CONFIGS)), seed=3)
+    small.set_output_embeddings(HeadWithBadLogits(small.get_output_embeddings(), value, places))
+    with pytest.raises(BadLogits, match="of 1 of 9 completions: sampling") as error:
+        sample(small, engine, 9, **limits)
+    assert isinstance(error.value, RunError) and len(error.value.problems) == 1
+
+
+# --- a CUDA graph that cannot be captured ----------------------------------------------------------------------------
+
+
+class FailedCapture:
+    """Takes the place of torch.cuda.graph: `error` occurs in the capture, and ending the capture fails, too."""
+
+    error: Exception
+
+    def __init__(self, graph, pool):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RuntimeError("CUDA error: operation not permitted"), RunError), (torch.OutOfMemoryError("full"), None)],
+    ids=["synchronization", "memory"],
+)
+def test_a_failed_capture_ends_the_run(monkeypatch, error, kind):
+    """The process cannot continue on its GPU. Out of memory remains an out-of-memory error, for its own advice."""
+    batch, decode, steps = prompts(), ContinuousBatcher._decode, []
+
+    def failing(batcher, span):
+        steps.append(span)
+        if len(steps) == 2:  # the first step is the warm-up before the capture
+            raise error
+        decode(batcher, span)
+
+    monkeypatch.setattr(ContinuousBatcher, "_decode", failing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", FailedCapture)
+    small, noise = make_model(next(iter(CONFIGS)), seed=3), uniform_noise(1, 2, "rollout", range(9), 14)
+    batcher = ContinuousBatcher(small, batch, noise, SamplingSettings(14, 1.0), EOS, 9, graph=True)
+    with pytest.raises(kind or torch.OutOfMemoryError) as found, torch.no_grad():
+        batcher.run()
+    assert len(steps) == 2, "no step after the capture"
+    if kind is None:
+        assert found.value is error
+    else:
+        assert "operation not permitted" in str(found.value) and "Use --rollout-engine slots" in str(found.value)
+
+
+def test_a_run_resumes_with_the_engine_that_the_error_names(run_flags, tmp_path):
+    train_ppo.main(run_flags("--num-iterations", 1, "--save-every", 1, "--rollout-engine", "plain"))
+    more = ("--num-iterations", 2, "--rollout-engine", "slots", "--resume", "--resume-anyway")
+    train_ppo.main(run_flags("--save-every", 1, *more))
+    record = RunRecord.read(tmp_path / "run")
+    assert (record.status, record.spent.updates) == ("finished", 2)
+    assert record.flat_settings["rollout_engine"] == "slots"
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,15 @@ from rlhf.models.reference import Reference
 from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values
-from rlhf.rollout.sampling import pack_bits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise, unpack_bits
+from rlhf.rollout.sampling import (
+    BAD_ROW,
+    pack_bits,
+    sample_inverse_cdf,
+    sample_tokens,
+    top_k_top_p_mask,
+    uniform_noise,
+    unpack_bits,
+)
 from rlhf.settings.training import SamplingSettings
 
 CPU = torch.device("cpu")
@@ -75,6 +83,16 @@ def test_inverse_cdf_sampling_follows_the_distribution():
 def test_inverse_cdf_sampling_never_returns_a_filtered_token():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     assert sample_inverse_cdf(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [[torch.nan, 0, 0], [torch.inf, 0, 0], [-torch.inf] * 3], ids=str)
+@pytest.mark.parametrize("limits", [(0, 1.0), (2, 1.0), (0, 0.5)], ids=str)
+def test_a_row_that_is_no_distribution_has_no_token_and_changes_no_other_row(bad, limits):
+    good = torch.tensor([0.5, 0.3, 0.2]).log()
+    logits, uniform = torch.stack([good, torch.tensor(bad), good]), torch.tensor([0.1, 0.5, 0.7], dtype=torch.float64)
+    found, _ = sample_tokens(logits, uniform, sampling_settings(1, 1.0, *limits))
+    alone, _ = sample_tokens(logits[[0, 2]], uniform[[0, 2]], sampling_settings(1, 1.0, *limits))
+    assert found.tolist() == [alone[0], BAD_ROW, alone[1]]
 
 
 def test_allowed_tokens_match_values_computed_by_hand():

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -25,12 +24,11 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import sample_inverse_cdf, top_k_top_p_mask, uniform_noise
+from rlhf.rollout.sampling import BadLogits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import RLHFWarning
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
 from tests.kills import differing
-from tests.rollout.test_engine import EOS, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
+from tests.rollout.test_engine import EOS, HeadWithBadLogits, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
 from tests.scripts.test_scripts import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -52,11 +50,21 @@ def test_engine_samples_the_same_tokens_as_on_the_cpu(model, engine):  # noqa: F
         ).rows()
 
     expected = rows(model, CPU, "plain")
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "error", RLHFWarning
-        )  # a graph that cannot be captured falls back to slots with a RLHFWarning
-        assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
+    assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
+
+
+@pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_logits_end_in_one_line_and_leave_the_gpu_usable(model, engine, value):  # noqa: F811
+    """An index out of range would be a device-side assert, after which no checkpoint can be written."""
+    policy, noise = copy.deepcopy(model).to(GPU), uniform_noise(1, 2, "rollout", range(9), 20)
+    head = policy.get_output_embeddings()
+    policy.set_output_embeddings(HeadWithBadLogits(head, value, 7))
+    with pytest.raises(BadLogits):
+        sample_completions(
+            policy, prompts(), noise, SamplingSettings(20, 1.0), eos=EOS, pad=0, device=GPU, engine=engine, slots=3
+        )
+    assert float(torch.ones(4, device=GPU).sum()) == 4
 
 
 def test_log_probs_equal_those_of_the_cpu(model):  # noqa: F811
@@ -156,7 +164,6 @@ def test_a_run_on_the_gpu(gpu_runs, name):
     capable = torch.cuda.is_bf16_supported(including_emulation=False)
     expected = f"cuda, {'bfloat16 autocast' if capable else 'float32'}"
     assert expected in ended["output"].replace("cuda:0", "cuda") and "update 2/2" in ended["output"]
-    assert "no CUDA graph" not in ended["output"]
 
 
 @pytest.mark.parametrize("name", RUNS)

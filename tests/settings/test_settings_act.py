@@ -649,6 +649,14 @@ def test_repeated_evaluation_does_not_differ(evaluated, default_report):
     assert evaluated() == default_report
 
 
+def test_rollout_engine_of_an_evaluation(evaluated, default_report, monkeypatch):
+    plain, called = engine._plain, []
+    monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
+    evaluated()
+    assert not called
+    assert evaluated("--rollout-engine", "plain") == default_report and called
+
+
 def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_model, reward_folder, pairs_file):
     """The demo's temperature is 1, the default recipe's 0.7."""
     words = ["--rm-model", reward_folder, "--prompts", pairs_file, "--split", "45/45/10"]
@@ -659,6 +667,7 @@ def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_mo
 def test_every_setting_of_the_evaluation_commands_is_tested():
     evaluation = {*EVALUATION_SETTINGS, *DATA, "like"}  # DATA: tests/analysis/test_own_prompts.py, too
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
+    evaluation.add("rollout_engine")  # test_rollout_engine_of_an_evaluation
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}
     assert set(settings_of(ComparisonConfig)) == {

@@ -24,7 +24,7 @@ from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator, longest_batch
 from rlhf.setup.plan import batch_line, show_plan
-from rlhf.setup.shape import Shape, base_parameters
+from rlhf.setup.shape import Row, Shape, base_parameters
 from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT, run
 
@@ -47,10 +47,11 @@ def shape_of(model) -> Shape:
     return Shape.of(base_of(model).config, base_parameters(model))
 
 
-def saved_bytes(model, dtype) -> tuple[int, int]:
-    """Returns the bytes that autograd saves in a forward pass, and the tokens of the pass. Weights and their rounded
-    copies are not counted, and each storage is counted once."""
-    weights = {shape for w in model.parameters() for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
+def saved_bytes(modules, run) -> int:
+    """Returns the bytes that autograd saves while `run` computes with these modules. Weights and their rounded copies
+    are not counted, and each storage is counted once."""
+    every = [weight for module in modules for weight in module.parameters()]
+    weights = {shape for w in every for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
     storages: dict[int, torch.Tensor] = {}
 
     def record(tensor):
@@ -58,21 +59,52 @@ def saved_bytes(model, dtype) -> tuple[int, int]:
             storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    micro_batch = PackedMicroBatch(token_batch([[5] * 6] * 4, [[7] * 9] * 4, 0, CPU), range(4))
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), autocast(CPU, dtype):
-        hidden = micro_batch.forward(backbone_of(model))
-    assert hidden.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), micro_batch.ids.numel()
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        assert run().requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+# lengths of the prompts, and how many neighbours share one
+ROWS = {"equal": ([6] * 4, 1), "different": ([17, 11, 6, 2], 1), "shared": ([17] * 3 + [6] * 3, 3)}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("targets", [(), ATTENTION, ALL], ids=["all weights", "attention", "five layers"])
-def test_saved_activations_of_a_layer_match_autograd(tmp_path, targets, dtype):
+@pytest.mark.parametrize("rows", ROWS)
+def test_saved_activations_of_a_layer_match_autograd(tmp_path, rows, targets, dtype):
     models = [policy(tmp_path, layers, targets, False, dtype) for layers in (2, 3)]
-    (two, tokens), (three, _) = (saved_bytes(model, dtype) for model in models)
-    element = 4 if dtype is None else dtype.itemsize
-    predicted = shape_of(models[0]).saved_by_layer(tokens, element, 4, targets or None)
+    lengths, shared = ROWS[rows]
+    given = token_batch([[5] * n for n in lengths], [[7] * 9] * len(lengths), 0, CPU)
+    given.groups = [number // shared for number in range(len(lengths))]
+    micro_batch, row = PackedMicroBatch(given, range(len(lengths))), Row.of(lengths, 9, True, shared)
+    with autocast(CPU, dtype):
+        two, three = (saved_bytes([m], lambda m=m: micro_batch.forward(backbone_of(m))) for m in models)
+    assert (row.episodes, row.tokens) == (len(lengths), micro_batch.ids.numel())
+    predicted = shape_of(models[0]).saved_by_layer(row, 4 if dtype is None else dtype.itemsize, 4, targets or None)
     assert predicted == pytest.approx(three - two, rel=0.03)
+
+
+CRITICS = {"shared": [], "separate": ["--critic", "separate"], "reward-model": ["--critic", "reward-model"]}
+
+
+@pytest.mark.parametrize("lora", [[], ["--use-lora"], ["--use-lora", "--lora-targets", "all-linear"]], ids=str)
+@pytest.mark.parametrize("critic", CRITICS)
+def test_predicted_activations_match_autograd_for_every_critic_and_adapter(configured, build, critic, lora):
+    """Of the largest micro-batch, over all networks. The rank is 1: in a tiny model the products with A are large."""
+    flags = ["--batch-size", 8, "--minibatches", 1, "--no-bf16", "--lora-r", 1, *CRITICS[critic], *lora]
+    trainer, length = build(*flags), 8
+    estimate = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)
+    prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
+    given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
+    micro_batch = PackedMicroBatch(given, range(len(prompts)))
+    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    phases = {phase.name: phase.parts for phase in estimate(trainer.config).phases}
+    parts = phases["backward pass"] if "critic's activations" in phases["backward pass"] else phases["log-probs"]
+    networks = [parts[name] for name in parts if name.endswith("activations")]
+    assert len(networks) == (1 if critic == "shared" else 2)
+    assert sum(networks) == pytest.approx(found, rel=0.1)
+    holes = [parts[name] for name in parts if name.endswith("heap fragmentation")]
+    assert len(holes) == len(networks) and len(set(holes)) == 1, "both networks have one shape"
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
@@ -183,7 +215,9 @@ REAL_SHAPES = [
         ("ppo", "float32"), ("ppo", "bfloat16"),
         ("ppo", "float32", "--lora"), ("ppo", "bfloat16", "--lora"),
         ("ppo", "float32", "--load-in-4bit"), ("ppo", "bfloat16", "--load-in-4bit"),
-        ("grpo", "float32"),
+        ("grpo", "float32"), ("grpo", "float32", "--lora"),
+        ("ppo", "float32", "--critic", "separate"), ("ppo", "float32", "--lora", "--critic", "separate"),
+        ("ppo", "bfloat16", "--lora", "--critic", "reward-model"),
     )
 ]  # fmt: skip
 

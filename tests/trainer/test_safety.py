@@ -24,6 +24,7 @@ from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command
 from tests.conftest import attach
+from tests.rollout.test_engine import HeadWithBadLogits
 
 
 def weights(trainer) -> torch.Tensor:
@@ -116,6 +117,29 @@ def test_tokens_of_a_skipped_update_are_spent(build, kind):
     CORRUPTIONS[kind](trainer, math.nan)
     trainer.update_step(1)
     assert trainer.progress.skipped == 1 and trainer.progress.completion_tokens == counts.tokens > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("update", [0, 1])
+def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update):
+    """After the start model's evaluation, the advice is that for a run whose weights diverged."""
+    trainer = build("--num-iterations", 3)
+
+    def diverge(*_):
+        head = trainer.actor.policy.get_output_embeddings()
+        trainer.actor.policy.set_output_embeddings(HeadWithBadLogits(head, value, 7))
+
+    if update:
+        recorder = UpdateRecorder()
+        recorder.on_update_end = diverge
+        trainer.add_callback(recorder)
+    else:
+        diverge()
+    with pytest.raises(RunError) as error:
+        trainer.train()
+    (line,) = error.value.problems
+    assert re.match(r"NaN or infinity in the logits of \d of \d completions: sampling after update", line)
+    assert f"after update {update}. " in line and ("smaller learning_rate" in line) == bool(update)
 
 
 def test_training_continues_after_a_skipped_update(build):

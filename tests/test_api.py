@@ -21,6 +21,8 @@ from rlhf.callbacks.base import Callback
 from rlhf.config import make_config, parse_cli
 from rlhf.rewards.call import BadScore
 from rlhf.run.python_run import OF_A_FOLDER, OF_THE_SCRIPTS
+from rlhf.setup import preflight
+from rlhf.setup.preflight import Check
 from rlhf.utils.console import SHOW_MESSAGES, quiet_in_program
 from rlhf.utils.errors import RunError, UserError
 from tests.documents import ROOT
@@ -290,6 +292,21 @@ def test_a_variable_keeps_the_messages_of_libraries(monkeypatch, value, shown):
         assert (warnings.filters == []) == shown
     assert (logger.level == logging.NOTSET) == shown
     assert all((name not in os.environ) == shown for name in VARIABLES)
+
+
+def test_checks_of_the_models_are_made_without_a_folder(config, monkeypatch):
+    checked = []
+    monkeypatch.setattr(preflight, "pad_is_not_eos", lambda _: Check("a test", "wrong", ok=False, hint="Fix it"))
+    monkeypatch.setattr(preflight, "disk_has_room", lambda *_: checked.append("disk"))
+    with pytest.raises(UserError, match=r"^wrong: a test\. Fix it$"):
+        make_trainer(config(), ["a cat?"], [words])
+    assert checked == []
+
+
+def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
+    for prompts, batch_size, warned in ((["a cat?"], 2, True), (["a cat?", "a dog?"], 2, False)):
+        make_trainer(config(batch_size=batch_size), prompts, [words])
+        assert ("warning: 1 training prompt for batches of 2" in capsys.readouterr().out) == warned
 
 
 def test_train_refuses_arguments_and_names_their_setting(config):

@@ -294,6 +294,13 @@ def test_a_variable_keeps_the_messages_of_libraries(monkeypatch, value, shown):
     assert all((name not in os.environ) == shown for name in VARIABLES)
 
 
+@pytest.mark.parametrize("given", [None, {"batch_size": 2}, "demo"])
+def test_what_is_not_a_configuration_is_refused(given):
+    for use in (make_trainer, scan):
+        with pytest.raises(UserError, match=r"not a configuration: config, .*\. Make it with make_config\(\)"):
+            use(given, ["a cat?"], [words])
+
+
 def test_checks_of_the_models_are_made_without_a_folder(config, monkeypatch):
     checked = []
     monkeypatch.setattr(preflight, "pad_is_not_eos", lambda _: Check("a test", "wrong", ok=False, hint="Fix it"))

@@ -79,14 +79,13 @@ def make_trainer(
             asked = recorded(config, folder, rewards, reward_weights, eval_functions)
             used = from_first(lambda: prepared(asked, screen))
         inputs = load_inputs(used, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-        used = used if used.run.resume and folder is not None else choose_settings(used, inputs, device, screen)
+        used = used if used.run.resume else choose_settings(used, inputs, device, screen)
         components = load_models(used, inputs, device, screen)
         return used, *keep_by_pass_rate(used, components, screen, folder)
 
     used, components, pass_rates = agree(load)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
-    if folder is not None:
-        agree(lambda: check_start(used, components))
+    agree(lambda: check_start(used, components, writes=folder is not None))
     trainer = agree(lambda: build_trainer(used, components))
     if folder is None:
         attach_in_memory(trainer, screen, progress)

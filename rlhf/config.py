@@ -54,7 +54,7 @@ OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by a
 def algorithm_row(name: str, where: str) -> Algorithm:
     """Return the row of an algorithm in the table. Raises UserError if there is none; `where` is the place in the
     error."""
-    if name not in ALGORITHMS:
+    if name not in list(ALGORITHMS):  # it may not be hashable
         raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +21,11 @@ from rlhf.callbacks.base import Callback
 from rlhf.config import make_config, parse_cli
 from rlhf.rewards.call import BadScore
 from rlhf.run.python_run import OF_A_FOLDER, OF_THE_SCRIPTS
+from rlhf.setup import preflight
+from rlhf.setup.preflight import Check
+from rlhf.utils.console import SHOW_MESSAGES, quiet_in_program
 from rlhf.utils.errors import RunError, UserError
+from tests.documents import ROOT
 
 
 def words(completions):
@@ -258,6 +268,80 @@ def test_reward_model_may_be_unset_if_rewards_are_given(config, none):
         parse_cli(["--rm-model", "none"])
     with pytest.raises(UserError, match=r"2 weights for 0 rewards: --reward-weights\. Remove it"):
         config(rm_model=none, reward_weights=[1, 2])
+
+
+# --- messages of libraries -------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, logging, threading, warnings
+shown = []
+warnings.showwarning = own = lambda message, *_, **__: shown.append(str(message))
+warnings.filterwarnings("always", message="also this")
+logging.getLogger("peft").setLevel(logging.INFO)
+before = logging.getLogger().level, threading.excepthook
+import rlhf.api
+from huggingface_hub.utils import are_progress_bars_disabled
+assert (logging.getLogger().level, threading.excepthook) == before and warnings.showwarning is own
+def warn(module, text):
+    exec(f"import warnings; warnings.warn({text!r}, FutureWarning)", {"__name__": module})
+for module in ("trl.trainer", "transformers", "torch.nn", "rlhf.trainer.loop"):
+    warn(module, "of a library")
+warn("trl.trainer", "also this")
+warn("torch_of_mine", "mine")
+warn("__main__", "of the program")
+levels = {name: logging.getLogger(name).level for name in ("peft", "trl", "transformers")}
+print(json.dumps({"shown": shown, "levels": levels, "no_bars": are_progress_bars_disabled()}))
+"""
+VARIABLES = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
+
+
+def test_importing_the_api_silences_libraries_and_nothing_of_the_program():
+    environment = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, SHOW_MESSAGES)}
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert ended.returncode == 0 and ended.stderr == "", ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["shown"] == ["also this", "mine", "of the program"] and found["no_bars"]
+    assert found["levels"] == {"peft": logging.INFO, "trl": logging.ERROR, "transformers": logging.ERROR}
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), (None, False)])
+def test_a_variable_keeps_the_messages_of_libraries(monkeypatch, value, shown):
+    monkeypatch.delenv(SHOW_MESSAGES, raising=False)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    if value is not None:
+        monkeypatch.setenv(SHOW_MESSAGES, value)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    logger = logging.getLogger("trl")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        quiet_in_program()
+        assert (warnings.filters == []) == shown
+    assert (logger.level == logging.NOTSET) == shown
+    assert all((name not in os.environ) == shown for name in VARIABLES)
+
+
+@pytest.mark.parametrize("given", [None, {"batch_size": 2}, "demo"])
+def test_what_is_not_a_configuration_is_refused(given):
+    for use in (make_trainer, scan):
+        with pytest.raises(UserError, match=r"not a configuration: config, .*\. Make it with make_config\(\)"):
+            use(given, ["a cat?"], [words])
+
+
+def test_checks_of_the_models_are_made_without_a_folder(config, monkeypatch):
+    checked = []
+    monkeypatch.setattr(preflight, "pad_is_not_eos", lambda _: Check("a test", "wrong", ok=False, hint="Fix it"))
+    monkeypatch.setattr(preflight, "disk_has_room", lambda *_: checked.append("disk"))
+    with pytest.raises(UserError, match=r"^wrong: a test\. Fix it$"):
+        make_trainer(config(), ["a cat?"], [words])
+    assert checked == []
+
+
+def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
+    for prompts, batch_size, warned in ((["a cat?"], 2, True), (["a cat?", "a dog?"], 2, False)):
+        make_trainer(config(batch_size=batch_size), prompts, [words])
+        assert ("warning: 1 training prompt for batches of 2" in capsys.readouterr().out) == warned
 
 
 def test_train_refuses_arguments_and_names_their_setting(config):

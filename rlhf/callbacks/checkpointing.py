@@ -83,9 +83,8 @@ class BestCheckpoint(Callback):
         return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory, "episodes": self.episodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
-        size = self.config.episodes_per_update  # checkpoints of earlier versions have no episodes
-        self.episodes = state.get("episodes") or [c.update * size for c in self.candidates]
+        self.candidates = [Candidate(**c) for c in state["candidates"]]
+        self.memory, self.episodes = state["memory"], state["episodes"]
 
 
 class Checkpoints(Callback):

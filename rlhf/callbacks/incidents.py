@@ -136,8 +136,8 @@ class Incident:
 def _example(row: dict[str, Any]) -> Example:
     return Example(
         tuple(row["prompt"]),
-        columns=row.get("columns", {}),
-        conversational=row.get("conversational", False),
+        columns=row["columns"],
+        conversational=row["conversational"],
     )
 
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import signal
 import socket
-import threading
-from types import FrameType
 
 from rlhf.distributed import group
 from rlhf.utils import processes
 from rlhf.utils.errors import UserError, print_in_handler
 from rlhf.utils.processes import connected, is_first, launched, rank, size
-from rlhf.utils.system import connect_by_loopback, stop_signals
+from rlhf.utils.system import before_sigterm, connect_by_loopback
 
 TIMEOUT_S = 1800.0  # default of ddp_timeout in transformers
 # variables from which accelerate, transformers and TRL conclude that there are several processes
@@ -145,20 +142,15 @@ def _report_sigterm() -> None:
     """
     mine = os.getpid()
 
-    def report_and_end(number: int, _: FrameType | None) -> None:
+    def report() -> None:
         if os.getpid() == mine and processes.is_first_to_report():  # processes that this one started have it, too
             line = (
                 f"{processes.process_prefix()}error: ended by SIGTERM, which a launcher sends if another process has "
                 f"ended: process {rank()} of {size()}. Start all again, with --resume if the run has a checkpoint"
             )
             print_in_handler(line)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
 
-    in_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
-    sigterm = stop_signals()[-1]
-    if in_main and signal.getsignal(sigterm) is signal.SIG_DFL:
-        signal.signal(sigterm, report_and_end)
+    before_sigterm(report)
 
 
 def _hide_from_libraries() -> None:

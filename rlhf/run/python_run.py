@@ -96,6 +96,8 @@ def recorded(
 def check_given(config: Config, callbacks: Sequence = (), without_folder: bool = False) -> None:
     """Raise UserError for settings that would be ignored: those that only the scripts use, and in a trainer
     `without_folder` those about the files of a run. Also raises it for what is not a list of callbacks."""
+    if not isinstance(config, Config):
+        raise UserError(f"not a configuration: config, {config!r:.60}. Make it with make_config()")
     values = flat_settings(to_dict(config))
     problems = [
         f"only the scripts use {name}: make_config({name}=). {fix}"

@@ -30,7 +30,7 @@ from rlhf.settings.fields import convert, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.setup.shape import is_packable, weights_of
-from rlhf.utils.console import Screen
+from rlhf.utils.console import Screen, counted
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.libraries import pip_install
 
@@ -187,6 +187,11 @@ def _load_prompt_sets(
         check_fills_a_batch(config, len(sets.train))
     else:
         source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
+        if len(sets.train) < config.batch.batch_size:  # a flag is refused; a list in a program is often a first try
+            screen.say(
+                f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "
+                "batches repeat prompts: prompts. Give more prompts, or a smaller batch_size"
+            )
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
     check_overlap(sets, separate or "evaluation_prompts", screen)

@@ -50,13 +50,14 @@ def start_checks(
     tokenizer: PreTrainedTokenizerBase,
     policy: PreTrainedModel | PeftModel,
     reward_model: RewardModel | None,
+    writes: bool = True,
 ) -> list[Check]:
-    """Return the checks that every run makes before training, because they are fast."""
-    return [
-        pad_is_not_eos(tokenizer),
-        vocabularies_fit(tokenizer, policy, reward_model),
-        disk_has_room(config, policy, reward_model.model if reward_model is not None else None),
-    ]
+    """Return the checks that every run makes before training, because they are fast; that of the disk only if the run
+    `writes` files."""
+    found = [pad_is_not_eos(tokenizer), vocabularies_fit(tokenizer, policy, reward_model)]
+    if writes:
+        found.append(disk_has_room(config, policy, reward_model.model if reward_model is not None else None))
+    return found
 
 
 def pad_is_not_eos(tokenizer: PreTrainedTokenizerBase) -> Check:

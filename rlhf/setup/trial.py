@@ -52,9 +52,9 @@ MORE, SLACK = 1.25, 128 * 2**20
 # --- running the checks ----------------------------------------------------------------------------------------------
 
 
-def check_start(config: Config, components: Components) -> None:
-    """Make the checks that every run makes. Raises UserError with all failures."""
-    raise_if([check.problem for check in _start_checks(config, components) if not check.ok])
+def check_start(config: Config, components: Components, writes: bool = True) -> None:
+    """Make the checks that every run makes. `writes`: the run writes files. Raises UserError with all failures."""
+    raise_if([check.problem for check in _start_checks(config, components, writes) if not check.ok])
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:
@@ -105,8 +105,8 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 
-def _start_checks(config: Config, components: Components) -> list[Check]:
-    return start_checks(config, components.tokenizer, components.policy, components.reward_model)
+def _start_checks(config: Config, components: Components, writes: bool = True) -> list[Check]:
+    return start_checks(config, components.tokenizer, components.policy, components.reward_model, writes)
 
 
 def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:

@@ -11,10 +11,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, TypeVar
 
 from rlhf.utils.errors import RLHFWarning
@@ -277,3 +279,17 @@ def keep_ctrl_c() -> None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run: Ctrl-C and SIGTERM, or Ctrl-Break instead of SIGTERM on Windows."""
     return [signal.SIGINT, signal.SIGBREAK] if WINDOWS else [signal.SIGINT, signal.SIGTERM]
+
+
+def before_sigterm(action: Callable[[], None]) -> None:
+    """Call `action` before a SIGTERM ends this process, if the process has no other handler. Windows has no SIGTERM,
+    and threads cannot set handlers."""
+
+    def act_and_end(number: int, _: FrameType | None) -> None:
+        action()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not WINDOWS and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, act_and_end)

@@ -64,10 +64,13 @@ def test_folder_with_an_unfinished_run_is_refused(tmp_path, is_default):
 
 
 def test_claimed_folder_is_locked_for_others(tmp_path):
-    """The lock is held from claiming the folder until the log is closed, without a gap."""
+    """The lock is held from claiming the folder until the log is closed, without a gap. Its file names the process
+    before there is a run.json."""
     lock, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
     for overwrite in (True, False):
-        with pytest.raises(UserError, match="the folder is in use by a running process"):
+        with pytest.raises(
+            UserError, match=rf"the folder is in use by a running process \(PID {os.getpid()}, started 20\d\d-"
+        ):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
     with pytest.raises(UserError, match="the folder is in use by a running process"):
         RunLog(tmp_path / "run", **facts_of())

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import random
 import signal
+import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,6 +21,8 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 import train_ppo
+from rlhf.analysis.curves import read_curves
+from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
@@ -103,6 +107,20 @@ def test_a_run_folder_has_the_files_of_a_scripts_run(made):
     rows = [json.loads(line) for line in Path("run/prompts/evaluation.jsonl").read_text().splitlines()]
     assert rows == HELD_OUT and len(Path("run/prompts/train.jsonl").read_text().splitlines()) == 8
     assert "(given in Python)" in Path("run/README.md").read_text()
+
+
+def test_a_jump_of_the_clock_is_not_training_time(made, monkeypatch):
+    jump, real = [0.0], time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
+
+    class Jumps:
+        def on_update_end(self, update, metrics):
+            jump[0] = {2: 3600.0, 3: -86400.0}.get(update, jump[0])
+
+    made(callbacks=[Jumps()], eval_every=1).train()
+    seconds = [point.seconds for point in read_eval_points(read_curves(Path("run")))]
+    assert len(seconds) == 5 and all(before < after for before, after in pairwise(seconds))
+    assert seconds[0] == 0 and seconds[-1] <= RunRecord.read(Path("run")).figures["seconds"]
 
 
 def test_without_output_nothing_is_written(made, tmp_path):

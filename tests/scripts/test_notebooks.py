@@ -19,10 +19,8 @@ EXAMPLE = ROOT / "examples" / "train_in_a_notebook.ipynb"
 SETUP = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from rlhf.config import make_config
-from rlhf.utils.console import quiet_libraries
-quiet_libraries()
 from rlhf.api import make_trainer
+from rlhf.config import make_config
 """
 
 

@@ -129,6 +129,12 @@ def test_from_python_a_setting_of_another_algorithm_is_refused(algorithm, settin
         make_config(algorithm=algorithm, **{setting: value})
 
 
+@pytest.mark.parametrize("name", ["toy", None, [], {}])
+def test_an_unknown_algorithm_is_refused_in_python(name):
+    with pytest.raises(UserError, match=r"unknown algorithm .*: make_config\(algorithm=\)\. Known: ppo, grpo, rloo"):
+        make_config(algorithm=name)
+
+
 def test_the_settings_of_an_unknown_algorithm_are_refused():
     with pytest.raises(UserError, match=r"unknown algorithm 'toy': run.json. Known: ppo, grpo, rloo"):
         config_of_settings("toy", {"recipe": "demo"})

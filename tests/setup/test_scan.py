@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -15,13 +16,14 @@ import train_ppo
 import train_rloo
 from rlhf.api import make_trainer, scan
 from rlhf.checkpoints.model_folder import WEIGHTS_FILE
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.setup.build import load_components
-from rlhf.setup.pass_rates import PASS_RATES_FILE
+from rlhf.setup.pass_rates import PASS_RATES_FILE, PassRates
 from rlhf.setup.scan import results_of
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.trainer.loop import OnPolicyLoop
@@ -357,3 +359,19 @@ def test_train_scans_with_the_given_settings(flags, capsys):
     train_ppo.main([*flags("--scan", "--scan-prompts", 6), "--kl-schedule", "adaptive"])
     out = capsys.readouterr().out
     assert "horizon" in out and "--kl-horizon" not in out
+
+
+@pytest.mark.parametrize("killed_in", [(PassRates, "write"), (RunLog, "add")], ids=["pass rates", "run.json"])
+def test_run_that_was_killed_between_two_files_at_its_start_resumes(flags, tmp_path, monkeypatch, killed_in):
+    """The second file is pass_rates.jsonl, the third one run.json with the numbers of pass rates. The run has no
+    checkpoint, so it starts again, and samples again. An error ends the start of a run as a kill does."""
+    argv = flags("--keep-pass-rate", 0.2, 0.8, "--num-iterations", 1, "--scan-samples", 4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(*killed_in, lambda *_, **__: interrupted())
+        train_ppo.main(argv)
+    assert (tmp_path / "run" / PASS_RATES_FILE).exists() == (killed_in[0] is RunLog)
+    assert RunRecord.read(tmp_path / "run").status == "running"
+    gc.collect()  # closes the lock
+    train_ppo.main(["--resume", "--output", str(tmp_path / "run"), "--reward-func", f"{tmp_path / 'scores.py'}:odd"])
+    run = RunRecord.read(tmp_path / "run")
+    assert run.status == "finished" and run.pass_rates["prompts"] == len(rates(tmp_path / "run"))

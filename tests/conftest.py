@@ -132,6 +132,8 @@ def run_flags(start_model, reward_folder, pairs_file, tmp_path):
             "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
             "--max-new-tokens": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
         }  # fmt: skip
+        if "--episodes" in flags:
+            del words["--num-iterations"]
         argv = [str(word) for pair in words.items() for word in pair]
         return [*argv, "--allow-weak-reward-model", *map(str, flags)]
 

@@ -45,9 +45,9 @@ def run(build):
     """Returns a function that does a short run and returns its metrics, sum of weights and best update as JSON."""
 
     def observe(*flags, algorithm="ppo") -> str:
-        trainer = build(
-            "--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags, algorithm=algorithm
-        )
+        length = [] if "--episodes" in flags else ["--num-iterations", 3]
+        horizon = [] if "fixed" in flags else ["--kl-horizon", 40]
+        trainer = build(*length, "--learning-rate", "1e-2", *horizon, *flags, algorithm=algorithm)
         with attach(trainer) as log:
             trainer.train()
         logged = [{k: v for k, v in entry.items() if not k.startswith(NOT_COMPARED)}
@@ -132,7 +132,7 @@ BY_GRPO_RUN = {
 }
 # the same for settings that choose the best of two evaluations: score 1, perplexity 10 and score 2, perplexity 12
 BY_BEST = {
-    "best_rule": (["--best-rule", "perplexity"], ["--perplexity-gate", "1.3"]),
+    "best_rule": (["--best-rule", "perplexity"], []),
     "perplexity_gate": (["--perplexity-gate", "1.1"], []),
 }
 
@@ -526,8 +526,9 @@ def reward_record(start_model, pairs_file, tmp_path_factory):
 
     def observe(*flags) -> str:
         folder = tmp_path_factory.mktemp("rm") / "out"
+        length = [] if "none" in flags else ["--max-new-tokens", 6]
         words = ["--base-model", start_model, "--actor-model", start_model, "--pairs", pairs_file, "--rm-output",
-                 folder, "--max-new-tokens", 6, *flags]  # fmt: skip
+                 folder, *length, *flags]  # fmt: skip
         train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
         record = json.loads((folder / METRICS_FILE).read_text())
         record.pop("settings")

@@ -71,8 +71,8 @@ def table(out: str) -> dict[str, list[str]]:
 def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_path, capsys):
     """The figures are those of the same completions, scored here. The printed command has the run's settings, and the
     command of another scan comes first, because the tiny model never ends a completion."""
-    argv = flags("--K", 2, "--scan-prompts", 12)
-    train_grpo.main([*argv, "--scan"])
+    argv = flags("--K", 2, "--scan", "--scan-prompts", 12)
+    train_grpo.main(argv)
     out = capsys.readouterr().out
     cells = table(out)
     assert cells["topic"] == ["prompts", "pass rate (95%)", "no difference", "never", "always", "in reach", "signal",
@@ -89,9 +89,9 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     assert float(cells["all"][1].split()[0]) == pytest.approx(sum(solved) / (12 * 8), abs=0.005)
     assert float(cells["all"][6]) == pytest.approx(sum(c * (8 - c) / 56 for c in solved) / 12, abs=0.0005)
     again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
-    assert changes(again, config) == {("sampling", "max_new_tokens"), ("run", "scan")}
+    assert changes(again, config) == {("sampling", "max_new_tokens")}
     assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
-    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan_prompts")}
+    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
     assert changes(command, config) <= allowed, "no filter: the pass rates are those of cut-off completions"
     assert command.episodes_per_update == config.episodes_per_update
     assert list(tmp_path.glob("run*")) == []

@@ -343,9 +343,7 @@ def command_flags(run_flags, tmp_path: Path, *more) -> list[str]:
         "    return [1.0 if len(str(p)) % 2 else float(sum(c)) for p, c in zip(prompts, completion_ids)]\n"
     )
     words = ["--rm-model", "none", "--reward-func", f"{tmp_path / 'score.py'}:score", "--batch-size", 4, "--K", 2]
-    given = run_flags(*words, "--eval-every", 2, "--save-every", 1, *more)
-    at = given.index("--num-iterations")
-    return [*given[:at], *given[at + 2 :]]
+    return run_flags(*words, "--eval-every", 2, "--save-every", 1, *more)
 
 
 def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):

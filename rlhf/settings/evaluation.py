@@ -137,6 +137,7 @@ class MeasureSettings:
         "how completions are sampled: graph (with CUDA graphs), slots (without them, if they fail), plain, or auto: "
         "graph on a GPU, slots on a CPU; unset: as in the run",
         choices=("auto", "plain", "slots", "graph"),
+        needs="!tokens",
     )
     trust_reward_code: bool = setting(
         False,

@@ -82,7 +82,7 @@ OVERRIDES = {
     "steps": ["--ppo-epochs", "3", "--minibatches", "2", "--batch-size", "8"],
     "a batch that K does not divide": ["--batch-size", "6", "--minibatches", "2"],
     "accumulation": ["--batch-size", "8", "--gradient-accumulation-steps", "4"],
-    "a horizon": ["--kl-horizon", "777", "--batch-size", "8"],
+    "a horizon": ["--kl-schedule", "adaptive", "--kl-horizon", "777", "--batch-size", "8"],
     "episodes": ["--batch-size", "8", "--episodes", "480"],
 }
 

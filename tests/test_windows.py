@@ -196,7 +196,7 @@ def test_loaded_weights_and_incidents_map_no_files(build, tmp_path):
     kept = load_file(tmp_path / "saved" / "training.safetensors")
     assert mapped_files(tmp_path / "saved") == ["training.safetensors"], "otherwise this test would find no map"
     del kept
-    (tmp_path / "saved" / INCIDENT_FILE).write_text("{}", encoding="utf-8")
+    (tmp_path / "saved" / INCIDENT_FILE).write_text('{"settings": {}}', encoding="utf-8")
     (tmp_path / "saved" / BATCH_FILE).write_text("", encoding="utf-8")
     other = build("--use-lora", "--critic", "separate")
     load_trainer_state(other, tmp_path / "saved")

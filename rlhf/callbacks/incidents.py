@@ -102,7 +102,7 @@ class Incident:
             tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS_FILE).items()}
             note_names(folder / INCIDENT_FILE, flat_settings(facts["settings"]).values())
             return cls(folder, facts, rows, tensors)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:  # odd JSON, too
             raise UserError(
                 f"no complete incident in this folder: --replay {name} ({error}). Use a folder "
                 "RUN/incidents/update-NUMBER"

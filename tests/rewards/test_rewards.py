@@ -100,9 +100,11 @@ def test_error_that_needs_the_whole_batch_names_no_completion(score):
 
 
 def test_number_of_weights_must_match_functions(tokenizer):
-    for functions, weights in (([words], [1, 2]), ([words, ending], [1]), ([], None)):
+    for functions, weights in (([words], [1, 2]), ([words, ending], [1])):
         with pytest.raises(UserError, match=f"weights for {len(functions)} reward functions"):
             Rewards(functions, weights, tokenizer)
+    with pytest.raises(UserError, match="an empty list: rewards"):
+        Rewards([], None, tokenizer)
 
 
 def test_function_name_cannot_overwrite_a_metric(build):

@@ -87,11 +87,15 @@ def test_saved_activations_of_a_layer_match_autograd(tmp_path, rows, targets, dt
 CRITICS = {"shared": [], "separate": ["--critic", "separate"], "reward-model": ["--critic", "reward-model"]}
 
 
-@pytest.mark.parametrize("lora", [[], ["--use-lora"], ["--use-lora", "--lora-targets", "all-linear"]], ids=str)
+ADAPTERS = {"all weights": [], "some": ["--use-lora", "--lora-r", 1]}
+ADAPTERS["every linear layer"] = [*ADAPTERS["some"], "--lora-targets", "all-linear"]
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_predicted_activations_match_autograd_for_every_critic_and_adapter(configured, build, critic, lora):
     """Of the largest micro-batch, over all networks. The rank is 1: in a tiny model the products with A are large."""
-    flags = ["--batch-size", 8, "--minibatches", 1, "--no-bf16", "--lora-r", 1, *CRITICS[critic], *lora]
+    flags = ["--batch-size", 8, "--minibatches", 1, "--no-bf16", *CRITICS[critic], *lora]
     trainer, length = build(*flags), 8
     estimate = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)
     prompts = longest_batch(trainer.config, trainer.train_prompts, 2)

@@ -214,24 +214,33 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
     An algorithm without such a command is omitted. There are none for a run that was started in Python."""
     if config.in_python:
         return []
-    equal = "episodes" if config.group.dynamic_sampling else "budget"  # the drawn episodes have no optimizer steps
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
     return [
-        (f"train {name.upper()}, same {equal}{_other_steps(config, name)}", line)
+        (f"train {name.upper()}, same {what_is_equal(config, name)}", line)
         for name, line in found.items()
         if line is not None
     ]
 
 
-def _other_steps(config: Config, other: str) -> str:
-    """Return a note if a recipe has another number of optimizer steps for `other`, which the command replaces."""
+def what_is_equal(config: Config, other: str) -> str:
+    """Return what the command for `other` has in common with the run."""
+    if config.group.dynamic_sampling:  # the drawn episodes have no optimizer steps
+        return "episodes"
+    own, its = config.optimizer_steps(1), steps_per_update(config, other)
+    return "budget" if own == its else f"episodes, {counted(its, 'optimizer step')} per update instead of {own}"
+
+
+def steps_per_update(config: Config, other: str) -> int:
+    """Return the optimizer steps per update of the command for `other`: those of the run. But if the run has those of
+    its recipe, it is the recipe's number for `other`, because the recipe has a reason: with four, RLOO's ratio leaves
+    the limits in smollm2-sums."""
     own, its = (usual_config(config.recipe, config.user_file, a).optimizer_steps(1) for a in (config.algorithm, other))
-    return "" if own == its else f" (its recipe: {counted(its, 'step')} per update)"
+    return its if config.optimizer_steps(1) == own else config.optimizer_steps(1)
 
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
-    """Return the command that trains `other` on as many episodes, with as many episodes and optimizer steps in each
-    update; None if the settings do not allow it."""
+    """Return the command that trains `other` on as many episodes, with as many episodes in each update and the
+    `steps_per_update`; None if the settings do not allow it."""
     try:
         plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
     except UserError:  # the recipe's file was removed
@@ -250,7 +259,7 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
         words += ["--seeds", "none"]
     episodes = group_words(config.episodes_per_update, carried.get("K", of_other.group_size))
     steps = [w for name in STEPS if name not in carried for w in flag_words(name, getattr(config.batch, name))]
-    of_update = config.episodes_per_update, config.optimizer_steps(1)
+    of_update = config.episodes_per_update, steps_per_update(config, other)
     for more in ([], episodes, [*episodes, *steps]):
         try:
             made = resolve_cli([*words, *more], other, config.user_file)

@@ -41,7 +41,7 @@ class Completions(TokenBatch):
         sampled_logprobs: Tensor | None = None,
     ) -> Completions:
         """Build completions from sampled ids, without the tokens after the first EOS. Synchronizes with the device
-        once. Raises BadLogits if a token of a completion is BAD_ROW.
+        once. Raises BadLogits if a completion has an id of V or more (`sample_inverse_cdf`).
 
         Args:
             prompts: prompt of each episode.
@@ -53,11 +53,12 @@ class Completions(TokenBatch):
             sampled_logprobs: as the field.
         """
         mask, ended = completion_mask(completion_ids, eos)
-        lengths, lowest = torch.stack([mask.sum(1), completion_ids.masked_fill(~mask, 0).amin(1)]).tolist()
-        if min(lowest) < 0:
+        lengths, largest = torch.stack([mask.sum(1), completion_ids.masked_fill(~mask, 0).amax(1)]).tolist()
+        if max(largest) >= vocabulary:
+            bad = sum(token >= vocabulary for token in largest)
             raise BadLogits(
-                f"NaN or infinity in the logits of {sum(token < 0 for token in lowest)} of {len(lowest)} completions: "
-                "sampling. Check the weights of the model, and --temperature"
+                f"NaN or infinity in the logits of {bad} of {len(largest)} completions: sampling. Check the "
+                "weights of the model, and --temperature"
             )
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
         longest, first = max(lengths), {}

@@ -117,11 +117,11 @@ class ContinuousBatcher:
         over = (token == self.eos).logical_or_(place == last)
         following = (place + 1).masked_fill_(over, self.idle)
         if slots is None:
-            torch.clamp(token, min=0, out=self.token)  # BAD_ROW is no index of an embedding
+            torch.clamp(token, max=logits.shape[-1] - 1, out=self.token)  # without a token: no index of an embedding
             self.place.copy_(following)
             self.last.masked_fill_(over, self.idle + self.length - 1)
         else:
-            self.token[slots], self.place[slots] = token.clamp(min=0), following
+            self.token[slots], self.place[slots] = token.clamp(max=logits.shape[-1] - 1), following
             self.last[slots] = last.masked_fill_(over, self.idle + self.length - 1)
 
     def compact(self, live: list[int]) -> None:

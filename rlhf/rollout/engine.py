@@ -112,5 +112,5 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
         done = done | (token == eos)
         if t % EOS_CHECK_EVERY == EOS_CHECK_EVERY - 1 and bool(done.all()):
             break
-        inputs, positions = token.clamp(min=0).unsqueeze(1), positions[:, -1:] + 1
+        inputs, positions = token.clamp(max=logits.shape[-1] - 1).unsqueeze(1), positions[:, -1:] + 1
     return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -41,7 +41,6 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 BLOCK = 256  # tokens of the vocabulary whose probabilities are added in float32
 BELOW_ONE = 1 - 2**-52  # keeps a product with a number below 1 from being rounded up to the whole
-BAD_ROW = -1  # in place of the token of a row whose logits are no distribution
 
 
 class BadLogits(RunError):
@@ -55,20 +54,21 @@ def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     probabilities of that block are added in float64, which consumer GPUs compute at 1/64 of the speed of float32. The
     probability of each token is exact to 1e-6. A token with probability 0 is never sampled.
 
-    The result is BAD_ROW for logits with NaN or +infinity, or with -infinity only. An error here would wait for the
-    GPU at every token, and an index out of range would end the process's use of the GPU.
+    For logits with NaN or +infinity, or with -infinity only, the result is no token: it is at least V. An error here
+    would wait for the GPU at every token, and an index out of range would end the process's use of the GPU.
     """
     vocabulary = logits.shape[-1]
     blocks = torch.nn.functional.pad(logits.softmax(-1), (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
     cumulative = cumulative_sum(blocks.sum(-1).double())  # (B, blocks)
-    cumulative = torch.nn.functional.pad(cumulative, (1, 0))
     target = (uniform * BELOW_ONE).unsqueeze(1) * cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, target, right=True).sub_(1).clamp_(max=blocks.shape[1] - 1)  # (B, 1)
+    # a search for NaN ends behind the last block, and in that block behind its last token
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)  # (B, 1)
+    cumulative = torch.nn.functional.pad(cumulative, (1, 0))
     ends = cumulative.gather(1, torch.cat([block, block + 1], 1))
     share = (target - ends[:, :1]) / (ends[:, 1:] - ends[:, :1])  # of the block's probability
     inside = cumulative_sum(blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double())
     token = torch.searchsorted(inside, share.clamp(max=BELOW_ONE) * inside[:, -1:], right=True)
-    return torch.where(cumulative[:, -1] > 0, (block * BLOCK + token).squeeze(1), BAD_ROW)  # the sum may be NaN
+    return (block * BLOCK + token).squeeze(1)
 
 
 def pack_bits(flags: Tensor) -> Tensor:

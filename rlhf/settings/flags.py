@@ -170,7 +170,13 @@ class CommandLine:
         rows += [_brief_row(s, values.get(s.name, s.default)) for s in self.settings.values() if s.brief]
         rows.append(("--help-all", "print all settings, with their ranges and other names"))
         examples = [(f"{self.command} {words}".rstrip(), text) for words, text in self.examples]
-        usage = textwrap.fill(f"usage: {self._usage()}", _width(), subsequent_indent=" " * 7, break_on_hyphens=False)
+        usage = textwrap.fill(
+            f"usage: {self._usage()}",
+            _width(),
+            subsequent_indent=" " * 7,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         head = [usage, "", *textwrap.wrap(self.description, _width()), "", *_columns(rows)]
         head += ["", f"values in [] are from {source}"] if source else []
         return "\n".join([*head, "", "examples:", *_columns(examples)]) + "\n"

@@ -18,7 +18,6 @@ from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import (
-    BAD_ROW,
     pack_bits,
     sample_inverse_cdf,
     sample_tokens,
@@ -92,7 +91,7 @@ def test_a_row_that_is_no_distribution_has_no_token_and_changes_no_other_row(bad
     logits, uniform = torch.stack([good, torch.tensor(bad), good]), torch.tensor([0.1, 0.5, 0.7], dtype=torch.float64)
     found, _ = sample_tokens(logits, uniform, sampling_settings(1, 1.0, *limits))
     alone, _ = sample_tokens(logits[[0, 2]], uniform[[0, 2]], sampling_settings(1, 1.0, *limits))
-    assert found.tolist() == [alone[0], BAD_ROW, alone[1]]
+    assert found[[0, 2]].tolist() == alone.tolist() and found[1] >= 3
 
 
 def test_allowed_tokens_match_values_computed_by_hand():

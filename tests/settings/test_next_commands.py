@@ -89,7 +89,10 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("recipe", ["smollm2-orca", "demo", "smollm2-sums", "qwen3-tldr"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["smollm2-orca", "smollm2-sums", *(pytest.param(name, marks=pytest.mark.ci) for name in ("demo", "qwen3-tldr"))],
+)
 def test_the_printed_commands_have_the_same_budget(recipe, algorithm, overrides):
     """Episodes, updates and optimizer steps of the plans, and the horizon of KL control, whether it was derived from
     the length of the run or set. Only smollm2-sums has another number of steps for RLOO, which stays if no flag

@@ -270,7 +270,8 @@ def _unlike_the_score(between: dict[str, list[Contrast]], kind: str) -> list[str
         if not by_judge.difference.excludes(0) or by_score.result == by_judge.result:
             continue
         if not by_score.difference.excludes(0):
-            notes.append(f"{pair}{RESULTS[by_score.result].rpartition(' ')[0]} by score: {by_score.text}")
+            found = "not comparable" if by_score.result == "unknown" else "no significant difference"
+            notes.append(f"{pair}{found} by score: {by_score.text}")
         else:
             notes.append(
                 f"{pair}score and judge prefer different {kind}: a sign that the one with the higher score "

@@ -38,20 +38,23 @@ def pairs_hash(pairs: Iterable[Example]) -> str:
 def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
     """Return the first example of every distinct prompt, in order. Prompts differ if any message differs or, with
     `by_topic`, if the topic differs."""
-    return list({_prompt_key(e, by_topic): e for e in reversed(list(examples))}.values())[::-1]
+    first: dict[str, Example] = {}
+    for example in examples:
+        first.setdefault(_prompt_key(example, by_topic), example)
+    return list(first.values())
 
 
 def lost_rows(examples: Sequence[Example], by_topic: bool = False) -> list[tuple[Example, Example, list[str]]]:
     """Return the rows without a pair that `distinct_questions` removes although they differ from the row that it
     keeps: the kept row, the removed row, and the columns in which they differ."""
-    kept = {_prompt_key(e, by_topic): e for e in distinct_questions(examples, by_topic)}
+    first: dict[str, Example] = {}
     lost = []
     for example in examples:
-        first = kept[_prompt_key(example, by_topic)]
-        names = [name for name in example.columns if name not in COLUMNS] if example.chosen is None else []
-        differ = [name for name in names if repr(example.columns[name]) != repr(first.columns.get(name))]
-        if differ and first is not example:
-            lost.append((first, example, differ))
+        kept = first.setdefault(_prompt_key(example, by_topic), example)
+        if kept is not example and example.chosen is None:
+            names = [name for name in example.columns if name not in COLUMNS]
+            differ = [name for name in names if repr(example.columns[name]) != repr(kept.columns.get(name))]
+            lost += [(kept, example, differ)] if differ else []
     return lost
 
 

@@ -51,7 +51,7 @@ def quiet_imports() -> None:
     for name in LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
     if logging.getLogRecordFactory() is logging.LogRecord:  # not that of the user's program
-        logging.setLogRecordFactory(_log_record)
+        logging.setLogRecordFactory(VisibleRecord)
 
 
 def quiet_in_program() -> None:
@@ -95,12 +95,12 @@ def _disable_progress_bars() -> None:
         datasets.disable_progress_bars()
 
 
-def _log_record(*arguments: Any, **more: Any) -> logging.LogRecord:
-    """Return a log record. The text of a library's record is as `visible`: it may contain values of a config.json."""
-    record = logging.LogRecord(*arguments, **more)
-    if record.name.partition(".")[0] in LIBRARIES:
-        record.msg, record.args = visible(record.getMessage()), None
-    return record
+class VisibleRecord(logging.LogRecord):
+    """A log record. The text of a library's record is as `visible`: it may contain values of a config.json."""
+
+    def getMessage(self) -> str:
+        text = super().getMessage()
+        return visible(text) if self.name.partition(".")[0] in LIBRARIES else text
 
 
 def _show_warning(message, category, *_, **__) -> None:

@@ -142,6 +142,14 @@ def test_errors_that_libraries_log_are_clean():
     assert users == HOSTILE + "\n"
 
 
+@pytest.mark.usefixtures("standard_records")
+def test_a_message_whose_values_do_not_fit_does_not_stop_a_library(monkeypatch):
+    """A handler of logging reports it, as without this project."""
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    quiet_libraries()
+    logging.getLogger("transformers").error("%d", "text")
+
+
 def test_lines_tables_facts_and_progress_are_clean(capsys):
     screen = Screen()
     screen.say(HOSTILE)

@@ -6,9 +6,11 @@ the training loop's backward pass does not reach, and average what the loop sums
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import socket
+import sys
 
 from rlhf.distributed import group
 from rlhf.utils import processes
@@ -101,6 +103,7 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     on_gpu = torch.cuda.is_available()
     _connect(rank(), size(), timeout_s, on_gpu)
     _hide_from_libraries()
+    atexit.register(leave)  # a Python program's process could otherwise abort while gloo's threads are still running
     _report_sigterm()
     _check_devices(on_gpu)
 
@@ -142,13 +145,18 @@ def _report_sigterm() -> None:
     """
     mine = os.getpid()
 
-    def report() -> None:
-        if os.getpid() == mine and processes.is_first_to_report():  # processes that this one started have it, too
+    def report() -> bool:
+        if os.getpid() != mine:  # a process that this one started has the handler, too
+            return True
+        if processes.has_reported():  # launchers send it again and again, also while an error is being printed
+            return False
+        if processes.is_first_to_report():
             line = (
                 f"{processes.process_prefix()}error: ended by SIGTERM, which a launcher sends if another process has "
                 f"ended: process {rank()} of {size()}. Start all again, with --resume if the run has a checkpoint"
             )
             print_in_handler(line)
+        return True
 
     before_sigterm(report)
 
@@ -172,8 +180,9 @@ def _check_devices(on_gpu: bool) -> None:
 
 
 def leave() -> None:
-    """Close the connections, if there are any."""
-    if connected():
+    """Close the connections, if there are any, unless the process ends because of an error: closing could wait for a
+    process that is lost."""
+    if connected() and not (processes.has_reported() or hasattr(sys, "last_value")):
         from torch import distributed
 
         distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -133,6 +134,11 @@ class Setting:
 
 def settings_of(config_class: type) -> dict[str, Setting]:
     """Return all settings of a configuration class by name, in the order of their groups."""
+    return dict(_declared(config_class))
+
+
+@functools.cache  # commands ask several times, and reading the annotations takes 5 ms
+def _declared(config_class: type) -> dict[str, Setting]:
     found = {}
     for group, group_class in typing.get_type_hints(config_class).items():
         if not dataclasses.is_dataclass(group_class):

@@ -133,11 +133,11 @@ class CommandLine:
         parser.add_argument(*HELP, action="store_true", help="print the most important settings")
         parser.add_argument(*HELP_ALL, action="store_true", help="print all settings")
         groups: dict[str, Any] = {}
-        hints = typing.get_type_hints(self.config_class)
-        for s in self.settings.values():
+        hints, settings = typing.get_type_hints(self.config_class), self.settings
+        for s in settings.values():
             if s.group not in groups:
                 groups[s.group] = parser.add_argument_group(hints[s.group].__doc__.strip().rstrip("."))
-            text = s.help + dependence(s, self.settings)
+            text = s.help + dependence(s, settings)
             _add_flag(groups[s.group], dataclasses.replace(s, help=text, default=values.get(s.name, s.default)))
         return parser
 

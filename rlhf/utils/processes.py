@@ -84,6 +84,11 @@ def is_first_to_report() -> bool:
         return True
 
 
+def has_reported() -> bool:
+    """True in a connected process that prints why the run ends, or that leaves this to another one. It ends itself."""
+    return _has_reported
+
+
 def process_prefix() -> str:
     """Return the start of a line that another process than the first one prints; "" in the first one."""
     return "" if is_first() else f"process {rank()} of {size()}: "

@@ -281,12 +281,13 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGBREAK] if WINDOWS else [signal.SIGINT, signal.SIGTERM]
 
 
-def before_sigterm(action: Callable[[], None]) -> None:
-    """Call `action` before a SIGTERM ends this process, if the process has no other handler. Windows has no SIGTERM,
-    and threads cannot set handlers."""
+def before_sigterm(action: Callable[[], bool]) -> None:
+    """Call `action` before a SIGTERM ends this process, if the process has no other handler. The signal has no effect
+    if `action` returns False. Windows has no SIGTERM, and threads cannot set handlers."""
 
     def act_and_end(number: int, _: FrameType | None) -> None:
-        action()
+        if not action():
+            return
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import pickle
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,8 @@ from rlhf.rewards.call import BadScore
 from rlhf.utils import errors, processes, signals
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.system import WINDOWS
+from tests.documents import ROOT
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,27 @@ def test_another_process_than_the_first_prints_only_its_own_errors(monkeypatch, 
     for by_all in (False, True):
         errors.print_error("error: a test", by_all)
     assert capsys.readouterr().err == "process 1 of 2: error: a test\n"
+
+
+# the launcher's second SIGTERM comes while the first one is being reported
+TWICE = """
+import os, signal
+from rlhf.distributed import join
+from rlhf.utils import processes
+
+class Store:
+    def set_timeout(self, timeout): pass
+    def add(self, name, count):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1
+
+processes.store = Store()
+join._report_sigterm()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(WINDOWS, reason="Windows has no SIGTERM")
+def test_second_sigterm_does_not_prevent_the_line_of_the_first():
+    ended = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGTERM and ended.stderr.count("ended by SIGTERM") == 1, ended.stderr

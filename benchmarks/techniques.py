@@ -299,7 +299,7 @@ def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """Run one optimizer step with the whole batch as one minibatch."""
     lengths = batch.completions.completion_lengths
     trainer.micro_batch_budget.packed = packed
-    trainer.learner.step(batch, range(len(lengths)))
+    trainer.policy_optimizer.step(batch, range(len(lengths)))
     return sum(lengths)
 
 

@@ -1,0 +1,22 @@
+"""RLHF Workstation: PPO, GRPO and RLOO.
+
+A program imports the functions below from here. torch is imported when a trainer is made.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.api import make_trainer, scan
+    from rlhf.config import make_config
+
+__all__ = ["make_config", "make_trainer", "scan"]
+_MODULES = {"make_config": "rlhf.config", "make_trainer": "rlhf.api", "scan": "rlhf.api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

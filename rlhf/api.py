@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.distributed.join import use_own_gpu
-from rlhf.utils.console import quiet_in_program
-
-use_own_gpu()  # before bitsandbytes is imported, which initializes CUDA
-quiet_in_program()  # before the libraries are imported: bitsandbytes prints a message at import
-
-from torch import nn
-
-from rlhf.algorithms.kl_control import with_horizon
-from rlhf.data.examples import GivenPrompt
-from rlhf.data.sampler import planned_updates
-from rlhf.distributed.group import agree, from_first
-from rlhf.models.device import start_device
-from rlhf.rewards.functions import RewardFunction
-from rlhf.run.python_run import attach_in_memory, check_given, in_folder, in_memory, prepared, recorded
 from rlhf.settings.training import Config
-from rlhf.setup.build import Components, build_trainer, load_models
-from rlhf.setup.fit import choose_settings
-from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
-from rlhf.setup.scan import Scan, scan_prompts
-from rlhf.setup.trial import check_start
-from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.utils.console import Screen
+from rlhf.utils.console import Screen, quiet_in_program
 from rlhf.utils.libraries import check_trackers
 from rlhf.utils.paths import local_path
 
-Prompts = Sequence[GivenPrompt]
-Functions = Sequence[RewardFunction | nn.Module | str]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rlhf.data.examples import GivenPrompt
+    from rlhf.rewards.functions import RewardFunction
+    from rlhf.setup.build import Components
+    from rlhf.setup.pass_rates import PassRates
+    from rlhf.setup.scan import Scan
+    from rlhf.trainer.loop import OnPolicyLoop
+
+    Prompts = Sequence[GivenPrompt]
+    Functions = Sequence[RewardFunction | nn.Module | str]
+
+use_own_gpu()  # before bitsandbytes is imported, which initializes CUDA
+quiet_in_program()  # before the libraries are imported: bitsandbytes prints a message at import
 
 
 def make_trainer(
@@ -68,6 +60,17 @@ def make_trainer(
             `config`, it resumes the run in that folder.
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
     """
+    from rlhf.algorithms.kl_control import with_horizon
+    from rlhf.data.sampler import planned_updates
+    from rlhf.distributed.group import agree, from_first
+    from rlhf.models.device import start_device
+    from rlhf.run.python_run import check_given, prepared, recorded
+    from rlhf.run.session import RunSession
+    from rlhf.setup.build import load_models
+    from rlhf.setup.fit import choose_settings
+    from rlhf.setup.load_inputs import load_inputs
+    from rlhf.setup.pass_rates import keep_by_pass_rate
+
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
     screen, folder = Screen(), None if output is None else Path(local_path(output))
@@ -85,14 +88,8 @@ def make_trainer(
 
     used, components, pass_rates = agree(load)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
-    agree(lambda: check_start(used, components, writes=folder is not None))
-    trainer = agree(lambda: build_trainer(used, components))
-    if folder is None:
-        attach_in_memory(trainer, screen, progress)
-        trainer.session = partial(in_memory, trainer, screen, progress)
-    else:
-        trainer.session = partial(in_folder, trainer, components, pass_rates, screen, progress)
-    for callback in callbacks:  # after KL control, so that a beta which they set is not overwritten
+    trainer = RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
+    for callback in callbacks:
         trainer.add_callback(callback)
     return trainer
 
@@ -106,6 +103,14 @@ def scan(
     """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
     topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
     `make_trainer`."""
+    from rlhf.distributed.group import agree
+    from rlhf.models.device import start_device
+    from rlhf.run.python_run import check_given
+    from rlhf.setup.build import load_models
+    from rlhf.setup.fit import choose_settings
+    from rlhf.setup.load_inputs import load_inputs
+    from rlhf.setup.scan import scan_prompts
+
     check_given(config)
     screen = Screen()
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))

@@ -26,8 +26,9 @@ from tensorboard.summary.writer import event_file_writer
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import parse_cli
-from rlhf.run.train import attach_callbacks
+from rlhf.run.session import RunSession
 from rlhf.settings.training import Config
+from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import GracefulStop
 from tests.records import facts_of
@@ -41,13 +42,21 @@ torch.set_num_threads(1)  # more threads slow tiny models down, and busy-wait wh
 quiet_libraries()
 
 
+class OpenedSession(RunSession):
+    """A session that `attach` has opened already."""
+
+    opened = Session.opened
+
+
 def attach(trainer) -> RunLog:
-    """Attach the callbacks that the scripts attach. Return the run's log."""
+    """Give a trainer the session of a script, without opening it. Return the run's log."""
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
-    log = RunLog(output, **facts_of(trainer.config, trainer.updates))
-    attach_callbacks(trainer, trainer.config, log, Screen(), GracefulStop())
-    return log
+    trainer.session = session = OpenedSession(trainer.config, None, Screen(), folder=output)
+    session.trainer, session.log = trainer, RunLog(output, **facts_of(trainer.config, trainer.updates))
+    for callback in session.callbacks(trainer, GracefulStop()):
+        trainer.add_callback(callback)
+    return session.log
 
 
 MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start one or two more processes
@@ -203,5 +212,5 @@ def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tenso
     trainer.model.zero_grad()
     completions = batch.completions
     micro_batch = completions.micro_batch(range(len(completions.mask)), trainer.micro_batch_budget.packed)
-    stats = trainer.learner.gradients(batch, micro_batch, completions.mask.sum().float())
+    stats = trainer.policy_optimizer.gradients(batch, micro_batch, completions.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

@@ -1,7 +1,7 @@
 """The callback interface: the events of a trainer.
 
-Most callbacks only log. These change a run: KLControl and KLGuard set the next update's beta, KLGuard may load the
-weights of an older checkpoint, and Checkpoints ends a run after a stop signal.
+Callbacks observe, so their order changes nothing. They may ask for another beta (`set_kl_coef`) or for the end of the
+run (`request_stop`); the loop applies both after the update (`apply_requests`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Callback:
         """Called after a pass over the training prompts, with the mean metrics of its updates."""
 
     def on_update_done(self, update: int) -> None:
-        """Called at the end of an update, after its evaluation. Checkpoints are saved here.
+        """Called at the end of an update, after its evaluation and before its checkpoint is saved.
 
         To save a callback's state in checkpoints, define `state_dict()`, which returns JSON-serializable data, and
         `load_state_dict(state)`.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import asdict
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
-from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.best import Candidate, choose, perplexity_limit
 from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
@@ -15,12 +14,12 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
 from rlhf.config import usual_config
-from rlhf.distributed.group import from_first, gather, on_first
+from rlhf.distributed.group import agree, from_first, on_first
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.state import save_trainer_state
+from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
@@ -31,22 +30,22 @@ from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 def shares_of(trainer: OnPolicyLoop) -> dict[str, Any]:
     """Return the number of processes, and the tokens that each has sampled and trained on since the start or the
     resumption of the run."""
-    sampled, trained = trainer.collector.sampled_tokens, trainer.learner.trained_tokens
+    sampled, trained = trainer.collector.sampled_tokens, trainer.policy_optimizer.trained_tokens
     return {"count": size(), "sampled_tokens": list(sampled), "trained_tokens": list(trained)}
 
 
 class BestCheckpoint(Callback):
     """Saves the model of the best evaluation in `best/`, and writes the choice and its reason to run.json."""
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog):
-        self.trainer, self.config, self.controller, self.log = trainer, config, controller, log
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog):
+        self.trainer, self.config, self.log = trainer, config, log
         self.candidates: list[Candidate] = []
         self.memory: list[float] = []
         self.episodes: list[int] = []
 
     def on_evaluation(self, evaluation):
         metrics, run = evaluation.metrics(), self.config.run
-        target = self.controller.target_of(evaluation.update)
+        target = self.trainer.kl.target_of(evaluation.update)
         self.candidates.append(
             Candidate(
                 update=evaluation.update,
@@ -88,7 +87,7 @@ class BestCheckpoint(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves the trainer's state every `save_every` updates, at the end, and after a stop signal, which ends the run.
+    """Saves the trainer's state when the loop calls `save_if_due`, and loads it for --rollback-on-kl.
 
     After a skipped update, saves only when an update succeeds or at the end of the run.
     """
@@ -101,29 +100,44 @@ class Checkpoints(Callback):
     def on_batch(self, update, batch, scores):
         self.log.check_place()  # before the optimizer steps, whose result could not be saved
 
-    def on_update_done(self, update):
+    def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
+        """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""
         self.log.check_place()
-        last, by = update == self.trainer.updates, self.stopped_by()
         skipped = self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(
                 f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"
             )
-        due = self.overdue or by is not None or update % self.config.run.save_every == 0
+        due = self.overdue or signal is not None or update % self.config.run.save_every == 0
         self.overdue = due and skipped
         if last or (due and not skipped):
             self.save(update)
-        if by is not None and not last:
-            saved = "A checkpoint was saved"
-            if skipped:
-                saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
-            raise TrainingInterrupted(
-                by, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
-            )
 
-    def stopped_by(self) -> signal.Signals | None:
-        """Return the first stop signal that a process has received; None: none has."""
-        return next((by for by in gather(self.stop.by) if by is not None), None)
+    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
+        """Return the error that ends a run which a signal stopped after an update."""
+        saved = "A checkpoint was saved"
+        if self.overdue:
+            saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
+        return TrainingInterrupted(
+            signal, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
+        )
+
+    def roll_back(self, runaway: int) -> None:
+        """Load the weights of the newest valid checkpoint from before the KL ran away. An update's KL is that of the
+        weights at its start, so the weights after update `runaway` had run away."""
+        found = from_first(lambda: find_checkpoints(self.folder, self.log.record.id))
+        before = [number for number in found.valid if number < runaway]
+        if not before:
+            self.screen.say(
+                "warning: cannot roll back, because no valid checkpoint is from before the KL became too high: "
+                "--rollback-on-kl"
+            )
+            return
+        agree(lambda: load_weights(self.trainer, found.valid[max(before)]))
+        self.screen.say(
+            f"rolled back to the weights after update {max(before)}, because the KL was too high with the weights "
+            f"after update {runaway}"
+        )
 
     def newest_checkpoint(self) -> str:
         """Return in words which checkpoint --resume would use."""
@@ -157,7 +171,7 @@ class Checkpoints(Callback):
     def resume_hint(self) -> str:
         return f"Resume with: {resume_command(self.config)}"
 
-    def recovery(self, by_score: bool) -> str:
+    def advice(self, by_score: bool) -> str:
         """Return the advice for a run that gives up, with the command to type.
 
         If the weights are the reason, renames the checkpoints after the last update from whose weights an optimizer

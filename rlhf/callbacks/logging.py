@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.findings import EXAMPLES, Examples, short_fields, show_run_findings
 from rlhf.callbacks.samples import markdown, sample_table, table_text
@@ -29,7 +28,7 @@ SOME_UPDATES = 10  # findings over this many updates are not a coincidence
 
 def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
     """Return the charts of TensorBoard's tab "Custom Scalars": title -> tags in it."""
-    per = trainer.kl_targets.targets[0].per
+    per = trainer.kl.controller.targets[0].per
     target = ["kl_divergence/target"] if trainer.config.kl.steered else []
     functions = trainer.evaluator.functions
     unseen = [tag_of(name, "value") for name in functions.names] if functions is not None else []
@@ -105,18 +104,18 @@ class TensorBoardLog(Callback):
 class ProgressLine(Callback):
     """Prints the progress line of every update, and one line per evaluation."""
 
-    def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
-        self.trainer, self.screen, self.controller = trainer, screen, controller
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
+        self.trainer, self.screen = trainer, screen
         self.started, self.first = time.monotonic(), 0
 
     def on_train_begin(self, trainer):
         self.started, self.first = time.monotonic(), trainer.state.global_step
 
     def on_update_end(self, update, metrics):
-        updates, target = self.trainer.updates, self.controller.target_of(update)
+        updates, target = self.trainer.updates, self.trainer.kl.target_of(update)
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics[target.metric]
-        aim = "no target" if self.controller.horizon is None else f"target {target.nats:g}"
+        aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
         topic = self.trainer.sampler.topic_of(update)
         score = f"score {metrics['rewards/mean']:+.2f}" if "rewards/mean" in metrics else "no score"
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "

@@ -1,45 +1,25 @@
-"""A run that a Python program or a notebook starts: its console output, and with an output folder a run's files."""
+"""Settings and arguments that a Python program or a notebook gives: what run.json stores, and what is refused."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.algorithms.kl_control import kl_controller, with_horizon
-from rlhf.callbacks.findings import show_run_findings
-from rlhf.callbacks.kl import attach_kl_control
-from rlhf.callbacks.logging import FindingsWarning, ProgressLine
-from rlhf.callbacks.trackers import Trackers
-from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
+from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import RunRecord, flat_settings
-from rlhf.data.prompts import Prompt
-from rlhf.distributed.group import agree, on_first, require_equal
-from rlhf.distributed.weights import require_equal_weights
 from rlhf.rewards.find import as_list, name_in_settings
-from rlhf.run.export import export_run
-from rlhf.run.figures import results_of
-from rlhf.run.resume import prepare_resume, resume_run
+from rlhf.run.resume import prepare_resume
 from rlhf.run.resume_checks import is_extended, with_choices_of
-from rlhf.run.train import attached, finish, start_run
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
-from rlhf.setup.build import Components
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights
-from rlhf.setup.pass_rates import PassRates
-from rlhf.setup.plan import budget_line
 from rlhf.trainer.events import check_callback
-from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import json_ready, write_text
-from rlhf.utils.processes import is_first
-from rlhf.utils.signals import GracefulStop
 
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
@@ -132,76 +112,3 @@ def prepared(config: Config, screen: Screen) -> Config:
             f"load_model({output!r}), or train further with resume_anyway=True and a larger num_iterations"
         )
     return prepare_resume(config, screen)
-
-
-# --- sessions: what train() opens and closes -------------------------------------------------------------------------
-
-
-@contextmanager
-def in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> Iterator[None]:
-    """Session of a trainer that writes no files. Ends the progress line and the runs in trackers, also after an
-    error."""
-    with screen, Trackers(trainer.config, screen) as trackers:
-        trainer.add_callback(trackers)
-        show_budget(trainer, screen, progress)
-        yield
-        show_run_findings(trainer, screen)
-        if trackers.trackers:
-            trackers.finish(results_of(trainer))
-
-
-def attach_in_memory(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
-    """Attach the callbacks of a trainer that writes no files: progress, KL control and the warnings of a run."""
-    controller = kl_controller(trainer.config, trainer.updates)
-    if is_first():
-        if progress:
-            trainer.add_callback(ProgressLine(trainer, screen, controller))
-        trainer.add_callback(FindingsWarning(trainer, screen))
-    attach_kl_control(trainer, controller, None, screen)
-
-
-@contextmanager
-def in_folder(
-    trainer: OnPolicyLoop, components: Components, pass_rates: PassRates | None, screen: Screen, progress: bool
-) -> Iterator[None]:
-    """Session of a trainer with an output folder: starts or resumes its run, attaches the callbacks of a script's run,
-    and at the end saves the model, the results and the model card. Ctrl-C ends the run after a checkpoint."""
-    config, shown = trainer.config, screen if progress else Screen(quiet=True)
-    with (
-        screen,
-        GracefulStop(screen.say) as stop,  # until run.json is written
-        start_run(config, components, trainer.updates, screen, pass_rates) as log,
-        Trackers(config, screen, log.record.id) as trackers,
-    ):
-        if not config.run.resume:
-            on_first(lambda: write_prompts(Path(config.run.output), trainer))
-        with attached(trainer, config, log, screen, stop, progress):
-            trainer.add_callback(trackers)
-            agree(lambda: resume_run(trainer, config, log, screen))
-            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-            show_budget(trainer, screen, progress)
-            yield
-        require_equal_weights(trainer.model, "the last update")
-        on_first(lambda: finish(trainer, config, log, shown, screen))
-        trackers.finish(log.record.figures)
-    if is_first():
-        export_run(config, shown)
-
-
-def show_budget(trainer: OnPolicyLoop, screen: Screen, progress: bool) -> None:
-    """Print the length of the run as in the plan of a script, if progress is shown."""
-    if progress:
-        screen.say(f"{trainer.config.title}: {budget_line(trainer.config, trainer.sampler.updates)}")
-
-
-def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
-    """Write the rows of the prompts into the run's folder, from which they are evaluated later."""
-    (folder / PROMPTS_FOLDER).mkdir()
-    for name, prompts in (("train", trainer.train_prompts), ("evaluation", trainer.evaluation_prompts)):
-        write_text(folder / PROMPTS_FOLDER / f"{name}.jsonl", "".join(map(as_line, prompts)))
-
-
-def as_line(prompt: Prompt) -> str:
-    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text, and numbers that are
-    not finite become null."""
-    return json.dumps(json_ready(prompt.example.columns), allow_nan=False, default=str) + "\n"

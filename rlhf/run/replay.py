@@ -56,7 +56,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     """Compute the update again from the saved weights, without an optimizer step. Returns rows of (name, result)."""
     trainer.load_model(incident.folder / WEIGHTS)
     trainer.state.global_step = incident.facts["update"] - 1  # as reward functions saw it in the run
-    trainer.kl_coef = incident.facts["kl_coef"]
+    trainer.set_kl_coef(incident.facts["kl_coef"])
     rollout, lines = incident.rollout(trainer), [("found", incident.facts["found"])]
     lines += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
     recomputed = dict(
@@ -73,15 +73,15 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
     update, found = incident.facts["update"], incident.facts["rows"]
-    for step, rows in enumerate([found] if found else trainer.learner.minibatches(update, 0)):
-        trainer.learner.seed_dropout(update, step)
+    for step, rows in enumerate([found] if found else trainer.policy_optimizer.minibatches(update, 0)):
+        trainer.policy_optimizer.seed_dropout(update, step)
         lines += gradients_again(trainer, batch, rows)
     return lines
 
 
 def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int]) -> list[tuple[str, str]]:
     """Compute one minibatch's gradients without a step. Returns its statistics and the non-finite gradients."""
-    stats = trainer.learner.minibatch_gradients(batch, rows)
+    stats = trainer.policy_optimizer.minibatch_gradients(batch, rows)
     lines = [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
     lines += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.prompts import PromptSets
 from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
+from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
 from rlhf.rewards.build import load_rewards, make_eval_functions
@@ -24,6 +25,7 @@ from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
 
 
@@ -46,6 +48,7 @@ class Components:
     policy: torch.nn.Module
     memory_before: int  # bytes in use before any of this was loaded
     eval_functions: Rewards | None = None  # evaluation functions; None: there are none
+    gold: Gold | None = None  # the demo's judge; None: the run has other prompts
 
 
 def load_components(config: Config, device: torch.device, screen: Screen, *given, **named) -> Components:
@@ -70,9 +73,12 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated)
 
 
-def build_trainer(config: Config, components: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
-    """Return a trainer for `config.algorithm` with exactly these callbacks."""
-    trainer = OnPolicyLoop(
+def build_trainer(
+    config: Config, components: Components, callbacks: Sequence = (), session: Session | None = None
+) -> OnPolicyLoop:
+    """Return a trainer for `config.algorithm` with exactly these callbacks. `session` saves, prints and stops; None:
+    nothing is saved."""
+    return OnPolicyLoop(
         config,
         policy=components.policy,
         tokenizer=components.tokenizer,
@@ -80,10 +86,10 @@ def build_trainer(config: Config, components: Components, callbacks: Sequence = 
         evaluation=components.prompts.evaluation,
         rewards=components.rewards,
         callbacks=callbacks,
+        eval_functions=components.eval_functions,
+        gold=components.gold,
+        session=session,
     )
-    if components.eval_functions is not None:
-        trainer.evaluator.add_functions(components.eval_functions)
-    return trainer
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):

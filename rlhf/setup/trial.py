@@ -112,7 +112,7 @@ def _start_checks(config: Config, components: Components, writes: bool = True) -
 def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:
     """Yield the checks that need a trainer: on a rollout, on one update, and on weights that are saved before the
     update and loaded after it."""
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
     if trainer.evaluator.functions is not None:
@@ -166,7 +166,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     if trainer.config.model.has_adapter_dropout:
         share = trainer.config.model.lora_dropout
         set_adapter_dropout(trainer.actor, share, trainer.actor.dropout)
-        trainer.learner.seed_dropout(1, 0)
+        trainer.policy_optimizer.seed_dropout(1, 0)
         dropped = float(_apart_from_one(trainer, rollout).mean())
         with_dropout = f" without dropout; mean {dropped:.2g} with --lora-dropout {share:g}"
     return Check(
@@ -182,7 +182,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """Return |ratio - 1| of each completion token, (N,)."""
     device, completions, most = trainer.accelerator.device, rollout.completions, trainer.config.batch.micro_batch_size
     tokens, apart = budget_of(device).tokens_per_micro_batch, []
-    for rows in trainer.learner.minibatches(1, 0):
+    for rows in trainer.policy_optimizer.minibatches(1, 0):
         for part in completions.split(rows, most, tokens, trainer.micro_batch_budget.packed):
             micro_batch = completions.micro_batch(part, trainer.micro_batch_budget.packed)
             with autocast(device, trainer.dtype):
@@ -216,7 +216,7 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:
-        trainer.learner.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
+        trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
     finally:
         hook.remove()
     planned = trainer.config.optimizer_steps(1)

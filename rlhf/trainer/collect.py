@@ -47,7 +47,6 @@ class RolloutCollector:
     ):
         self.config, self.host, self.tokenizer = config, host, tokenizer
         self.reference, self.rewards, self.micro_batch_budget = reference, rewards, micro_batch_budget
-        self.rewards.trainer_state = host.state
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None

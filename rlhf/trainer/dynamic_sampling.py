@@ -9,9 +9,6 @@ Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import perf_counter
-
 from torch import Tensor
 
 from rlhf.algorithms.experience import tokens_of_loss
@@ -20,10 +17,10 @@ from rlhf.data.sampler import PromptSampler
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
-from rlhf.trainer.metrics import speed_metrics
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, equal_groups
+from rlhf.trainer.timing import Timer
 
 
 class DynamicSampler:
@@ -38,10 +35,12 @@ class DynamicSampler:
         """Start the counters of an update."""
         self.groups = self.episodes = 0  # sampled in addition to the batch
         self.replaced_tokens = 0  # of completions that were sampled and replaced
-        self.seconds = 0.0  # spent on rollouts
 
-    def replace_equal_groups(self, rollout: Rollout, scores: Scores, update: int) -> tuple[Rollout, Scores]:
-        """Return the rollout with other prompts in place of the groups with equal scores, and its scores.
+    def replace_equal_groups(
+        self, rollout: Rollout, scores: Scores, update: int, timer: Timer
+    ) -> tuple[Rollout, Scores]:
+        """Return the rollout with other prompts in place of the groups with equal scores, and its scores. `timer` is
+        that of the update.
 
         At most `dynamic_sampling` draws are made, and none after --episodes is spent. Groups that still have equal
         scores stay. Only the new groups are sampled, computed and scored. Raises SkipUpdate,
@@ -58,7 +57,7 @@ class DynamicSampler:
             drawn += prompts
             rows = [group * size + k for group in equal for k in range(size)]
             self._count(rollout, equal, rows)
-            rollout, new = self._draw(rollout, rows, prompts, update, number)
+            rollout, new = self._draw(rollout, rows, prompts, update, number, timer)
             scores = scores.replaced(rows, new)
             logged.append((len(rows), new.logged))
         scores.logged = _means(logged) if len(logged) > 1 else scores.logged
@@ -71,15 +70,14 @@ class DynamicSampler:
         return equal | ~in_loss.view(-1, self.config.group_size).any(1).to(equal.device)
 
     def _draw(
-        self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int
+        self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int, timer: Timer
     ) -> tuple[Rollout, Scores]:
         """Return the rollout with completions of `prompts` in `rows`, and the scores of these completions."""
         size, batch = self.config.group_size, self.config.episodes_per_update
         episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
         self.collector.cached_forward.clear()  # its rollout is not the one of the optimizer steps
-        start = perf_counter()
-        new = self.collector.collect(episodes, update, f"draw {number}")
-        self.seconds += perf_counter() - start
+        with timer("rollout"):
+            new = self.collector.collect(episodes, update, f"draw {number}")
         place = dict(zip(rows, range(batch, batch + len(rows)), strict=True))
         order = [place.get(row, row) for row in range(batch)]
         try:
@@ -105,14 +103,12 @@ class DynamicSampler:
         budget, sampled = self.config.run.episodes, update * self.config.episodes_per_update
         return budget is not None and sampled + self.progress.resampled_episodes >= budget
 
-    def metrics(self, update: int, times: Sequence[float], tokens: int) -> dict[str, float]:
-        """Return the speed metrics of the update with everything that it sampled, and, if dynamic sampling is on, how
-        much it sampled. `times` as in `speed_metrics`; `tokens` are those of the batch."""
-        batch, resampled = self.config.episodes_per_update, self.progress.resampled_episodes
-        speed = speed_metrics(times, tokens + self.replaced_tokens, batch + self.episodes, self.seconds)
+    def metrics(self, update: int) -> dict[str, float]:
+        """Return how much was sampled in addition to the batches; {} if dynamic sampling is off."""
         if not self.limit:
-            return speed
-        return {**speed, "rewards/resampled_groups": float(self.groups), "episodes": float(update * batch + resampled)}
+            return {}
+        episodes = update * self.config.episodes_per_update + self.progress.resampled_episodes
+        return {"rewards/resampled_groups": float(self.groups), "episodes": float(episodes)}
 
 
 def _means(logged: list[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -202,17 +202,22 @@ class PolicyEvaluator:
         collector: RolloutCollector,
         prompts: Sequence[Prompt],
         topic_tags: dict[str, str],
+        functions: Rewards | None = None,
+        gold: Gold | None = None,
     ):
-        """`prompts` are the evaluation prompts of the run. `topic_tags` maps each topic to its name in metric tags."""
+        """
+        Args:
+            config: the settings of the run.
+            tokenizer: the policy's.
+            collector: samples and scores as in training.
+            prompts: the evaluation prompts of the run.
+            topic_tags: topic -> its name in metric tags.
+            functions: evaluation functions, which training never calls.
+            gold: the demo's judge, which training never calls.
+        """
         self.config, self.tokenizer, self.collector = config, tokenizer, collector
-        self.prompts, self.topic_tags = prompts, topic_tags
+        self.prompts, self.topic_tags, self.functions, self.gold = prompts, topic_tags, functions, gold
         self.text: FixedText | None = None
-        self.functions: Rewards | None = None
-        self.gold: Gold | None = None  # the demo's judge, which training never sees
-
-    def add_functions(self, functions: Rewards) -> None:
-        """Evaluates these functions, too. Training never calls them."""
-        self.functions, functions.trainer_state = functions, self.collector.host.state
 
     def read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
         """Returns prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerCallback
@@ -34,6 +36,19 @@ class Events:
         check_callback(callback)
         self.callbacks.append(callback)
 
+    @contextmanager
+    def extended(self, callbacks: Sequence[Any]) -> Iterator[None]:
+        """Context manager that calls these callbacks, too, before the others. At the end, also after an error, those
+        with a method `close` are closed."""
+        others, self.callbacks = self.callbacks, [*callbacks, *self.callbacks]
+        try:
+            yield
+        finally:
+            self.callbacks = others
+            for callback in callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+
     def call(self, event: str, *details: Any) -> None:
         """Call the method `event` of every callback that has it. If a callback fails in one process, its error is
         raised in all of them."""
@@ -59,7 +74,11 @@ class HostEvents:
         it is set in all of them."""
         host = self.host
         host.control = getattr(host.callback_handler, event)(host.args, host.state, host.control, **details)
-        host.control.should_training_stop = any(gather(host.control.should_training_stop))
+        self.agree_on_stop()
+
+    def agree_on_stop(self) -> None:
+        """Request the end of the training in all processes if it is requested in one."""
+        self.host.control.should_training_stop = any(gather(self.host.control.should_training_stop))
 
     @property
     def stopped(self) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop that all algorithms share: collect, score, advantages, optimize, finish.
+"""The training loop that all algorithms share: sample, score, advantages, optimize, next beta.
 
 An algorithm defines only how scores become advantages, and the loss. Two runs of the same budget with different
 algorithms therefore differ in nothing else.
@@ -6,10 +6,8 @@ algorithms therefore differ in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 
 from accelerate import PartialState
 from peft import PeftModel
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.kl_control import kl_controller
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
@@ -38,13 +35,17 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.settings.translate import refused_arguments
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
-from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
+from rlhf.trainer.evaluation import Evaluation, Gold, PolicyEvaluator
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
-from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics
+from rlhf.trainer.kl import KLControl
+from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, checked_beta, require_finite_weights
+from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
+from rlhf.trainer.scores import Scores
+from rlhf.trainer.session import Session
+from rlhf.trainer.timing import Timer
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import is_first
@@ -66,25 +67,36 @@ class OnPolicyLoop:
         evaluation: Sequence[Prompt],
         rewards: Rewards | Sequence[RewardFunction | nn.Module],
         callbacks: Sequence = (),
+        eval_functions: Rewards | None = None,
+        gold: Gold | None = None,
+        session: Session | None = None,
     ):
-        self.config, self.processing_class = config, tokenizer
+        """
+        Args:
+            config: the settings of the run.
+            policy: the start model, with adapters if the settings have them. It is trained in place.
+            tokenizer: the policy's.
+            train: training prompts.
+            evaluation: evaluation prompts.
+            rewards: reward functions and modules.
+            callbacks: as `add_callback` takes them.
+            eval_functions: evaluation functions, which training never calls.
+            gold: the demo's judge, which training never calls.
+            session: saves, prints and stops; None: nothing is saved.
+        """
+        self.config, self.processing_class, self.session = config, tokenizer, session or Session()
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
         self.sampler = PromptSampler(config, self.train_prompts)
         everything = (*self.train_prompts, *self.evaluation_prompts)
         self.topic_tags = metric_names(p.example.topic for p in everything) if self.sampler.topics else {}
-        self.kl_coef, self.progress, self.trained = config.kl.kl_coef, Progress(), False
+        self.kl, self.progress, self.trained = KLControl(config, self.sampler.updates), Progress(), False
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        # returns the advice at the end of an error message; the argument is True if a reward function is the cause
-        self.recovery: Callable[[bool], str] = lambda by_score: (
-            "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
-        )
-        self.session: Callable[[], AbstractContextManager] = nullcontext  # entered by train(): rlhf.run.python_run
         self.algorithm = ALGORITHMS[config.algorithm].build(config)
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self._construct_host(policy)
-        self._construct_components()
+        self._construct_components(eval_functions, gold)
         self.events = Events()
         for callback in callbacks:
             self.add_callback(callback)
@@ -95,28 +107,40 @@ class OnPolicyLoop:
         if device.type == "cpu":
             keep_freed_memory()
         packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
-        self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
+        rows, advice = config.batch.micro_batch_size, self.session.memory_advice
+        self.micro_batch_budget = MicroBatchBudget(rows, tokens, packed, advice)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer, planned = self.processing_class, self.sampler.updates
         host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
         self.host, self.model, self.accelerator, self.args = host, host.model, host.accelerator, host.args
-        self.hosted, self.kl_targets = HostEvents(host), kl_controller(config, planned)
+        self.hosted = HostEvents(host)
         self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
 
-    def _construct_components(self) -> None:
+    def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
         """Construct the collector, the optimizer of the policy, and the evaluator."""
         config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
+        for functions in filter(None, (self.rewards, eval_functions)):
+            functions.trainer_state = host.state
         self.collector = collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
-        self.learner = PolicyOptimizer(config, host, self.algorithm, budget, collector.cached_forward, self.progress)
-        self.resampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
-        self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
+        self.policy_optimizer = PolicyOptimizer(
+            config, host, self.algorithm, budget, collector.cached_forward, self.progress
+        )
+        self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
+        self.evaluator = PolicyEvaluator(
+            config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags, eval_functions, gold
+        )
 
     @property
     def actor(self) -> Actor:
         """The policy, with the critic if the algorithm has one."""
         return self.host.actor
+
+    @property
+    def kl_coef(self) -> float:
+        """The beta of the next update, score units per nat."""
+        return self.kl.beta
 
     @property
     def episodes(self) -> int:
@@ -125,10 +149,17 @@ class OnPolicyLoop:
 
     @property
     def updates(self) -> int:
-        """The number of updates in the run: as planned, or fewer if --episodes are spent or a callback ends it."""
-        planned, budget = self.sampler.updates, self.config.run.episodes
-        ends = self.hosted.stopped or (budget is not None and self.episodes >= budget)
-        return min(planned, self.state.global_step) if ends else planned
+        """The number of updates in the run: as planned, or fewer if it has ended before."""
+        return self.sampler.updates if self.reason_to_end() is None else self.state.global_step
+
+    def reason_to_end(self) -> str | None:
+        """Return why no update follows; None: another one does."""
+        budget = self.config.run.episodes
+        if self.state.global_step >= self.sampler.updates:
+            return "all updates are done"
+        if budget is not None and self.episodes >= budget:
+            return "--episodes are spent"
+        return "a callback asked for it" if self.hosted.stopped else None
 
     def add_callback(self, callback) -> None:
         """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
@@ -145,105 +176,134 @@ class OnPolicyLoop:
             raise UserError(refused_arguments(unexpected, named, name_table(settings_of(Config))))
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
-        with self.session(), advise_on_bad_logits(self.state, self.recovery):
+        with self.session.opened(self), advise_on_bad_logits(self.state, self.session.advice):
             self.trained = True
             return agree(self._run)
 
     def _run(self) -> dict[str, float]:
+        self._begin()
+        metrics: dict[str, float] = {}
+        while True:
+            reason = self.apply_requests()  # a beta, or the end of the run, that a callback asked for
+            if reason is not None:
+                break  # all updates are done, --episodes are spent, or a callback asked for it
+            update = self.state.global_step + 1
+            metrics = self.update_step(update)
+            if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
+                self.evaluate()
+            self.events.call("on_update_done", update)
+            last, signal = self.reason_to_end() is not None, self.session.stop_signal()
+            self.session.save(update, last, signal)
+            if signal is not None and not last:
+                raise self.session.interrupted(update, signal)
+        self.hosted.call("on_train_end")
+        self.events.call("on_train_end")
+        return Metrics(metrics | self.evaluations[-1].metrics())
+
+    def _begin(self) -> None:
+        """Prepare the processes and the callbacks, and evaluate the start model."""
         reset_peak_memory(self.accelerator.device)
+        for functions in filter(None, (self.rewards, self.evaluator.functions)):
+            functions.printed = self.session.printed
         copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
         self.hosted.call("on_train_begin")
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
-        metrics: dict[str, float] = {}
-        while (update := self.state.global_step + 1) <= self.updates:
-            metrics = self.update_step(update)
-            self.events.call("on_update_done", update)
-        self.hosted.call("on_train_end")
-        self.events.call("on_train_end")
-        return Metrics(metrics | self.evaluations[-1].metrics())
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         self.hosted.call("on_step_begin")
-        times, experience = [perf_counter()], None
-        rollout = self.collector.collect(self.prompts_of(update), update)
-        times.append(perf_counter())
+        timer, experience = Timer(), None
+        # 1. sample: completions, their log-probs, the reference's, and the critic's values
+        with timer("rollout"):
+            rollout = self.collector.collect(self.episodes_of(update), update)
         try:
-            check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
-            scores = self.collector.score(rollout)
-            rollout, scores = self.resampler.replace_equal_groups(rollout, scores, update)
-            scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
-            times.append(perf_counter())
-            experience = self.advantages(rollout, scores.shaped)
-            self.events.call("on_batch", update, experience, scores)
-            stats = self.learner.run(experience, update)
+            # 2. score: reward model and reward functions, then dynamic sampling and the control
+            with timer("score"):
+                check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
+                scores = self.collector.score(rollout)
+                rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update, timer)
+                scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+            with timer("update"):
+                # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
+                experience = self.advantages(rollout, scores.shaped)
+                self.events.call("on_batch", update, experience, scores)
+                # 4. optimize: passes over shuffled minibatches
+                stats = self.policy_optimizer.run(experience, update)
         except SkipUpdate as reason:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
         self.progress.count_update(scores, rollout.completions.tokens)
-        require_finite_weights(self.model, update, self.recovery)
-        times.append(perf_counter())
-        tag = self.topic_tags.get(self.sampler.topic_of(update))
-        metrics = rollout_metrics(experience, scores, self.config.group_size, tag)
-        return self.finish_step(update, {**metrics, **stats}, times, rollout.completions.tokens)
+        require_finite_weights(self.model, update, self.session.advice)
+        metrics = self.metrics_of(update, experience, scores, timer) | stats
+        # 5. next beta: towards the KL target
+        self.adjust_beta(update, metrics)
+        self.end_update(update, metrics)
+        return metrics
 
-    def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
+    def episodes_of(self, update: int) -> list[tuple[int, Prompt]]:
         """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
         prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
-        """Compute the algorithm's experience from scores (B,), with the current KL coefficient."""
-        return self.algorithm.advantages(rollout, scores, self.kl_coef)
+        """Compute the algorithm's experience from scores (B,), with the current beta."""
+        return self.algorithm.advantages(rollout, scores, self.kl.beta)
+
+    def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
+        """Let the KL control set the next beta. After several updates with a KL far above the target,
+        --rollback-on-kl loads the weights from before them."""
+        for warning in self.kl.after_update(update, metrics):
+            self.session.say(warning)
+        if self.config.run.rollback_on_kl and self.kl.runaways >= MAX_CONSECUTIVE_SKIPS:
+            self.session.roll_back(update - self.kl.runaways)
+            self.kl.runaways = 0
 
     def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.progress.count_update(None, rollout.completions.tokens)
-        require_finite_weights(self.model, update, self.recovery)
+        require_finite_weights(self.model, update, self.session.advice)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
                 f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update} ({why}). "
-                f"{self.recovery(why.by_score)}"
+                f"{self.session.advice(why.by_score)}"
             )
-        self._count(update)
-        self._close(update)
+        self.kl.after_skipped_update()
+        self.end_update(update, None)
         return {"updates/skipped": float(self.progress.skipped)}
 
-    def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float], tokens: int) -> dict:
-        """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` and
-        `tokens` as in `speed_metrics`."""
+    def metrics_of(self, update: int, experience: Experience, scores: Scores, timer: Timer) -> dict[str, float]:
+        """Return the metrics of an update, without those of its optimizer steps."""
         self.update_peak_memory()
-        metrics |= {
-            **self.resampler.metrics(update, times, tokens),
-            "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
-            **({"kl_divergence/target": self.kl_targets.target_of(update).nats} if self.config.kl.steered else {}),
+        sampler, kl, tokens = self.dynamic_sampler, self.config.kl, experience.completions.tokens
+        episodes, tag = self.config.episodes_per_update, self.topic_tags.get(self.sampler.topic_of(update))
+        return {
+            **rollout_metrics(experience, scores, self.config.group_size, tag),
+            **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),
+            **sampler.metrics(update),
+            "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
+            **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
             "updates/skipped": float(self.progress.skipped),
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
-        self._count(update)
-        self.host.log(dict(metrics))  # appends to the log history, and calls the callbacks of transformers
-        self.events.call("on_update_end", update, metrics)
-        self.this_epoch.append(metrics)
-        self._close(update)
-        return metrics
 
-    def _count(self, update: int) -> None:
+    def end_update(self, update: int, metrics: dict[str, float] | None) -> None:
+        """Count an update, log its metrics (None: it was skipped), and call the callbacks."""
         self.state.global_step = update
         self.state.episode = self.episodes
         self.state.epoch = self.sampler.epochs(update)
-
-    def _close(self, update: int) -> None:
+        if metrics is not None:
+            self.host.log(dict(metrics))  # appends to the log history, and calls the callbacks of transformers
+            self.events.call("on_update_end", update, metrics)
+            self.this_epoch.append(metrics)
         self.hosted.call("on_step_end")
         self._finish_epoch(update)
-        if update % self.config.run.eval_every == 0 or update == self.updates:
-            self.evaluate()
 
     def _finish_epoch(self, update: int) -> None:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
@@ -254,9 +314,19 @@ class OnPolicyLoop:
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
-        """Set the beta of the next update. An adaptive KL schedule replaces it after that update. Raises RunError for
-        what --kl-coef refuses."""
-        self.kl_coef = checked_beta(beta)
+        """Ask for another beta from the next update on. An adaptive KL schedule continues from it. Raises RunError for
+        a value that --kl-coef refuses."""
+        self.kl.request(beta)
+
+    def request_stop(self) -> None:
+        """Ask for the end of the run after the current update."""
+        self.host.control.should_training_stop = True
+
+    def apply_requests(self) -> str | None:
+        """Apply what callbacks have asked for since the last update. Returns why no update follows, or None."""
+        self.kl.apply_request()
+        self.hosted.agree_on_stop()
+        return self.reason_to_end()
 
     def update_peak_memory(self) -> None:
         """Update the peak memory of the run. It is that of the process with the largest."""
@@ -281,7 +351,8 @@ class OnPolicyLoop:
         update = self.state.global_step
         result = self.evaluator.evaluate(prompts, update)
         if result.not_finite:
-            advice = self.recovery(False) if update else "Check the start model, --temperature and --eval-text"
+            start = "Check the start model, --temperature and --eval-text"
+            advice = self.session.advice(by_score=False) if update else start
             raise RunError(
                 f"{result.not_finite}: the evaluation after update {update}. The model is not saved. {advice}"
             )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -50,20 +49,14 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items() if name in known}}
 
 
-def speed_metrics(times: Sequence[float], tokens: int, episodes: int, resampling_s: float = 0.0) -> dict[str, float]:
-    """Returns the seconds of each part of an update, and tokens and episodes per second of the whole update.
-
-    `times` are four points in time, in seconds: the start of the rollout, of scoring and of the optimizer steps, and
-    the end of the optimizer steps. Of the time for scoring, dynamic sampling used `resampling_s` for rollouts.
-    """
-    rollout, score, update = (end - start for start, end in pairwise(times))
-    rollout, score = rollout + resampling_s, score - resampling_s
+def speed_metrics(seconds: Mapping[str, float], tokens: int, episodes: int) -> dict[str, float]:
+    """Returns the seconds of each part of an update ("rollout", "score", "update"), and tokens and episodes per second
+    of the whole update."""
+    whole = sum(seconds.values())
     return {
-        "time/rollout_s": rollout,
-        "time/score_s": score,
-        "time/update_s": update,
-        "throughput/tokens_per_s": tokens / (rollout + score + update),
-        "throughput/episodes_per_s": episodes / (rollout + score + update),
+        **{f"time/{part}_s": passed for part, passed in seconds.items()},
+        "throughput/tokens_per_s": tokens / whole,
+        "throughput/episodes_per_s": episodes / whole,
     }
 
 

@@ -45,7 +45,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "episode": trainer.state.episode,
         "epoch": trainer.state.epoch,
         "log_history": trainer.state.log_history,
-        "kl_coef": trainer.kl_coef,
+        "kl": trainer.kl.state_dict(),
         "progress": asdict(trainer.progress),
         "this_epoch": trainer.this_epoch,
         "normalizer": normalizer.state_dict() if normalizer is not None else None,
@@ -67,7 +67,8 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
-    trainer.kl_coef, trainer.this_epoch = state["kl_coef"], state["this_epoch"]
+    trainer.kl.load_state_dict(state["kl"])
+    trainer.this_epoch = state["this_epoch"]
     vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place, because other objects share it
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
@@ -146,7 +147,7 @@ def set_learning_rates(trainer: OnPolicyLoop) -> None:
 
 
 def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
-    """Return the callbacks that have a state, such as KL control, by class name and number within the class."""
+    """Return the callbacks that have a state by class name and number within the class."""
     found: dict[str, Any] = {}
     for callback in trainer.events.callbacks:
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):

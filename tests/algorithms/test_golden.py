@@ -440,7 +440,7 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     ours.evaluate = lambda: None
     # TRL shuffles with torch's global generator. Neither trainer shuffles here, so that minibatches are the same.
     monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
-    ours.learner.minibatches = lambda update, epoch: iter(
+    ours.policy_optimizer.minibatches = lambda update, epoch: iter(
         torch.arange(4).view(-1, ours.config.minibatch_size).tolist()
     )
     settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}

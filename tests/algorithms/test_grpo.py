@@ -29,7 +29,7 @@ def per_completion(batch) -> torch.Tensor:
 
 
 def collect_rollout(trainer):
-    return trainer.collector.collect(trainer.prompts_of(1), 1)
+    return trainer.collector.collect(trainer.episodes_of(1), 1)
 
 
 def test_group_advantages_match_values_computed_by_hand(grpo):
@@ -86,7 +86,7 @@ def test_ppo_and_grpo_log_the_same_kl_for_the_same_completions(build, tmp_path):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
             trainer.load_model(tmp_path / "trained")
             trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
-            completions.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
+            completions.append(trainer.collector.collect(trainer.episodes_of(1), 1).texts)
             trainer.update_step(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
             measured = logged.keys() - {"kl_divergence/target"}
@@ -112,7 +112,7 @@ def test_kl_in_the_reward_is_rejected_with_scaled_rewards():
 
 def test_groups_are_contiguous_and_their_completions_differ(grpo):
     trainer = grpo("--batch-size", 3, "--K", 4, "--max-prompts", 5, "--temperature", 1)
-    prompt_ids = [prompt.ids for update in range(1, 6) for _, prompt in trainer.prompts_of(update)]
+    prompt_ids = [prompt.ids for update in range(1, 6) for _, prompt in trainer.episodes_of(update)]
     groups = [prompt_ids[i : i + 4] for i in range(0, len(prompt_ids), 4)]
     assert len(groups) == 15 and all(len(set(group)) == 1 for group in groups)
     assert [len(set(g[0] for g in groups[i : i + 5])) for i in (0, 5, 10)] == [5, 5, 5], (

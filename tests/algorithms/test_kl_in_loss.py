@@ -65,12 +65,12 @@ def test_gradient_matches_a_plain_forward_pass_after_the_policy_changed(
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
-    trainer.learner.run(batch, 1)  # now the policy differs from the rollout policy
+    trainer.policy_optimizer.run(batch, 1)  # now the policy differs from the rollout policy
     batch.advantages.zero_()
     trainer.model.train()
-    stats = trainer.learner.minibatch_gradients(batch, rows)
+    stats = trainer.policy_optimizer.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
     gradients = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, otherwise the test proves nothing"

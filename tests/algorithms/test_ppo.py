@@ -9,7 +9,7 @@ from torch.testing import assert_close
 def test_batches_stay_full_past_the_end_of_the_prompts(build):
     """14 prompts in batches of 4: the fourth batch spans two passes and also has 4 prompts."""
     trainer = build("--max-prompts", 14)
-    batches = [trainer.prompts_of(update) for update in range(1, 8)]
+    batches = [trainer.episodes_of(update) for update in range(1, 8)]
     assert [len(batch) for batch in batches] == [4] * 7
     flat = [prompt.ids for batch in batches for _, prompt in batch]
     assert sorted(flat[:14]) == sorted(flat[14:28]) == sorted(p.ids for p in trainer.train_prompts)
@@ -33,7 +33,7 @@ def test_ppo_logs_all_of_its_metrics(build):
 def test_whitened_rewards_keep_their_mean(build):
     """Completions of two tokens, V = 0: whitening without a shift of the mean gives (r - mean) / std + mean."""
     trainer = build("--whiten-rewards", "--no-whiten-advantages", "--kl-coef", "1e-9", "--gamma", "1", "--lam", "1")
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.completions.mask = torch.zeros_like(rollout.mask)
     rollout.completions.mask[:, :2] = True
     batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))

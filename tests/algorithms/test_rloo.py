@@ -26,7 +26,7 @@ def rloo(build):
 
 
 def collect_rollout(trainer):
-    return trainer.collector.collect(trainer.prompts_of(1), 1)
+    return trainer.collector.collect(trainer.episodes_of(1), 1)
 
 
 def test_leave_one_out_advantages_match_values_computed_by_hand():

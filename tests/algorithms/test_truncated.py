@@ -17,7 +17,7 @@ SCORES = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
 def experience(trainer, *ended: bool, scores=SCORES):
     """Returns the experience of four completions, of which some end with EOS."""
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.completions.ended = torch.tensor(ended)
     return trainer.advantages(rollout, scores)
 
@@ -62,10 +62,10 @@ def test_mean_entropy_is_over_tokens_in_the_loss(build):
     """With 8 tokens each, the entropy over two completions of four is their mean, not half of it."""
     trainer = make(build, "ppo")
     batch = experience(trainer, False, True, False, True)
-    masked = float(trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])["policy/entropy"])
+    masked = float(trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])["policy/entropy"])
     alone = experience(make(build, "ppo"), True, True, True, True)
     trainer.model.zero_grad()
-    pair = float(trainer.learner.minibatch_gradients(alone, [1, 3])["policy/entropy"])
+    pair = float(trainer.policy_optimizer.minibatch_gradients(alone, [1, 3])["policy/entropy"])
     assert masked == pytest.approx(pair, rel=1e-4)
 
 
@@ -76,7 +76,7 @@ def test_micro_batches_add_up_with_truncated_completions(build, algorithm):
     for size in (0, 1):
         trainer = make(build, algorithm, "--entropy-coef", 0.1, "--max-grad-norm", 1e9, "--micro-batch-size", size)
         batch = experience(trainer, False, True, False, True)
-        trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
+        trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])
         gradients.append(torch.cat([w.grad.flatten() for w in trainer.model.parameters()]))
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)

@@ -91,7 +91,7 @@ def test_training_uses_the_sampler_and_keeps_groups_together(build, topic_file, 
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size
     for update in range(1, 8):
-        episodes = trainer.prompts_of(update)
+        episodes = trainer.episodes_of(update)
         assert [e for e, _ in episodes] == list(range((update - 1) * 4, update * 4))
         assert [p for _, p in episodes][::group] == trainer.sampler.prompts_of(update)
         assert {p.example.topic for _, p in episodes} == {trainer.sampler.topic_of(update)}

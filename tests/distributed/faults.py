@@ -101,14 +101,14 @@ def disk_is_full(rank: int) -> None:
 def other_weights() -> None:
     from rlhf.trainer.loop import OnPolicyLoop
 
-    original = OnPolicyLoop.finish_step
+    original = OnPolicyLoop.end_update
 
-    def finish_step(self, update, *given):
+    def end_update(self, update, *given):
         if update == AT:
             next(w for w in self.model.parameters() if w.requires_grad).data.view(-1)[0] += 1e-3
         return original(self, update, *given)
 
-    OnPolicyLoop.finish_step = finish_step
+    OnPolicyLoop.end_update = end_update
 
 
 def other_versions() -> None:
@@ -119,10 +119,10 @@ def other_versions() -> None:
 
 
 def other_data() -> None:
-    from rlhf.run import train
+    from rlhf.run import record
 
-    original = train.data_of
-    train.data_of = lambda *given: {**original(*given), "train_sha256": "of other rows"}
+    original = record.data_of
+    record.data_of = lambda *given: {**original(*given), "train_sha256": "of other rows"}
 
 
 def interrupted_by_launcher(rank: int) -> None:

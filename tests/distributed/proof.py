@@ -100,9 +100,7 @@ def uneven(trainer) -> None:
 def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: int) -> dict[str, Any]:
     """Train one case in this process, and return what the proof compares."""
 
-    from rlhf.algorithms.kl_control import kl_controller
     from rlhf.callbacks.checkpointing import shares_of
-    from rlhf.callbacks.kl import KLControl
     from rlhf.config import parse_cli
     from rlhf.models.device import start_device
     from rlhf.setup.build import build_trainer, load_components
@@ -130,9 +128,6 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
             found["metrics"].append(kept)
             found["beta"].append(trainer.kl_coef)
 
-    trainer.add_callback(
-        KLControl(kl_controller(config, trainer.updates), trainer.set_kl_coef, config.episodes_per_update)
-    )
     trainer.add_callback(Watch())
     zero = {name for name, weight in trainer.model.named_parameters() if not weight.any()}
     trainer.evaluate()

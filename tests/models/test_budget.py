@@ -47,6 +47,6 @@ def test_micro_batches_respect_the_token_budget(build, monkeypatch):
     few = dataclasses.replace(BUDGETS["cpu"], tokens_per_micro_batch=1)
     monkeypatch.setitem(BUDGETS, "cpu", few)
     trainer = build()
-    completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
+    completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     parts = trainer.micro_batch_budget.split(completions)
     assert sorted(list(part) for part in parts) == [[0], [1], [2], [3]]

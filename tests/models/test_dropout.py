@@ -50,9 +50,9 @@ def test_dropout_acts_in_optimizer_steps_and_not_in_logprobs(make):
         for name, weight in trainer.actor.policy.named_parameters():
             if "lora_B" in name:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     assert not trainer.collector.cached_forward, "the forward pass of the first step has dropout"
-    again = trainer.collector.collect(trainer.prompts_of(1), 1)
+    again = trainer.collector.collect(trainer.episodes_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
     assert torch.equal(trainer.collector.logprobs(rollout.completions)[0], rollout.logprobs), (
@@ -60,7 +60,7 @@ def test_dropout_acts_in_optimizer_steps_and_not_in_logprobs(make):
     )
     logged = trainer.update_step(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
-    found = trial.first_ratio_is_one(trainer, trainer.collector.collect(trainer.prompts_of(2), 2))
+    found = trial.first_ratio_is_one(trainer, trainer.collector.collect(trainer.episodes_of(2), 2))
     assert found.ok and " without dropout; " in found.found and found.found.endswith("with --lora-dropout 0.3")
     assert dropout_probabilities(trainer) == {0.3}, "the check must not change the dropout"
 
@@ -90,8 +90,8 @@ def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
 
 def test_masks_depend_on_the_step_and_the_token_and_not_on_the_micro_batch(make):
     trainer = make(*DROPOUT, "--max-new-tokens", 30)
-    trainer.rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
-    trainer.learner.seed_dropout(1, 0)
+    trainer.rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
+    trainer.policy_optimizer.seed_dropout(1, 0)
     whole = masks_of(trainer, [0, 1, 2, 3])
     for rows in ([0], [3, 1], [2]):
         assert all(torch.equal(whole[number], mask) for number, mask in masks_of(trainer, rows).items())
@@ -99,7 +99,7 @@ def test_masks_depend_on_the_step_and_the_token_and_not_on_the_micro_batch(make)
     assert abs(float(together.float().mean()) - 0.7) < 0.06 and len({tuple(m.tolist()) for m in together}) > 50
     by_step = []
     for update, step in ((2, 0), (1, 1), (1, 0)):
-        trainer.learner.seed_dropout(update, step)
+        trainer.policy_optimizer.seed_dropout(update, step)
         by_step.append(torch.stack(list(masks_of(trainer, [0, 1, 2, 3]).values())))
     assert torch.equal(by_step[2], together)
     assert not torch.equal(by_step[0], together) and not torch.equal(by_step[1], together)

@@ -143,7 +143,7 @@ def test_actor_and_critic_share_one_backbone_pass(build):
     trainer = build()
     passes = []
     trainer.model.policy.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     passes.clear()
     whole_gradient(trainer, batch)
@@ -165,7 +165,7 @@ def test_value_loss_trains_only_a_separate_critic(build, tmp_path, kind):
     flags = ["--critic", "separate", *CRITICS[kind], "--learning-rate", "1e-2"]
     trainer = build(*flags)
     actor = trainer.actor
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     batch.advantages.zero_()  # removes the policy gradient
     trainer.model.train()
@@ -210,7 +210,7 @@ def test_full_logits_are_never_materialized(build, monkeypatch):
     probabilities, seen = logprobs._probabilities, []
     monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--max-new-tokens", 8)
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     assert max(seen) <= 8 and sum(seen) == 2 * rollout.mask.sum(), "policy and reference, all positions, in parts"
     seen.clear()
@@ -228,7 +228,7 @@ def test_chunks_do_not_change_the_gradient(build, monkeypatch, flags):
 
 def gradient(trainer) -> torch.Tensor:
     """Returns the gradient of the loss on the first batch, flattened, in the mode of a real update."""
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     trainer.model.train(trainer.config.model.gradient_checkpointing)
     return whole_gradient(trainer, batch)[1]
@@ -239,10 +239,10 @@ def test_gradient_checkpointing_recomputes_with_the_same_gradient(build):
     for flags in ((), ("--gradient-checkpointing",)):
         grads.append(gradient(build("--ppo-epochs", "1", *flags)))
         trainer, count = build("--ppo-epochs", "1", *flags), []
-        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+        rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_, c=count: c.append(1))
-        trainer.learner.run(batch, 1)
+        trainer.policy_optimizer.run(batch, 1)
         passes.append(len(count))
     assert passes == [0, 2], "0: the cached forward pass is reused. 2: one forward, recomputed in the backward pass"
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)

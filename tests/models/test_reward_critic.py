@@ -39,7 +39,7 @@ def calibrated(tmp_path):
 
 def values_and_scores(trainer) -> tuple[list[float], list[float]]:
     """Returns the values at each token of a rollout, and the weighted calibrated scores of the same ids."""
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     model, weight = trainer.rewards.learned
     values, sequences = [], []
     for row, (prompt, ids) in enumerate(zip(rollout.prompts, rollout.completions.rows(), strict=True)):
@@ -89,7 +89,7 @@ def test_training_changes_the_critic_and_not_the_reward_model(build, calibrated,
     model, _ = trainer.rewards.learned
     before = {name: w.clone() for name, w in model.model.state_dict().items()}
     critic = {name: w.detach().clone() for name, w in trainer.actor.critic.named_parameters()}
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     trainer.update_step(1)
     moved = {n for n, w in trainer.actor.critic.named_parameters() if not torch.equal(w, critic[n])}
     adapters = {n for n in critic if "lora_" in n}
@@ -110,7 +110,7 @@ def test_dropout_of_the_reward_model_is_off(build, calibrated):
     (calibrated / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     trainer = build("--rm-model", calibrated, *FROM)
     trainer.model.train()
-    completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
+    completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     trainer.model.train()
     micro_batch = completions.micro_batch(range(4), True)
     passes = [trainer.actor(micro_batch, 1.0)[2] for _ in range(2)]

@@ -97,7 +97,7 @@ LOSSES = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
 
 def written_rollout(trainer, tokenizer) -> Rollout:
     """Return a rollout with ANSWERS as its completions: of four lengths, the last one cut off."""
-    prompts, rows = [prompt for _, prompt in trainer.prompts_of(1)], [tokenizer(a).input_ids for a in ANSWERS]
+    prompts, rows = [prompt for _, prompt in trainer.episodes_of(1)], [tokenizer(a).input_ids for a in ANSWERS]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[tokenizer.eos_token_id] * (longest - len(row))] for row in rows])
     completions = Completions.of(prompts, ids, eos=tokenizer.eos_token_id, pad=0, vocabulary=49152)

@@ -82,7 +82,7 @@ def test_arguments_equal_those_of_trls_trainer(start_model, tmp_path, prompt):
     flags = ["--actor-model", start_model, "--output", tmp_path, "--num-iterations", 1, "--max-new-tokens", 4]
     config = parse_cli([str(flag) for flag in [*flags, "--batch-size", 1, "--K", 2]], "grpo")
     trainer = make_trainer(config, rows, rewards=[spy])
-    trainer.collector.score(trainer.collector.collect(trainer.prompts_of(1), 1))
+    trainer.collector.score(trainer.collector.collect(trainer.episodes_of(1), 1))
     theirs, ours = calls
     assert ours.keys() - theirs.keys() == {"messages", "ended", "prompt"}
     assert theirs.keys() - ours.keys() == set()
@@ -215,7 +215,7 @@ def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, al
     """Its score is left out of the statistics: the others' advantages are those of three scores, by hand."""
     groups = ["--K", 4, "--batch-size", 1] if algorithm != "ppo" else []
     trainer = build(*groups, "--kl-placement", "none", algorithm=algorithm, rewards=[none_for(1)])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     scores = trainer.collector.score(rollout)
     assert scores.raw.isnan().tolist() == [False, True, False, False]
     batch = trainer.advantages(rollout, scores.shaped)
@@ -245,9 +245,9 @@ def test_update_with_missing_scores_has_finite_metrics_without_them(build, algor
 def test_value_loss_leaves_out_completions_without_a_score(build):
     """With a score for completion 0 alone, only its tokens have an error of the critic."""
     trainer = build("--kl-placement", "none", "--value-clip-range", 100, rewards=[none_for(1, 2, 3)])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
-    stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
+    stats = trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])
     errors = (batch.values - batch.returns)[0][rollout.mask[0]].square().sum()
     assert float(stats["value/loss"]) == pytest.approx(float(errors / 2 / rollout.mask.sum()), rel=1e-4)
 
@@ -286,14 +286,14 @@ def test_update_without_a_score_has_advantage_0(build, algorithm):
 
 def test_normalizer_uses_only_known_scores(build):
     trainer = build("--normalize-scores", rewards=[none_for(0)])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     shaped = trainer.collector.score(rollout).shaped
     assert shaped[0].isnan() and shaped[1:].tolist() == pytest.approx([-1.0, 0.0, 1.0])  # scores 2, 3 and 4
 
 
 def test_group_of_missing_scores_counts_as_equal(build):
     trainer = build("--K", 2, algorithm="grpo", rewards=[none_for(0, 1, 2)])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     scores = trainer.collector.score(rollout)
     metrics = rollout_metrics(trainer.advantages(rollout, scores.shaped), scores, 2)
     groups = len(rollout.mask) // 2

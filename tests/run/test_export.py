@@ -576,6 +576,6 @@ def test_run_json_records_what_came_from_the_hub(train, start_model, tmp_path, m
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])
     assert ModelCard.load(run / "README.md").data.base_model is None
-    monkeypatch.setattr("rlhf.run.train.is_on_hub", lambda name: True)
+    monkeypatch.setattr("rlhf.run.record.is_on_hub", lambda name: True)
     run = train(tmp_path / "other")
     assert ModelCard.load(run / "README.md").data.base_model == str(start_model)

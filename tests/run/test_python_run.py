@@ -28,8 +28,9 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.rewards.find import find_rule, name_in_settings
 from rlhf.rewards.functions import length_penalty
-from rlhf.run.python_run import as_line
+from rlhf.run.session import as_line
 from rlhf.settings.next_commands import code_words, resume_command
+from rlhf.trainer.events import Events
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.signals import TrainingInterrupted
 
@@ -168,8 +169,8 @@ def test_after_an_error_the_files_are_closed_and_the_trainer_has_only_the_callba
 
     trainer = made(callbacks=[callback := Fails()], num_iterations=1)
     with monkeypatch.context() as patched, pytest.raises(UserError, match="no space"):
-        patched.setattr("rlhf.run.python_run.write_prompts", lambda *_: None)
-        patched.setattr("rlhf.run.python_run.resume_run", Mock(side_effect=UserError("no space")))
+        patched.setattr("rlhf.run.session.write_prompts", lambda *_: None)
+        patched.setattr("rlhf.run.session.resume_run", Mock(side_effect=UserError("no space")))
         trainer.train()
     assert trainer.events.callbacks == [callback]
     trainer = made(callbacks=[callback], num_iterations=1, overwrite=True)
@@ -178,6 +179,35 @@ def test_after_an_error_the_files_are_closed_and_the_trainer_has_only_the_callba
     assert Path("run/metrics.jsonl").stat().st_size > 0 and trainer.events.callbacks == [callback]
     folder = Path("run").resolve()
     assert not [file.path for file in psutil.Process().open_files() if folder in Path(file.path).parents]
+
+
+def test_the_order_of_the_callbacks_changes_nothing(made, monkeypatch):
+    """Also with KL control, checkpoints, best/ and two callbacks of the user."""
+    settings = {"kl_target": "0.001/sequence", "kl_coef": 0.5, "num_iterations": 6}
+
+    class Asks:
+        def on_train_begin(self, trainer):
+            self.trainer = trainer
+
+        def on_update_end(self, update, metrics):
+            if update == 3:
+                self.trainer.set_kl_coef(0.3)
+
+    original, betas = Events.extended, []
+    for order in range(4):
+
+        def shuffled(self, callbacks, order=order):
+            together = [*callbacks, *self.callbacks]
+            self.callbacks = random.Random(order).sample(together, len(together)) if order else together
+            return original(self, [])
+
+        monkeypatch.setattr(Events, "extended", shuffled)
+        random.seed(0)
+        made(callbacks=[Asks(), Interrupts()], output=f"run-{order}", **settings).train()
+        assert same_weights(Path("run-0"), Path(f"run-{order}"))
+        rows = map(json.loads, Path(f"run-{order}/metrics.jsonl").read_text().splitlines())
+        betas.append([row["kl_coef"] for row in rows if "kl_coef" in row])
+    assert all(found == betas[0] for found in betas) and betas[0][3] == 0.3 and len(set(betas[0])) > 3
 
 
 def test_a_run_is_replaced_with_overwrite(made, capsys):

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
-from rlhf.callbacks import checkpointing, kl, logging
+from rlhf.callbacks import checkpointing, logging
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
 from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.trainer.kl import KLControl
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, run_command
 from tests.kills import differing, scalars
@@ -366,14 +367,14 @@ def test_second_signal_stops_immediately(words, tmp_path, monkeypatch):
 
 def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkeypatch):
     output = tmp_path / "run"
-    original = kl.KLControl.on_update_end
+    original = KLControl.after_update
 
     def with_signal(self, update, metrics):
-        original(self, update, metrics)
         if update == 6:
             signal.raise_signal(signal.SIGINT)
+        return original(self, update, metrics)
 
-    monkeypatch.setattr(kl.KLControl, "on_update_end", with_signal)
+    monkeypatch.setattr(KLControl, "after_update", with_signal)
     train_ppo.main([*words("ppo"), "--output", str(output)])
     assert RunRecord.read(output).status == "finished"
 

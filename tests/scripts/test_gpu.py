@@ -113,7 +113,7 @@ def watched(*arguments):
         torch.cuda.set_sync_debug_mode("default")
     counts.append(sum("synchronizing CUDA operation" in str(one.message) for one in caught))
     return result
-run, trainer.learner.run = trainer.learner.run, watched
+run, trainer.policy_optimizer.run = trainer.policy_optimizer.run, watched
 trainer.update_step(1)
 trainer.update_step(2)
 print(json.dumps(counts))

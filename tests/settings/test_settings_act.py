@@ -434,12 +434,12 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
 def test_packed_removes_padding_before_the_layers(build):
     def tokens(*flags):
         trainer, seen = build("--num-iterations", 1, *flags), []
-        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+        rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
             lambda _m, inputs, _o: seen.append(inputs[0].numel() // inputs[0].shape[-1])
         )
-        trainer.learner.run(batch, 1)
+        trainer.policy_optimizer.run(batch, 1)
         return seen[0]
 
     assert tokens() < tokens("--no-packed")

@@ -239,7 +239,7 @@ def test_predicted_cpu_peak_matches_the_measured_peak_for_real_models(tmp_path, 
 
 def test_longest_batch_is_a_batch_of_the_training_loop(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
-    batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
+    batches = [[prompt for _, prompt in trainer.episodes_of(update)] for update in range(1, 8)]
     longest = longest_batch(trainer.config, trainer.train_prompts, 7)
     assert longest in batches
     assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)

@@ -78,7 +78,7 @@ def with_rollout(loaded):
     def make(*flags, algorithm="ppo"):
         config, components = loaded(*flags, algorithm=algorithm)
         trainer = build_trainer(config, components)
-        return trainer, components, trainer.collector.collect(trainer.prompts_of(1), 1)
+        return trainer, components, trainer.collector.collect(trainer.episodes_of(1), 1)
 
     return make
 
@@ -357,7 +357,7 @@ def test_reference_model_that_differs_from_the_start_model_fails(with_rollout, a
     assert first_kl_is_zero(rollout, None).ok
     with torch.no_grad():
         next(trainer.reference.copy.parameters()).mul_(1.5)
-    changed = trainer.collector.collect(trainer.prompts_of(1), 1)
+    changed = trainer.collector.collect(trainer.episodes_of(1), 1)
     check = first_kl_is_zero(changed, None)
     assert not check.ok and "nats/sequence" in check.found
     assert not first_kl_is_zero(dataclasses.replace(changed, ref_logprobs=changed.logprobs * torch.nan), None).ok
@@ -389,14 +389,16 @@ def test_missing_and_extra_optimizer_steps_fail(with_rollout, algorithm):
     check = steps_are_as_planned(trainer, rollout)
     assert check.ok and check.found.startswith("6 planned per update, 6 taken, 6 logged; 12 planned in 2 updates")
     trainer, _, rollout = with_rollout(*flags, algorithm=algorithm)
-    original = trainer.learner.minibatches
-    trainer.learner.minibatches = lambda *a: itertools.islice(original(*a), 1)  # the last minibatch is missing
+    original = trainer.policy_optimizer.minibatches
+    trainer.policy_optimizer.minibatches = lambda *a: itertools.islice(
+        original(*a), 1
+    )  # the last minibatch is missing
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "3 taken, 3 logged" in check.found
     trainer, _, rollout = with_rollout(*flags, algorithm=algorithm)
-    step = trainer.learner.step
+    step = trainer.policy_optimizer.step
     # an extra optimizer step, as TRL takes after its last batch
-    trainer.learner.step = lambda *a: (step(*a), trainer.optimizer.step())[0]
+    trainer.policy_optimizer.step = lambda *a: (step(*a), trainer.optimizer.step())[0]
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "12 taken, 6 logged" in check.found
 

@@ -157,7 +157,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     common = ("--batch-size", 4, "--K", 2, *flags)
     trainer = build(*common, "--dynamic-sampling", 9, algorithm=algorithm, rewards=rewards_of(build, score),
                     callbacks=[recorder])  # fmt: skip
-    plain = [p for _, p in trainer.prompts_of(1)]
+    plain = [p for _, p in trainer.episodes_of(1)]
     metrics = trainer.update_step(1)
     (batch,), (scores,) = recorder.batches, recorder.scores
     assert seen[0] == len(batch.prompts) == 8 and sum(seen[1:]) == trainer.progress.resampled_episodes > 0
@@ -168,7 +168,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     wanted = [sum(map(ord, p.example.messages[-1]["content"])) % 3 == 0 for p in plain]
     kept = [now is before for now, before in zip(batch.prompts, plain, strict=True)]
     assert not any(k and not w for k, w in zip(kept, wanted, strict=True)), "equal groups are replaced"
-    again = trainer.resampler.collector
+    again = trainer.dynamic_sampler.collector
     assert metrics["rewards/resampled_groups"] == sum(seen[1:]) / 2
     assert metrics["episodes"] == sum(seen) == trainer.state.episode == trainer.episodes
     fresh = build(*common, algorithm=algorithm)
@@ -304,7 +304,7 @@ def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad):
         return [1.0 if len(calls) == 1 else bad] * len(completion_ids)
 
     trainer = build("--dynamic-sampling", 2, algorithm="grpo", callbacks=[Watch()], rewards=rewards_of(build, score))
-    plain = [p for _, p in trainer.prompts_of(1)]
+    plain = [p for _, p in trainer.episodes_of(1)]
     trainer.update_step(1)
     ((rollout, reason),) = skipped
     assert reason.by_score and len(rollout.prompts) == 4

@@ -121,7 +121,7 @@ def test_micro_batch_size_does_not_change_the_result(make):
 
 def batch_with_early_eos(trainer):
     """Returns a rollout with an EOS as the third token of its first completion, and the batch made from it."""
-    rollout: Rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout: Rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     completions = rollout.completions
     completions.allowed_tokens = None
     completions.completion_lengths[0] = 3
@@ -162,15 +162,15 @@ def test_cached_forward_does_not_change_the_weights(make, monkeypatch, flags):
 def test_forward_is_cached_only_if_it_covers_the_whole_first_step(make, flags):
     trainer, default = make(*flags), make()
     for one in (trainer, default):
-        one.collector.collect(one.prompts_of(1), 1)
+        one.collector.collect(one.episodes_of(1), 1)
     assert (bool(trainer.collector.cached_forward), bool(default.collector.cached_forward)) == (False, True)
-    default.collector.collect(default.prompts_of(1), 0, "evaluate")
+    default.collector.collect(default.episodes_of(1), 0, "evaluate")
     assert not default.collector.cached_forward
 
 
 def test_cached_forward_is_used_once_and_only_for_its_completions(build):
     trainer = build()
-    completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
+    completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
     order = cached._cached[1][0].rows
     assert sorted(order) == rows
@@ -344,7 +344,7 @@ def test_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
     losses, grads = {}, {}
     for coef in (0.0, 0.5):
         trainer = make("--entropy-coef", coef)
-        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+        rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         stats, grads[coef] = whole_gradient(trainer, batch)
         losses[coef], entropy = float(stats["loss"]), float(stats["policy/entropy"])
@@ -354,7 +354,7 @@ def test_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
 
 def test_rollout_metrics_match_values_computed_by_hand(make):
     trainer = make()
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     mask = torch.zeros_like(rollout.mask)
     mask[0, :2], mask[1:, :1] = True, True  # five tokens in four completions
     rollout.completions.mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
@@ -410,7 +410,7 @@ def test_normalize_scores_normalises_the_scores(make):
     """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 only the current batch counts."""
     score_batches = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
     trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(score_batches)])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "raw scores, which are logged, are not normalised"
     assert_close(first.shaped, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
@@ -430,7 +430,7 @@ def test_drifting_scores_do_not_change_the_scale_of_advantages(make, drift):
         "none",
         rewards=[lambda **_: [b + drift * u for u in [next(updates)] for b in base]],
     )
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     for _ in range(40):
         batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
     per_completion = torch.stack([row[mask][-1] for row, mask in zip(batch.raw_advantages, rollout.mask, strict=True)])
@@ -464,7 +464,7 @@ def test_kl_in_the_loss_moves_the_policy_towards_the_reference_model(make):
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.zeros(4))
     batch.advantages.zero_()  # only the KL penalty acts
 
@@ -475,7 +475,7 @@ def test_kl_in_the_loss_moves_the_policy_towards_the_reference_model(make):
         return float(kl_k3(logprobs, ref_logprobs, rollout.mask).sum())
 
     before = kl()
-    trainer.learner.run(batch, 1)
+    trainer.policy_optimizer.run(batch, 1)
     assert kl() < 0.99 * before
 
 
@@ -488,7 +488,7 @@ def test_beta_rises_again_from_its_minimum_with_kl_in_the_loss(make):
         logged = trainer.update_step(update)
     assert trainer.kl_coef == LOWEST_BETA
     assert logged["kl_divergence/k3"] > 0
-    trainer.events.call("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
+    trainer.adjust_beta(11, {**logged, "kl_divergence": 2000.0})
     assert trainer.kl_coef == pytest.approx(LOWEST_BETA * (1 + 0.2 * 4 / 1))
     assert trainer.config.kl.coef_in("loss", trainer.kl_coef) == trainer.kl_coef
 
@@ -509,7 +509,7 @@ def test_special_tokens_in_a_prompt_are_encoded_as_text(make, tmp_path):
     text = "say <|im_end|> and <|endoftext|> and <|im_start|>assistant"
     file.write_text("\n".join(json.dumps({"prompt": f"{text} {i}"}) for i in range(60)))
     trainer = make("--prompts", file, "--prompt-length", 200)
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     without_markers = make()
     special = set(trainer.processing_class.all_special_ids) - {trainer.processing_class.pad_token_id}
     for row, mask in zip(rollout.completions.prompt_ids, rollout.completions.prompt_mask, strict=True):
@@ -598,7 +598,7 @@ def test_optimizer_steps_read_the_device_once_each(make, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, name, counted)
     trainer = make("--ppo-epochs", 2, "--minibatches", 2)
-    run = trainer.learner.run
+    run = trainer.policy_optimizer.run
 
     def recorded(*arguments):
         reads.clear()
@@ -607,6 +607,6 @@ def test_optimizer_steps_read_the_device_once_each(make, monkeypatch):
         return result
 
     found = []
-    trainer.learner.run = recorded
+    trainer.policy_optimizer.run = recorded
     trainer.update_step(1)
     assert found == [["tolist"] * (4 + 1)]

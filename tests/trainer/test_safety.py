@@ -211,16 +211,11 @@ def test_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, rati
 
 
 def test_kl_controller_ignores_a_skipped_update(build):
-    from rlhf.algorithms.kl_control import kl_controller
-    from rlhf.callbacks.kl import KLControl
-
     trainer = build("--num-iterations", 4)
-    control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)
-    trainer.add_callback(control)
     corrupt_scores(trainer, math.nan)
     beta = trainer.kl_coef
     trainer.update_step(1)
-    assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
+    assert trainer.kl.controller.done == 1 and trainer.kl_coef == beta
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -281,10 +276,10 @@ def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
     """The first step of an update depends only on the weights, the batch and beta."""
     trainer = build("--num-iterations", 3, *flags)
     trainer.update_step(1)
-    rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
+    rollout = trainer.collector.collect(trainer.episodes_of(2), 2)
     batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
     save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.SkipUpdate("a test", [0, 1, 2, 3]))
-    stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
+    stats = trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
     replayed = dict(replay(build("--num-iterations", 3, *flags), incident))
@@ -304,7 +299,7 @@ def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
 def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
     """Python's `str.splitlines` splits at these characters."""
     trainer = build()
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
     save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.SkipUpdate("a test"))
     assert Incident.read(str(tmp_path / "incident")).rows[0]["completion"] == rollout.texts[0]
@@ -326,16 +321,9 @@ def test_evaluation_with_a_nan_score_ends_the_run(build):
 
 
 def set_kl(trainer, values):
-    """Sets the KL that the callbacks receive in each update."""
-    original = trainer.events.call
-
-    def call(event, *details):
-        if event == "on_update_end":
-            update, metrics = details
-            metrics["kl_divergence"] = values[update - 1]
-        original(event, *details)
-
-    trainer.events.call = call
+    """Sets the KL of each update."""
+    original = trainer.metrics_of
+    trainer.metrics_of = lambda update, *given: {**original(update, *given), "kl_divergence": values[update - 1]}
 
 
 def test_runaway_kl_doubles_beta(build, tmp_path):
@@ -384,7 +372,7 @@ def record_weights(trainer, seen):
 
 def limit_memory(trainer, most):
     """Simulates memory for at most `most` completions and returns the list of attempted micro-batch sizes."""
-    original, sizes = trainer.learner.gradients, []
+    original, sizes = trainer.policy_optimizer.gradients, []
 
     def gradients(batch, micro_batch, tokens, hidden=None):
         sizes.append(len(micro_batch.rows))
@@ -392,7 +380,7 @@ def limit_memory(trainer, most):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return original(batch, micro_batch, tokens, hidden)
 
-    trainer.learner.gradients = gradients
+    trainer.policy_optimizer.gradients = gradients
     return sizes
 
 

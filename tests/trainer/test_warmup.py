@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import train_ppo
-from rlhf.algorithms.kl_control import kl_controller
 from rlhf.analysis.curves import read_curves
-from rlhf.callbacks.kl import KLControl
 from rlhf.rewards.rewards import Rewards
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
@@ -61,13 +59,11 @@ def test_beta_is_held_in_the_warm_up(build):
     betas = {}
     for warmup in (0, 2):
         trainer = build("--critic-warmup", warmup, "--num-iterations", 4, "--learning-rate", "1e-9")
-        controller = kl_controller(trainer.config, 4)
-        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, 4, trainer.config.critic.critic_warmup))
         betas[warmup] = [trainer.kl_coef]
         for update in (1, 2, 3):
             trainer.update_step(update)
             betas[warmup].append(trainer.kl_coef)
-        assert controller.done == 3, "the warm-up counts for the phases of the targets"
+        assert trainer.kl.controller.done == 3, "the warm-up counts for the phases of the targets"
     assert betas[0][0] > betas[0][1] > betas[0][2] > betas[0][3]
     assert betas[2][0] == betas[2][1] == betas[2][2] > betas[2][3]
 

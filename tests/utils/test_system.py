@@ -149,10 +149,10 @@ def test_gpu_cache_is_released_between_rollout_and_update_on_windows_only(build,
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(sampled[:]))
     sampled, sample = [], trainer.collector.sample
     monkeypatch.setattr(trainer.collector, "sample", lambda *parts: sampled.append(1) or sample(*parts))
-    trainer.collector.collect(trainer.prompts_of(1), 1)
+    trainer.collector.collect(trainer.episodes_of(1), 1)
     assert released == [] and sampled == [1]
     monkeypatch.setattr(system, "WINDOWS", True)
-    trainer.collector.collect(trainer.prompts_of(1), 1)
+    trainer.collector.collect(trainer.episodes_of(1), 1)
     assert released == [[1], [1, 1]]
 
 

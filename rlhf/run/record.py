@@ -1,0 +1,107 @@
+"""Starts the record of a run, run.json, in a folder that it claims, or continues it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.checkpoints.gguf import gguf_record
+from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.run_folder import claim_output
+from rlhf.checkpoints.run_log import FollowingLog, RunLog
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import fingerprint, topics_fingerprint
+from rlhf.distributed.group import from_first, require_equal
+from rlhf.rewards.find import code_print
+from rlhf.run.resume_checks import check_same_run
+from rlhf.settings.fields import to_dict
+from rlhf.settings.training import Config
+from rlhf.settings.types import IN_PYTHON
+from rlhf.setup.build import Components
+from rlhf.setup.inputs import placing
+from rlhf.setup.pass_rates import PassRates
+from rlhf.setup.plan import budget
+from rlhf.utils.console import Screen
+from rlhf.utils.files import files_print
+from rlhf.utils.hub import is_on_hub
+from rlhf.utils.paths import is_gguf
+
+
+def start_run(
+    config: Config, components: Components, updates: int, screen: Screen, pass_rates: PassRates | None = None
+) -> RunLog:
+    """Claim the output folder and write a new run.json, and the pass rates of --keep-pass-rate. With --resume continue
+    the existing run.json; raises UserError if its data differs."""
+    data, folder = data_of(config, components), Path(config.run.output)
+    require_equal(data, "Give all machines the same files")
+    began: list[RunLog] = []
+
+    def begin() -> RunRecord:
+        log = (
+            continued(config, data, screen)
+            if config.run.resume
+            else claimed(config, components, data, updates, screen)
+        )
+        began.append(log)
+        if pass_rates is not None and not config.run.resume:
+            pass_rates.write(folder)
+            log.add(pass_rates=pass_rates.counts)
+        return log.record
+
+    record = from_first(begin)
+    return began[0] if began else FollowingLog(folder, record)
+
+
+def continued(config: Config, data: dict, screen: Screen) -> RunLog:
+    """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
+    folder = Path(config.run.output)
+    before = RunRecord.require(folder, "--resume, --output").data
+    known = before.keys() & data.keys()
+    changed = [
+        f"{name} was {before[name]} in this run and is {data[name]} now"
+        for name in data
+        if name in known and before[name] != data[name]
+    ]
+    check_same_run(config, changed, screen)
+    return RunLog(folder, resume=True)
+
+
+def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
+    """Claim the output folder and write a new run.json."""
+    folder = Path(config.run.output)
+    used = (config.model.actor_model, config.data.prompts, config.data.eval_dataset)
+    held, moved = claim_output(folder, **placing(config))
+    if moved:
+        screen.say(moved)
+    return RunLog(
+        folder,
+        held,
+        algorithm=config.algorithm,
+        settings=to_dict(config),
+        seed=config.run.seed,
+        data=data,
+        plan=budget(config, updates),
+        prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
+        on_hub=[name for name in used if name and name != IN_PYTHON and is_on_hub(name)],
+    )
+
+
+def data_of(config: Config, components: Components) -> dict:
+    """Return what run.json stores of a run's data: numbers of prompts, and hashes of prompts, models and reward
+    functions."""
+    start = config.model.actor_model
+    start = find_model(start, "--actor-model") if is_gguf(start) else start
+    data = {
+        "train_prompts": len(components.prompts.train),
+        "evaluation_prompts": len(components.prompts.evaluation),
+        "too_long": components.prompts.too_long,
+        "train_sha256": fingerprint(components.prompts.train),
+        "evaluation_sha256": fingerprint(components.prompts.evaluation),
+        "start_model": files_print(start, "*.safetensors"),
+        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "rules": {rule: code_print(rule) for rule in config.reward.functions},
+    }
+    if (source := gguf_record(start)) is not None:
+        data["start_model_gguf"] = source
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(components.prompts.train)
+    return data

@@ -1,0 +1,191 @@
+"""The session of a run of a script, of one of several seeds, or of a Python program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from signal import Signals
+
+from rlhf.callbacks.base import Callback
+from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
+from rlhf.callbacks.findings import show_run_findings
+from rlhf.callbacks.incidents import Incidents
+from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
+from rlhf.callbacks.metrics_file import MetricsFile
+from rlhf.callbacks.samples import Samples
+from rlhf.callbacks.token_recorder import TokenRecord
+from rlhf.callbacks.trackers import Trackers
+from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOLDER
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.token_record import TOKENS_FOLDER
+from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import agree, gather, on_first, require_equal
+from rlhf.distributed.weights import require_equal_weights
+from rlhf.rewards.printing import printed_file
+from rlhf.run.export import export_run
+from rlhf.run.figures import results_of
+from rlhf.run.record import start_run
+from rlhf.run.resume import resume_run
+from rlhf.run.summary import finish_run
+from rlhf.settings.training import Config
+from rlhf.setup.build import Components, build_trainer
+from rlhf.setup.fit import estimator_of, what_helps
+from rlhf.setup.pass_rates import PassRates
+from rlhf.setup.plan import budget_line
+from rlhf.setup.trial import check_start
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.session import Session
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError
+from rlhf.utils.files import json_ready, write_text
+from rlhf.utils.processes import is_first
+from rlhf.utils.signals import GracefulStop
+
+
+class RunSession(Session):
+    """With a folder, starts or resumes the run in it, saves checkpoints, and at the end the model, the results and the
+    model card; Ctrl-C ends the run after a checkpoint. Without one, it prints, and sends to trackers."""
+
+    def __init__(
+        self,
+        config: Config,
+        components: Components,
+        screen: Screen,
+        pass_rates: PassRates | None = None,
+        folder: Path | None = None,
+        progress: bool = True,
+    ):
+        """
+        Args:
+            config: the settings of the run.
+            components: the parts that its trainer is built from.
+            screen: prints warnings, and with `progress` the lines of updates, evaluations and results.
+            pass_rates: those of --keep-pass-rate.
+            folder: the run's folder; None: nothing is written.
+            progress: False: only warnings are printed.
+        """
+        self.config, self.components, self.screen, self.pass_rates = config, components, screen, pass_rates
+        self.folder, self.progress = folder, progress
+        self.shown = screen if progress else Screen(quiet=True)
+        self.trainer: OnPolicyLoop | None = None
+        self.log: RunLog | None = None
+        self.checkpoints: Checkpoints | None = None
+
+    def build_trainer(self) -> OnPolicyLoop:
+        """Check the start model, and return the trainer of this session. Raises UserError."""
+        agree(lambda: check_start(self.config, self.components, writes=self.folder is not None))
+        return agree(lambda: build_trainer(self.config, self.components, session=self))
+
+    @contextmanager
+    def opened(self, trainer: OnPolicyLoop) -> Iterator[None]:
+        """Open the session around the training: files, callbacks, signals. Ends them also after an error."""
+        self.trainer, config, stop = trainer, self.config, None
+        with ExitStack() as stack:
+            stack.enter_context(self.screen)
+            if self.folder is not None:
+                stop = stack.enter_context(GracefulStop(self.screen.say))  # until run.json is written
+                started = start_run(config, self.components, trainer.updates, self.screen, self.pass_rates)
+                self.log = stack.enter_context(started)
+            run_id = self.log and self.log.record.id
+            trackers = stack.enter_context(Trackers(config, self.screen, run_id))
+            with trainer.events.extended([*self.callbacks(trainer, stop), trackers]):
+                self._begin(trainer)
+                yield
+            self._finish(trainer, trackers)
+        if self.folder is not None and is_first():  # the others need not wait: an upload may exceed --ddp-timeout
+            export_run(config, self.shown)
+
+    def callbacks(self, trainer: OnPolicyLoop, stop: GracefulStop | None) -> list[Callback]:
+        """Return the callbacks that every run has. They only observe, so their order changes nothing. Those that print
+        and write files are in the first process only."""
+        found: list[Callback] = []
+        if is_first():
+            found += self._writers(trainer) if self.folder is not None else []
+            found += [ProgressLine(trainer, self.screen)] if self.progress else []
+            found.append(FindingsWarning(trainer, self.screen))
+        if self.folder is not None:
+            self.printed = printed_file(self.folder)
+            self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
+            found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]
+        return found
+
+    def _writers(self, trainer: OnPolicyLoop) -> list[Callback]:
+        config, folder, tokenizer = self.config, self.folder, trainer.processing_class
+        tokens = TokenRecord(folder / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
+        return [
+            TensorBoardLog(folder / "logs", self.log.training_time),
+            MetricsFile(folder / METRICS_LOG),
+            Samples(folder / SAMPLES_FOLDER, trainer.evaluation_prompts, tokenizer),
+            *([tokens] if config.record.record_tokens else []),
+            Incidents(trainer, config, self.screen),
+        ]
+
+    def _begin(self, trainer: OnPolicyLoop) -> None:
+        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script
+        has printed its plan."""
+        config = self.config
+        if self.folder is not None:
+            if config.in_python and not config.run.resume:
+                on_first(lambda: write_prompts(self.folder, trainer))
+            agree(lambda: resume_run(trainer, config, self.log, self.screen))
+            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+        if config.in_python or self.folder is None:
+            self.shown.say(f"{config.title}: {budget_line(config, trainer.sampler.updates)}")
+
+    def _finish(self, trainer: OnPolicyLoop, trackers: Trackers) -> None:
+        """Save the model, print the summary and the warnings of the run, and send its results."""
+        if self.folder is None:
+            show_run_findings(trainer, self.screen)
+            if trackers.trackers:
+                trackers.finish(results_of(trainer))
+            return
+        require_equal_weights(trainer.model, "the last update")
+        on_first(self._write_results)
+        trackers.finish(self.log.record.figures)
+
+    def _write_results(self) -> None:
+        self.trainer.save_model(self.config.run.output)
+        finish_run(self.config, self.trainer, self.log, self.shown)
+        show_run_findings(self.trainer, self.screen)
+
+    # --- what the loop calls -----------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        self.screen.say(line)
+
+    def save(self, update: int, last: bool, signal: Signals | None) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save_if_due(update, last, signal)
+
+    def stop_signal(self) -> Signals | None:
+        found = gather(self.checkpoints.stop.by) if self.checkpoints is not None else []
+        return next((by for by in found if by is not None), None)
+
+    def interrupted(self, update: int, signal: Signals) -> RunError:
+        return self.checkpoints.interrupted(update, signal)
+
+    def roll_back(self, update: int) -> None:
+        self.checkpoints.roll_back(update)
+
+    def advice(self, by_score: bool) -> str:
+        known = self.checkpoints is not None
+        return self.checkpoints.advice(by_score) if known else super().advice(by_score)
+
+    def memory_advice(self) -> str:
+        known = self.folder is not None and self.trainer is not None
+        return what_helps(self.config, estimator_of(self.trainer)) if known else super().memory_advice()
+
+
+def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
+    """Write the rows of the prompts into the run's folder, from which they are evaluated later."""
+    (folder / PROMPTS_FOLDER).mkdir()
+    for name, prompts in (("train", trainer.train_prompts), ("evaluation", trainer.evaluation_prompts)):
+        write_text(folder / PROMPTS_FOLDER / f"{name}.jsonl", "".join(map(as_line, prompts)))
+
+
+def as_line(prompt: Prompt) -> str:
+    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text, and numbers that are
+    not finite become null."""
+    return json.dumps(json_ready(prompt.example.columns), allow_nan=False, default=str) + "\n"

@@ -1,0 +1,48 @@
+"""What surrounds a training loop: messages, files and stop signals. rlhf.run.session has those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from rlhf.utils.errors import RunError, print_line
+
+
+class Session:
+    """A session without files and signals, for a trainer that is used alone. The loop calls all methods itself."""
+
+    printed: Path | None = None  # file for what reward functions print; None: the console
+
+    @contextmanager
+    def opened(self, trainer: Any) -> Iterator[None]:
+        """Context manager around the training of a trainer."""
+        yield
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print_line(line)
+
+    def save(self, update: int, last: bool, signal: Signals | None) -> None:
+        """Save a checkpoint after an update, if one is due. `last`: no update follows; `signal`: it stops the run."""
+
+    def stop_signal(self) -> Signals | None:
+        """Return the signal that stops the run after this update, the same in all processes; None: there is none."""
+        return None
+
+    def interrupted(self, update: int, signal: Signals) -> RunError:
+        """Return the error that ends a run which a signal stopped after an update."""
+        raise NotImplementedError  # without files no signal stops a run between two updates
+
+    def roll_back(self, update: int) -> None:
+        """Load the weights of the last checkpoint from before an update. Without files there is none."""
+
+    def advice(self, by_score: bool) -> str:
+        """Return the end of an error message: what to do. `by_score`: a reward function is the cause."""
+        return "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
+
+    def memory_advice(self) -> str:
+        """Return the end of an out-of-memory message."""
+        return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"

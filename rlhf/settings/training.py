@@ -162,7 +162,7 @@ class SamplingSettings:
         128,
         "largest length of a completion, in tokens",
         ge=1,
-        aliases=("reply_length", "response_length"),
+        aliases=("reply_length", "response_length", "max_completion_length"),
         brief="largest length of a completion, in tokens",
     )
     temperature: float = setting(
@@ -528,7 +528,11 @@ class OptimizerSettings:
     """Optimizer (AdamW)"""
 
     learning_rate: float = setting(
-        5e-6, "learning rate at the start, or after the warm-up", gt=0, brief="learning rate at the start"
+        5e-6,
+        "learning rate at the start, or after the warm-up",
+        gt=0,
+        aliases=("lr",),
+        brief="learning rate at the start",
     )
     lr_schedule: str = setting(
         "cosine", "schedule of the learning rate over the run", choices=("cosine", "linear", "constant")
@@ -604,6 +608,7 @@ class RunSettings:
         None,
         "length of the run in generated completions, instead of --num-iterations: an equal budget for all algorithms",
         ge=1,
+        aliases=("total_episodes",),
     )
     eval_every: int = setting(
         50, "updates between evaluations; the start model and the final weights are always evaluated", ge=1

@@ -108,7 +108,6 @@ class TrainingSettings(TypedDict, total=False):
     resume: bool
     parallel: bool
     sweep: Sequence[str] | str
-    print_json: bool
     ddp_timeout: float
     rollback_on_kl: bool
     replay: str | None

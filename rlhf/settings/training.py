@@ -655,12 +655,6 @@ class RunSettings:
         "train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change "
         "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
     )
-    print_json: bool = setting(
-        False,
-        "print the result as one JSON object in the last line of the output, for other programs",
-        needs=("!dry_run", "!check", "!scan"),
-        strict=True,
-    )
     ddp_timeout: float = setting(
         1800.0,
         "seconds after which a run on several processes ends if one of them does not answer",

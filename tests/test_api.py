@@ -375,8 +375,8 @@ def test_train_refuses_arguments_and_names_their_setting(config):
     for given, answer in (
         ({"resume_from_checkpoint": False}, "Write train()"),
         ({"progress": False}, "Write make_trainer(config, progress=...) and then train()"),
-        ({"trial": 1}, "trial has no counterpart here. Write train()"),
-        ({"beta": 0.1, "max_steps": 2}, "beta: Use kl_coef. Write make_config(num_iterations=2) and then train()"),
+        ({"trial": 1}, "trial is no setting here. Write train()"),
+        ({"lora": 1, "max_steps": 2}, "lora is no setting here. Write make_config(num_iterations=2) and then train()"),
     ):
         with pytest.raises(UserError) as caught:
             trainer.train(**given)

@@ -48,8 +48,8 @@ def _form(names: str, end: str = "") -> re.Pattern[str]:
 
 # every name that this project writes into the folder of a run or of a model, at every depth
 OF_MODELS = """
-    config.json generation_config.json adapter_config.json README.md Modelfile value_head.safetensors
-    critic.safetensors adapter_model.safetensors model.safetensors model-<part>-of-<part>.safetensors
+    config.json generation_config.json adapter_config.json README.md value_head.safetensors critic.safetensors
+    adapter_model.safetensors model.safetensors model-<part>-of-<part>.safetensors
     model.safetensors.index.json
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
     vocab.txt merges.txt tokenizer.model sentencepiece.model sentencepiece.bpe.model spiece.model spm.model

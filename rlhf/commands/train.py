@@ -6,14 +6,11 @@ line and errors print at once. Each stage imports what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.run_folder import folders_of, read_status
-from rlhf.commands.result_line import result_line
+from rlhf.checkpoints.run_folder import read_status
 from rlhf.config import parse_cli
 from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.recipes import DEMOS
@@ -23,7 +20,6 @@ from rlhf.utils.libraries import check_libraries, check_trackers, import_librari
 
 if TYPE_CHECKING:
     from rlhf.data.prompts import Selection
-    from rlhf.run.sweep import Point
 
 INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  # printed after Ctrl-C
 
@@ -34,30 +30,17 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     `user_file` is the user's config.py. Installed commands have none.
     """
     config = parse_cli(argv, algorithm, user_file)
-    points = []
     if config.run.sweep:
-        from rlhf.run.sweep import points_of
-
-        points = points_of(config, argv)
-    with result_line(config, run_folders(config, points)) if config.run.print_json else nullcontext():
-        if points:
-            run_sweep_command(config, points, argv)
-        else:
-            run_training_command(config)
+        run_sweep_command(config, argv)
+    else:
+        run_training_command(config)
 
 
-def run_folders(config: Config, points: Sequence[Point]) -> dict[Path, dict[str, str]]:
-    """Return the run folders of a command, with the settings of --sweep that each run has. `points` are the
-    combinations of its --sweep."""
-    if points:
-        return {folder: point.settings for point in points for folder in point.folders.values()}
-    return {Path(folder): {} for folder in folders_of(config.run.output, config.run.seeds)}
-
-
-def run_sweep_command(config: Config, points: Sequence[Point], argv: list[str] | None) -> None:
+def run_sweep_command(config: Config, argv: list[str] | None) -> None:
     """Train the combinations of a sweep. With --dry-run, print them and the plan of the first run."""
-    from rlhf.run.sweep import first_run, show_grid, train_sweep
+    from rlhf.run.sweep import first_run, points_of, show_grid, train_sweep
 
+    points = points_of(config, argv)
     quiet_imports()
     screen = Screen()
     show_grid(points, screen)

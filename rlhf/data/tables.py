@@ -1,4 +1,6 @@
-"""CSV, Parquet and Arrow files, saved datasets and hub datasets, read with `datasets`, which is imported only here.
+"""CSV, Parquet and Arrow files, saved datasets and hub datasets.
+
+All but CSV are read with `datasets`, which is imported only here.
 
 Files are read into memory without a cache on the disk, so a changed file is never read from an old copy.
 """
@@ -7,8 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
-import warnings
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 BATCH = 1000  # rows that are converted to Python objects together: row by row is 15 times slower
 
 
@@ -28,69 +31,43 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
     """Return the rows of a CSV file with the content `text`. The separator is a tab in a .tsv file,
     otherwise the first of comma, semicolon and tab that the first line has.
 
-    All cells are text, so that 007 stays 007, except those of the columns `true_or_false`. An empty cell is null; "NA"
-    and "None" are text.
+    All cells are text, so that 007 stays 007, except true and false in the columns `true_or_false`. An empty or
+    missing cell is null; "NA" and "None" are text.
     """
+    if not text.strip():
+        return []
     first = text.partition("\n")[0]
     between = "\t" if file.suffix.lower() == ".tsv" else next((s for s in ",;\t" if s in first), ",")
-    header = next(csv.reader(text.splitlines(), delimiter=between), [])
-    _check_quotes(file, text, between)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=between, strict=True)
+    try:
+        (_, header), *rows = [(lines.line_num, cells) for cells in lines if cells]
+    except csv.Error as error:
+        if "expected after" in str(error):  # such as "a \"b\" c"
+            raise UserError(
+                f"text after the closing quote of a cell: {file}:{lines.line_num}. Write a quote inside a cell as two "
+                'quotes (""), not with a backslash'
+            ) from None
+        raise _not_csv(str(error), file) from None
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise UserError(f"the column {twice[0]!r} occurs twice: {file}:1. Rename one of them")
-    if not text.strip():
-        return []
+    for line, cells in rows:
+        if len(cells) > len(header):
+            raise _not_csv(f"line {line} has {len(cells)} cells, and the first line has {len(header)}", file)
+    if rows and len(rows[-1][1]) < len(header) and not text.endswith(("\n", "\r")):
+        raise _not_csv("the last line has fewer cells than the first. Is the file incomplete?", file)
     plain = [name.strip() for name in header]
     names = plain if len(set(plain)) == len(plain) else header
-    kinds = ["boolean" if name in true_or_false else "string" for name in names]
-
-    def read() -> Dataset:
-        import pandas
-        from datasets import Dataset
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pandas.errors.ParserWarning)  # a row with more cells than the header
-            try:
-                frame = pandas.read_csv(
-                    io.StringIO(text),
-                    sep=between,
-                    index_col=False,
-                    keep_default_na=False,
-                    na_values=[""],
-                    dtype=dict(zip(header, kinds, strict=True)),
-                    low_memory=False,
-                )
-            except pandas.errors.ParserWarning:
-                raise ValueError(_long_row(text, between, len(header))) from None
-        if not text.endswith(("\n", "\r", '"', between)) and frame.iloc[-1:, -1].isna().any():
-            raise ValueError("the last line has fewer cells than the first. Is the file incomplete?")
-        return Dataset.from_pandas(frame.set_axis(names, axis=1), preserve_index=False)
-
-    return _read(read, file, "CSV")
+    texts = [dict(zip_longest(names, (cell or None for cell in cells))) for _, cells in rows]
+    for row in texts:
+        for name in set(true_or_false).intersection(names):
+            row[name] = BOOLEANS.get(str(row[name]).strip().lower(), row[name])
+    return [(f"{file} row {i}", row) for i, row in enumerate(texts)]
 
 
-def _check_quotes(file: Path, text: str, between: str) -> None:
-    """Raise UserError for a CSV cell with text after its closing quote, such as "a \\"b\\" c". Without this check,
-    pandas would read another text."""
-    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=between, strict=True)
-    try:
-        for _ in rows:
-            pass
-    except csv.Error as error:
-        if "expected after" not in str(error):
-            return  # pandas reports the other errors
-        raise UserError(
-            f"text after the closing quote of a cell: {file}:{rows.line_num}. Write a quote inside a cell as two "
-            'quotes (""), not with a backslash'
-        ) from None
-
-
-def _long_row(text: str, between: str, columns: int) -> str:
-    """Return the error for the first row of a CSV file with more cells than columns."""
-    rows = csv.reader(io.StringIO(text), delimiter=between)
-    line, cells = next(((rows.line_num, len(row)) for row in rows if len(row) > columns), ("?", "more"))
-    return f"line {line} has {cells} cells, and the first line has {columns}"
+def _not_csv(reason: str, file: Path) -> UserError:
+    return UserError(f"not CSV ({reason}): {file}. Correct the file, or write it again")
 
 
 def read_parquet(file: Path) -> list[tuple[str, Any]]:

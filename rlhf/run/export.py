@@ -32,7 +32,6 @@ from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import ONE_FILE
 from rlhf.run.model_card import CARD_FILE, Saved, model_card, shortest_prompt
-from rlhf.run.modelfile import MODELFILE, modelfile
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import PUSH
@@ -60,9 +59,6 @@ def export_run(config: Config, screen: Screen) -> None:
     saved = saved_models(folder, run)
     for one in saved.values():
         write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
-        if not one.is_adapter:
-            content = modelfile(load_tokenizer(str(one.folder)), run.flat_settings)
-            write_text(one.folder / MODELFILE, content)
     show_where(config, run, screen)
     if export.push_to_hub is not None:
         push(config, run, _chosen(saved, MERGED_FOLDER if export.merge_lora else export.export_from, PUSH), screen)

@@ -81,7 +81,7 @@ class CommandLine:
                 return f"{flag} belongs to {foreign[flag]}: command line. {fix}"
             if flag in of_training:
                 return f"{flag} belongs to the training scripts: command line. Remove it here"
-            return f"unknown flag {flag}: command line. {hint(flag, known, foreign)}"
+            return f"unknown flag {flag}: command line. {hint(flag, known)}"
 
         return [line(flag) for flag in flags]
 
@@ -91,7 +91,7 @@ class CommandLine:
         lines = []
         for word in words:
             name, equals, _ = word.partition("=")
-            fix = hint(f"--{name.lstrip('+')}", _flags_of(parser), self._foreign_flags()) if equals else ""
+            fix = hint(f"--{name.lstrip('+')}", _flags_of(parser)) if equals else ""
             fix = fix or "--help-all prints them"
             lines.append(f"unexpected word {word!r}: command line. Settings are given as flags. {fix}")
         return lines

@@ -162,7 +162,7 @@ class SamplingSettings:
         128,
         "largest length of a completion, in tokens",
         ge=1,
-        aliases=("reply_length", "response_length"),
+        aliases=("reply_length", "response_length", "max_completion_length"),
         brief="largest length of a completion, in tokens",
     )
     temperature: float = setting(
@@ -528,7 +528,11 @@ class OptimizerSettings:
     """Optimizer (AdamW)"""
 
     learning_rate: float = setting(
-        5e-6, "learning rate at the start, or after the warm-up", gt=0, brief="learning rate at the start"
+        5e-6,
+        "learning rate at the start, or after the warm-up",
+        gt=0,
+        aliases=("lr",),
+        brief="learning rate at the start",
     )
     lr_schedule: str = setting(
         "cosine", "schedule of the learning rate over the run", choices=("cosine", "linear", "constant")
@@ -604,6 +608,7 @@ class RunSettings:
         None,
         "length of the run in generated completions, instead of --num-iterations: an equal budget for all algorithms",
         ge=1,
+        aliases=("total_episodes",),
     )
     eval_every: int = setting(
         50, "updates between evaluations; the start model and the final weights are always evaluated", ge=1
@@ -649,12 +654,6 @@ class RunSettings:
         (),
         "train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change "
         "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
-    )
-    print_json: bool = setting(
-        False,
-        "print the result as one JSON object in the last line of the output, for other programs",
-        needs=("!dry_run", "!check", "!scan"),
-        strict=True,
     )
     ddp_timeout: float = setting(
         1800.0,

@@ -41,8 +41,8 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON. Lines end with LF, also on Windows: a CR
-    would become a part of the template in a Modelfile."""
+    """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON. Lines end with LF, also on
+    Windows."""
     content = text.encode("utf-8", errors="backslashreplace")
     atomic_write(file, lambda staging: staging.write_bytes(content))
 

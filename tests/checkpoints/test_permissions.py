@@ -58,7 +58,7 @@ def test_every_file_of_a_run_has_the_umasks_permissions(with_umask, run_flags, t
     found = permissions(tmp_path / "run")
     assert found == expected(found, umask)
     for name in ("adapter_model.safetensors", "critic.safetensors", "best/adapter_model.safetensors", "run.json",
-                 "merged/model.safetensors", "merged/Modelfile", "checkpoint-2/training.safetensors",
+                 "merged/model.safetensors", "merged/README.md", "checkpoint-2/training.safetensors",
                  "checkpoint-2/best/adapter_model.safetensors", "samples/update-000002.jsonl",
                  "tokens/"):  # fmt: skip
         assert name in found

@@ -309,9 +309,7 @@ def test_everything_that_runs_write_is_in_the_list(run_flags, start_model, tmp_p
     for name in ("critic", "lora", "nan", "failed", "python"):
         assert replacing.foreign_files(tmp_path / name) == [], name
         written |= {path.name for path in (tmp_path / name).rglob("*")}
-    features = (
-        "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl reward_output.txt Modelfile"
-    )
+    features = "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl reward_output.txt"
     features += " failed_inputs.json prompts train.jsonl incidents batch.jsonl checkpoint-1 training.json README.md"
     assert set(features.split()) <= written
 

@@ -119,7 +119,7 @@ def test_merged_model_equals_base_model_with_adapter(train, start_model, tmp_pat
     assert merged.config.tie_word_embeddings == (kind != "a tied head")
     assert AutoTokenizer.from_pretrained(run / "merged").pad_token == "<|endoftext|>"
     files = sorted(p.name for p in (run / "merged").iterdir())
-    assert files == ["Modelfile", "README.md", "chat_template.jinja", "config.json", "generation_config.json",
+    assert files == ["README.md", "chat_template.jinja", "config.json", "generation_config.json",
                      "model.safetensors", "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
     assert not re.search("peft|lora|quanti|bitsandbytes", (run / "merged" / "config.json").read_text())
     assert read_run_json(run)["status"] == "finished" and read_run_json(run)["merged"] == {

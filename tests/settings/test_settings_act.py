@@ -487,7 +487,7 @@ RECORDED = {
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
-SWEPT = {"sweep", "print_json"}  # tests/run/test_sweep.py, tests/commands/test_result_line.py
+SWEPT = {"sweep"}  # tests/run/test_sweep.py
 TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 

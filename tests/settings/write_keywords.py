@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 import typing
 from pathlib import Path
 
-from rlhf.settings.fields import Setting, dependence, settings_of
+from rlhf.settings.fields import Setting, settings_of
 from rlhf.settings.training import Config
 
 FILE = Path(__file__).resolve().parents[2] / "rlhf" / "settings" / "keywords.py"
@@ -22,7 +21,9 @@ from typing import Literal, TypedDict
 
 
 class TrainingSettings(TypedDict, total=False):
-    """All settings of a training run, by their first names. Other names of the settings work, too."""
+    """All settings of a training run, by their first names. Other names of the settings work, too. `--help-all` of a
+    training script prints their meanings."""
+
 '''
 PLAIN = {bool: "bool", int: "int", float: "float"}
 
@@ -41,12 +42,7 @@ def annotation(setting: Setting) -> str:
 
 def source() -> str:
     """Returns the source of the file."""
-    parts, settings = [HEAD], settings_of(Config)
-    for s in settings.values():
-        text = (s.help + dependence(s, settings, as_flags=False)).replace("\\", "\\\\")
-        lines = textwrap.wrap(f'"""{text[0].upper()}{text[1:]}."""', 115)
-        parts.append("\n".join(f"    {line}" for line in (f"{s.name}: {annotation(s)}", *lines)) + "\n")
-    return "\n".join(parts)
+    return HEAD + "".join(f"    {s.name}: {annotation(s)}\n" for s in settings_of(Config).values())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import warnings
 import pytest
 
 import evaluate_generations
-from rlhf.commands.result_line import result_line
 from rlhf.config import make_config
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import RLHFWarning, RunError, UserError, print_line, run_command, visible
@@ -184,13 +183,3 @@ def test_a_progress_line_that_is_redrawn_has_only_its_own_control_characters(mon
     assert "\r" in harmless and "\x1b[" in harmless, "it is redrawn"
     assert_clean(hostile.replace("\r", "").replace("\x1b", "") + visible(HOSTILE))
     assert [hostile.count(c) for c in RAW] == [harmless.count(c) for c in RAW]
-
-
-def test_the_result_line_is_json_without_control_characters(tmp_path, capsys):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    record_of(status="failed", reason=HOSTILE).write(folder)
-    with result_line(make_config("demo"), {folder: {}}):
-        pass
-    line = capsys.readouterr().out
-    assert not [c for c in RAW if c in line] and json.loads(line)["reason"].startswith("x\x1b[2K")

@@ -206,8 +206,8 @@ def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp
 def test_files_have_the_same_line_ends_on_every_system(tmp_path, monkeypatch):
     """In text mode, Windows writes CR LF."""
     monkeypatch.setattr(Path, "write_text", None)
-    write_text(tmp_path / "Modelfile", "a\nb \udc80\n")
-    assert (tmp_path / "Modelfile").read_bytes() == b"a\nb \\udc80\n"
+    write_text(tmp_path / "a.txt", "a\nb \udc80\n")
+    assert (tmp_path / "a.txt").read_bytes() == b"a\nb \\udc80\n"
 
 
 IN_USE = PermissionError(errno.EACCES, "used by another process")

@@ -35,6 +35,8 @@ from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 from tests.systems import words_of
 
+pytest_plugins = ["tests.sentences"]
+
 # TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
 # and resumes it in the same second, file 10 would come before file 9.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**9)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def saving_tensors(folder: Path) -> Iterator[None]:
 
 def free_name(path: Path) -> Path:
     """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
-    names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
-    return next(name for name in names if not name.exists())
+    numbered = (path.with_name(f"{path.name}_{n}") for n in range(1, 10_000))
+    return next(name for name in chain([path], numbered) if not name.exists())
 
 
 def staging_name(path: Path) -> Path:

@@ -1,7 +1,9 @@
-"""Tests of the benchmarks that train the demos: the commands are valid, and old results are not mixed with new."""
+"""Tests of the benchmarks that train the demos and SmolLM2: the commands are valid, old results are not mixed with
+new, and the documented results are those of the files."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,27 +11,29 @@ import pytest
 from benchmarks import demo_runs
 from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
 from benchmarks.demo_runs import SEEDS, DemoRun, run_all
-from benchmarks.knobs import FOR_ALL, NONE, ONLY, change, knob_runs
+from benchmarks.knobs import NONE, ONLY, knob_runs
+from benchmarks.real_smollm2_report import draw, tables
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from tests.records import record_of
+from tests.scripts.test_scripts import ROOT
 
-
-@pytest.mark.parametrize("recipe", DEMOS)
-def test_every_knob_is_a_valid_command_that_changes_a_setting(recipe):
-    runs = knob_runs(recipe, list(ONLY), [1, 2], 640)
-    plain = {run.algorithm: config_of(run, recipe) for run in runs if run.name == NONE}
-    assert set(plain) == set(ONLY)
-    for run in runs:
-        assert (config_of(run, recipe) == plain[run.algorithm]) == (run.name == NONE), run.name
-    assert {run.name for run in runs} <= {NONE, *FOR_ALL, *(name for own in ONLY.values() for name in own)}
-    assert ("critic from reward model" in {run.name for run in runs}) == (recipe == "demo")
+RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
 
 
 def config_of(run: DemoRun, recipe: str) -> Config:
     return parse_cli(["--recipe", recipe, *run.words], run.algorithm)
+
+
+@pytest.mark.parametrize("recipe", DEMOS)
+def test_every_knob_is_a_valid_command_that_changes_a_setting(recipe):
+    runs = knob_runs(recipe, list(ONLY), [1], 640)
+    plain = {run.algorithm: config_of(run, recipe) for run in runs if run.name == NONE}
+    for run in runs:
+        assert (config_of(run, recipe) == plain[run.algorithm]) == (run.name == NONE), run.name
+    assert ("critic from reward model" in {run.name for run in runs}) == (recipe == "demo")
 
 
 def test_every_algorithm_and_seed_has_a_control():
@@ -38,12 +42,6 @@ def test_every_algorithm_and_seed_has_a_control():
     assert {run.name for run in runs} == {NORMAL, CONTROL}
     for run in runs:
         assert config_of(run, "demo-checker").reward.eval_func == ("exact_match",)
-
-
-def test_change_by_a_knob_by_hand():
-    """Changes of 1, 2 and 3 in three seeds: mean 2, standard error 1 / sqrt(3), t = 4.303 (2 degrees of freedom)."""
-    found = change([2.0, 4.0, 3.0], [1.0, 2.0, 0.0])
-    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - 2.484, 2 + 2.484), abs=1e-3)
 
 
 def test_finished_runs_are_kept_only_with_the_same_settings(tmp_path, monkeypatch):
@@ -59,3 +57,23 @@ def test_finished_runs_are_kept_only_with_the_same_settings(tmp_path, monkeypatc
     assert started == []
     run_all([long], "demo-checker", tmp_path, 1, print)
     assert len(started) == 1 and "1280" in started[0]
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_documented_results_of_smollm2_are_those_of_the_files(tmp_path):
+    """Accuracies, rises with intervals, and KL in the first table of docs/smollm2_sums.md; the gain of the probe."""
+    page = (ROOT / "docs" / "smollm2_sums.md").read_text(encoding="utf-8")
+    made = tables(RESULTS)
+    for name in ("PPO", "GRPO", "RLOO", "control: GRPO, shuffled scores"):
+        _, before, after, rise, above_control, _, kl, lengths = cells(re.search(rf"^\| {name} \|.*$", page, re.M)[0])
+        found = cells(re.search(rf"^\| {name} \| 42 \| [^m]*$", made, re.M)[0])
+        assert [before, after, rise, above_control] == [f"{found[2]}%", f"{found[3]}%", *found[4:6]]
+        assert [kl, lengths] == [found[6], f"{found[7]} -> {found[8]}"]
+    sampled = re.search(r"^\| grpo_42 \| sampled \| .* of the gain.*$", made, re.M)[0]
+    assert re.findall(r"(\d+)% of the gain", sampled) == ["3", "29", "68"]
+    assert "3% is brevity and format, 29% is sharpening, and 68% is ability" in page
+    draw(RESULTS, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -105,9 +105,7 @@ def batch_of(
     if "advantages" in tensors:
         learned = {field: tensors.get(name) for name, field in LEARNED.items()}
         mask = tokens_of_loss(rollout, trainer.config.batch.mask_truncated_completions)
-        return Experience.of(
-            rollout, scores=tensors["scores"], kl_coef=incident.facts["kl_coef"], loss_mask=mask, **learned
-        )
+        return Experience.of(rollout, tensors["scores"], kl_coef=incident.facts["kl_coef"], loss_mask=mask, **learned)
     total = as_tensor(trainer.rewards.weighted(scores))
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
     total = total.to(rollout.mask.device)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
@@ -20,6 +18,7 @@ class Experience:
     # sampled
     prompts: list[Prompt]
     completions: Completions  # ids, lengths and groups
+    scores: Tensor  # (B,) score units, as the algorithm received them; NaN: no score
     mask: Tensor  # (B, T) True on completion tokens, EOS included
     loss_mask: Tensor  # (B, T) the same, but False on truncated completions with --mask-truncated-completions
     scored_mask: Tensor  # (B, T) the same as loss_mask, but False on completions without a score
@@ -32,33 +31,38 @@ class Experience:
     # score units, unless whitened or divided by a standard deviation
     raw_advantages: Tensor  # (B, T) before whitening and importance weights
     advantages: Tensor  # (B, T) used by the loss: after whitening (PPO) and importance weights (vLLM)
-    # score units; None without a critic
-    values: Tensor | None = None  # (B, T) at rollout time; undefined where `mask` is False
-    returns: Tensor | None = None  # (B, T) target of the critic
-    rewards: Tensor | None = None  # (B, T) input of GAE
+    # score units
+    values: Tensor | None = None  # (B, T) at rollout time, undefined where `mask` is False; None without a critic
+    returns: Tensor | None = None  # (B, T) sum of the rewards to go, target of a critic; None: one per completion
+    rewards: Tensor | None = None  # (B, T) per token, with the KL in the reward; None: one per completion
 
     @classmethod
     def of(
         cls,
         rollout: Rollout,
+        scores: Tensor,
         *,
-        advantages: Tensor,
-        scores: Tensor | None = None,
-        loss_mask: Tensor | None = None,
+        kl: Tensor,
+        kl_coef: float,
+        loss_mask: Tensor,
+        raw_advantages: Tensor,
+        advantages: Tensor | None = None,
+        returns: Tensor | None = None,
+        rewards: Tensor | None = None,
         one_action: bool = False,
-        **learned: Any,
     ) -> Experience:
         """Builds the experience of a rollout.
 
         Args:
             rollout: B completions.
-            advantages: (B, T). If vLLM sampled the completions, they are multiplied by truncated importance weights.
-            scores: (B,) NaN marks completions without a score; None: all have one.
-            loss_mask: (B, T) as `tokens_of_loss` returns it; None: all completion tokens.
+            scores: (B,) NaN marks completions without a score.
+            kl, kl_coef, raw_advantages, returns, rewards: the fields of these names.
+            loss_mask: (B, T) as `tokens_of_loss` returns it.
+            advantages: (B, T) after whitening; None: the raw ones. If vLLM sampled the completions, they are
+                multiplied by truncated importance weights.
             one_action: one importance weight per completion, not per token.
-            learned: the remaining fields.
         """
-        loss_mask = rollout.mask if loss_mask is None else loss_mask
+        advantages = raw_advantages if advantages is None else advantages
         sampled = rollout.completions.sampled_logprobs
         if sampled is not None:
             advantages = advantages * objectives.truncated_importance_weights(
@@ -67,14 +71,19 @@ class Experience:
         return cls(
             prompts=rollout.prompts,
             completions=rollout.completions,
+            scores=scores,
             mask=rollout.mask,
             loss_mask=loss_mask,
             scored_mask=scored_mask(loss_mask, scores),
             logprobs=rollout.logprobs,
             ref_logprobs=rollout.ref_logprobs,
-            values=rollout.values,
+            kl=kl,
+            kl_coef=kl_coef,
+            raw_advantages=raw_advantages,
             advantages=advantages,
-            **learned,
+            values=rollout.values,
+            returns=returns,
+            rewards=rewards,
         )
 
 
@@ -87,34 +96,6 @@ def tokens_of_loss(rollout: Rollout, mask_truncated: bool) -> Tensor:
     return rollout.mask & rollout.completions.ended.unsqueeze(1) if mask_truncated else rollout.mask
 
 
-def scored_mask(mask: Tensor, scores: Tensor | None) -> Tensor:
+def scored_mask(mask: Tensor, scores: Tensor) -> Tensor:
     """Returns `mask` (B, T) without the completions whose score (B,) is NaN."""
-    return mask if scores is None else mask & ~scores.isnan().unsqueeze(1)
-
-
-class PolicyOutputs(NamedTuple):
-    """Outputs of the current policy for n rows, each (n, T)."""
-
-    logprobs: Tensor  # nats
-    entropy: Tensor  # nats
-    values: Tensor | None  # score units; None without a critic
-
-
-@torch.no_grad()
-def policy_stats(
-    loss: Tensor, clipfrac: Tensor, outputs: PolicyOutputs, experience: Experience, rows: Tensor, tokens: Tensor
-) -> dict[str, Tensor]:
-    """Returns detached statistics of the policy for some rows, by TensorBoard tag.
-
-    `loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy (k2, nats per token), the
-    entropy and the ratio are sums over the rows' tokens in the loss, divided by `tokens`, their number in the
-    minibatch. The values of its micro-batches therefore add up to the minibatch's mean.
-    """
-    mask, old = experience.loss_mask[rows], experience.logprobs[rows]
-    log_ratio = objectives.log_ratios(outputs.logprobs, old, mask)
-    sums = torch.stack([0.5 * log_ratio.square(), outputs.entropy * mask, log_ratio.exp() * mask]).sum((1, 2)) / tokens
-    return {
-        "policy/loss": loss.detach(),
-        "policy/clipfrac": clipfrac.detach(),
-        **dict(zip(("policy/approx_kl", "policy/entropy", "policy/ratio"), sums.unbind(), strict=True)),
-    }
+    return mask & ~scores.isnan().unsqueeze(1)

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.clipping import Clip
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, tokens_of_loss
+from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
 from rlhf.rollout.completions import Rollout
-from rlhf.settings.training import Config
 
 
-class GRPO:
+class GRPO(PolicyGradient):
     """Advantages relative to the mean reward of the group, and the clipped policy loss in one of several forms."""
-
-    def __init__(self, config: Config):
-        self.config, self.clip = config, Clip(*config.batch.clip)
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
@@ -26,17 +22,12 @@ class GRPO:
             scores: (B,) score units. NaN: no score, so the completion's advantage is 0.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
-        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
-        loss_mask = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
-        # R_i = score_i - beta * sum_t KL_it, the sum over tokens in the loss
-        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * torch.where(loss_mask, kl, 0.0).sum(1)
+        kl, loss_mask = self.kl_and_loss_mask(rollout)
+        rewards = objectives.completion_rewards(kl, scores, loss_mask, self.beta_in_reward(kl_coef))
         # A_it = (R_i - mean of the group's R) / scale
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(loss_mask, groups.unsqueeze(1), 0.0)
-        return Experience.of(
-            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages,
-            loss_mask=loss_mask,
-        )  # fmt: skip
+        return Experience.of(rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages)
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
@@ -63,14 +54,8 @@ class GRPO:
         )
         policy_loss = (per_token * weights).sum()
         clipfrac = objectives.masked_share(clipped, mask, total_tokens)
-        loss = policy_loss
-        if config.batch.entropy_coef:
-            loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
-        beta = config.kl.coef_in("loss", experience.kl_coef)
-        if beta:
-            kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
-            loss = loss + beta * (kl * weights).sum()
-        return loss, {
-            "loss": loss.detach(),
-            **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
-        }
+        beta, kl = self.kl_in_loss(experience, rows, outputs)
+        loss = policy_loss - self.entropy_bonus(outputs, mask, total_tokens) + beta * (kl * weights).sum()
+        return loss, policy_stats(
+            experience, rows, outputs, total_tokens, loss=loss, policy_loss=policy_loss, clipfrac=clipfrac
+        )

@@ -83,6 +83,15 @@ def last_token(mask: Tensor) -> Tensor:
     return mask & ~after
 
 
+def completion_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """Returns one reward per completion, (B,) in score units: the score (B,) minus beta times the KL of the sequence.
+
+    `kl` is (B, T) in nats. Source: Ahmadian et al. 2024, arXiv 2402.14740, sec. 2.
+    """
+    # R_i = score_i - beta * sum_t KL_it
+    return scores - beta * torch.where(mask, kl, 0.0).sum(1)
+
+
 def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_penalty_at: str = "token") -> Tensor:
     """Returns one reward per token, (B, T) in score units: the score (B,) at the last token, and the KL penalty.
 
@@ -239,19 +248,6 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
     # p_new(completion) / p_old(completion) = exp(sum_t log r_t)
     log_ratio = log_ratios(logprobs, old_logprobs, mask).sum(1)
     return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
-
-
-def rloo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes RLOO's policy loss per completion: `clipped_surrogate` with the whole completion as one action.
-
-    `logprobs`, `old_logprobs` and `mask` are (n, T), `advantages` (n,). Returns the loss, True where it is clipped,
-    and the ratio, each (n,). Source: Ahmadian et al. 2024, arXiv 2402.14740, sec. 3.2; clipped as in TRL's
-    RLOOTrainer.
-    """
-    ratio = completion_ratio(logprobs, old_logprobs, mask)
-    return *clipped_surrogate(ratio, advantages, clip), ratio
 
 
 def clipped_value_loss(

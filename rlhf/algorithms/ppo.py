@@ -5,17 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.clipping import Clip
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, scored_mask, tokens_of_loss
+from rlhf.algorithms.experience import Experience, scored_mask
+from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
 from rlhf.rollout.completions import Rollout
-from rlhf.settings.training import Config
 
 
-class PPO:
+class PPO(PolicyGradient):
     """Advantages by GAE from one reward per token, and the clipped policy and value losses."""
-
-    def __init__(self, config: Config):
-        self.config, self.clip = config, Clip(*config.batch.clip)
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes rewards per token from the scores and the KL, then advantages and returns by GAE.
@@ -27,11 +23,9 @@ class PPO:
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
         ppo, critic = self.config.ppo, self.config.critic
-        loss_mask = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
+        kl, loss_mask = self.kl_and_loss_mask(rollout)
         mask = scored_mask(loss_mask, scores)
-        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
-        beta = self.config.kl.coef_in("reward", kl_coef)
-        rewards = objectives.shape_rewards(kl, scores, mask, beta, ppo.kl_penalty_at)
+        rewards = objectives.shape_rewards(kl, scores, mask, self.beta_in_reward(kl_coef), ppo.kl_penalty_at)
         if ppo.whiten_rewards:
             rewards = objectives.whiten(rewards, mask, shift_mean=False)
         advantages, returns = objectives.generalized_advantage_estimate(
@@ -39,8 +33,8 @@ class PPO:
         )
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
-            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=whitened,
-            returns=returns, rewards=rewards, loss_mask=loss_mask,
+            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages,
+            advantages=whitened, returns=returns, rewards=rewards,
         )  # fmt: skip
 
     def loss(
@@ -66,16 +60,10 @@ class PPO:
             config.critic.value_clip_range,
             total_tokens,
         )
-        loss = policy_loss + config.critic.value_coef * value_loss
-        if config.batch.entropy_coef:
-            loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
-        beta = config.kl.coef_in("loss", experience.kl_coef)
-        if beta:
-            kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
-            loss = loss + beta * objectives.masked_mean(kl, mask, total_tokens)
-        return loss, {
-            "loss": loss.detach(),
-            **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
-            "value/loss": value_loss.detach(),
-            "value/clipfrac": value_clipfrac.detach(),
-        }
+        beta, kl = self.kl_in_loss(experience, rows, outputs)
+        loss = policy_loss + config.critic.value_coef * value_loss - self.entropy_bonus(outputs, mask, total_tokens)
+        loss = loss + beta * objectives.masked_mean(kl, mask, total_tokens)
+        stats = policy_stats(
+            experience, rows, outputs, total_tokens, loss=loss, policy_loss=policy_loss, clipfrac=clipfrac
+        )
+        return loss, {**stats, "value/loss": value_loss.detach(), "value/clipfrac": value_clipfrac.detach()}

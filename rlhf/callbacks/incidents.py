@@ -32,6 +32,7 @@ from rlhf.utils.paths import note_names
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
 # name in tensors.safetensors -> field of the experience
 LEARNED = {
+    "scores": "scores",
     "kl": "kl",
     "advantages": "raw_advantages",
     "weights": "advantages",
@@ -45,9 +46,9 @@ def save_incident(
 ) -> None:
     """Save the files of a skipped update.
 
-    These are the batch as text and ids, its log-probs and scores, the settings and versions, and the trainable weights
-    when the update was skipped, that is, after its earlier optimizer steps. `batch` is None if the update was skipped
-    before its advantages were computed; `found` is the reason.
+    These are the batch as text and ids, its log-probs, the scores that the algorithm received, the settings and
+    versions, and the trainable weights when the update was skipped, that is, after its earlier optimizer steps.
+    `batch` is None if the update was skipped before its advantages were computed; `found` is the reason.
     """
     trainer.save_model(folder / WEIGHTS)
     completions = rollout.completions
@@ -68,16 +69,16 @@ def save_incident(
         errors="backslashreplace",  # lone surrogates in a column
     )
     tensors = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
-    tensors["scores"] = rollout.scores
+    tensors |= {"sampled_logprobs": completions.sampled_logprobs, "nucleus": completions.allowed_tokens}
     if batch is not None:
         tensors |= {name: getattr(batch, field) for name, field in LEARNED.items()}
-    if completions.allowed_tokens is not None:
-        tensors["nucleus"] = completions.allowed_tokens
+    normalizer = trainer.collector.normalizer
     with saving_tensors(folder):
         save_file({n: t.detach().cpu().clone() for n, t in tensors.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
         folder / INCIDENT_FILE,
         {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,
+         "normalizer": normalizer and normalizer.state_dict(), "drawn_again": found.rollout is not None,
          "algorithm": trainer.config.algorithm, "settings": to_dict(trainer.config), **environment()},
     )  # fmt: skip
 
@@ -125,7 +126,7 @@ class Incident:
         vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
         completions = Completions.of(
             prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
-            allowed_tokens=tensors.get("nucleus"),
+            allowed_tokens=tensors.get("nucleus"), sampled_logprobs=tensors.get("sampled_logprobs"),
         )  # fmt: skip
         return Rollout(
             completions, prompts, [row["completion"] for row in self.rows],

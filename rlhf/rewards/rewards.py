@@ -116,7 +116,7 @@ class Rewards:
                     f"the weighted sum {value:g} is not a number of at most {MAX_ABS_SCORE:g}: {self}, completion "
                     f"{text!r:.80}. Use smaller weights"
                 )
-        return RewardScores(total, given, log.extra, log.metrics)
+        return RewardScores(total=total, by_function=given, extra=log.extra, metrics=log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it."""

@@ -192,7 +192,6 @@ class Rollout:
     logprobs: Tensor  # (B, T) rollout policy
     ref_logprobs: Tensor  # (B, T) frozen reference
     values: Tensor | None  # (B, T) score units; None without a critic
-    scores: Tensor | None = None  # (B,) raw scores; None until the reward functions have run
 
     @property
     def mask(self) -> Tensor:
@@ -200,9 +199,8 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout], pad: int) -> Rollout:
-        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Values and
-        scores are None if a part has none."""
-        scores = [part.scores for part in parts]
+        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Values are
+        None if a part has none."""
         return cls(
             Completions.concatenate([part.completions for part in parts], pad),
             [prompt for part in parts for prompt in part.prompts],
@@ -210,7 +208,6 @@ class Rollout:
             stacked([part.logprobs for part in parts]),
             stacked([part.ref_logprobs for part in parts]),
             stacked([part.values for part in parts]),
-            None if any(s is None for s in scores) else torch.cat(scores),
         )
 
     def select(self, rows: Sequence[int]) -> Rollout:
@@ -224,7 +221,6 @@ class Rollout:
             self.logprobs.index_select(0, index)[:, :longest],
             self.ref_logprobs.index_select(0, index)[:, :longest],
             None if self.values is None else self.values.index_select(0, index)[:, :longest],
-            None if self.scores is None else self.scores.index_select(0, index),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import FROM_PYTHON, IN_PYTHON
 from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.scores import Scores
+from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -102,23 +103,19 @@ def batch_of(
 ) -> Experience:
     """Return the saved batch. If the update was skipped before its advantages, compute them from the new scores."""
     tensors = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
+    config, facts = trainer.config, incident.facts
     if "advantages" in tensors:
         learned = {field: tensors.get(name) for name, field in LEARNED.items()}
-        mask = tokens_of_loss(rollout, trainer.config.batch.mask_truncated_completions)
-        return Experience.of(
-            rollout, scores=tensors["scores"], kl_coef=incident.facts["kl_coef"], loss_mask=mask, **learned
-        )
-    total = as_tensor(trainer.rewards.weighted(scores))
-    penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
-    total = total.to(rollout.mask.device)
-    control, seed = trainer.config.reward.control, trainer.config.run.seed
-    shaped = Scores(total, total - penalty, scores).for_control(control, seed, incident.facts["update"]).shaped
-    return trainer.advantages(rollout, shaped)
-
-
-def as_tensor(scores: Sequence[float | None]) -> Tensor:
-    """Return scores as a tensor, with NaN for None."""
-    return torch.tensor([float("nan") if score is None else score for score in scores])
+        weighted, mask = learned.pop("advantages"), tokens_of_loss(rollout, config.batch.mask_truncated_completions)
+        experience = Experience.of(rollout, kl_coef=facts["kl_coef"], loss_mask=mask, **learned)
+        return replace(experience, advantages=weighted)  # as saved: the importance weights are in them
+    normalizer = trainer.collector.normalizer
+    if normalizer is not None and facts.get("normalizer") is not None:  # incidents of earlier versions have none
+        normalizer.load_state_dict(facts["normalizer"])
+    raw, ended = score_tensor(trainer.rewards.weighted(scores), rollout.mask.device), rollout.completions.ended
+    given = shaped(raw, ended, config.reward.missing_eos_penalty, normalizer, bool(facts.get("drawn_again")))
+    given = Scores(raw, given, scores).for_control(config.reward.control, config.run.seed, facts["update"]).shaped
+    return trainer.advantages(rollout, given)
 
 
 def _state_of_scores(scores: Sequence[float | None]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +26,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.scores import Scores
+from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank, size
 from rlhf.utils.system import release_gpu_cache
@@ -155,13 +154,8 @@ class RolloutCollector:
             )
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
-        """Score the completions. Stores the raw scores in the rollout; the algorithm uses the shaped ones, after the
-        missing-EOS penalty and normalization. NaN marks a completion without a score. Raises SkipUpdate if a score is
-        not finite.
-
-        Completions that were `drawn_again` in place of others are normalized with the estimates of the first ones: a
-        second step of the estimates would give a few completions the weight of a whole batch.
-        """
+        """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
+        `drawn_again` as in `shaped`."""
         completions, reward = rollout.completions, self.config.reward
         try:
             with self.micro_batch_budget.raise_on_oom("scoring"):
@@ -170,17 +164,15 @@ class RolloutCollector:
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True) from None
-        device = completions.ended.device
-        raw = torch.tensor([math.nan if s is None else s for s in given.total], dtype=torch.float32, device=device)
-        scored = [i for i, score in enumerate(given.total) if score is not None]
-        rollout.scores = raw
+        raw = score_tensor(given.total, completions.ended.device)
         try:
-            check_finite(scores=raw[scored])  # a large float64 overflows in float32
-        except SkipUpdate as found:
+            check_finite(scores=raw[[i for i, score in enumerate(given.total) if score is not None]])
+        except SkipUpdate as found:  # a large float64 overflows in float32
             raise SkipUpdate(str(found), by_score=True) from None
-        shaped = raw - reward.missing_eos_penalty * (~completions.ended).float()
-        if self.normalizer is not None and scored:
-            fixed = drawn_again and self.normalizer.batches > 0
-            normalize = self.normalizer.normalized if fixed else self.normalizer
-            shaped[scored] = torch.tensor(normalize(shaped[scored].tolist()), dtype=torch.float32, device=device)
-        return Scores(raw, shaped, given.by_function, given.extra, given.metrics)
+        return Scores(
+            raw=raw,
+            shaped=shaped(raw, completions.ended, reward.missing_eos_penalty, self.normalizer, drawn_again),
+            by_function=given.by_function,
+            extra=given.extra,
+            logged=given.metrics,
+        )

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.experience import Experience, PolicyOutputs
+from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.policy_gradient import PolicyOutputs
 from rlhf.distributed.gradients import GradientSum
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype

@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.utils.rng import rng_for
 
 
@@ -64,12 +65,43 @@ class Scores:
             return {name: column(own.get(name), other.get(name)) for name in {**own, **other}}
 
         return Scores(
-            self.raw.index_copy(0, index, new.raw),
-            self.shaped.index_copy(0, index, new.shaped),
-            columns(self.by_function, new.by_function),
-            columns(self.extra, new.extra),
-            self.logged,
+            raw=self.raw.index_copy(0, index, new.raw),
+            shaped=self.shaped.index_copy(0, index, new.shaped),
+            by_function=columns(self.by_function, new.by_function),
+            extra=columns(self.extra, new.extra),
+            logged=self.logged,
         )
+
+
+def score_tensor(scores: Sequence[float | None], device: torch.device) -> Tensor:
+    """Return scores as a tensor (B,), with NaN for None."""
+    return torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float32, device=device)
+
+
+def shaped(
+    raw: Tensor,
+    ended: Tensor,
+    missing_eos_penalty: float,
+    normalizer: ScoreNormalizer | None,
+    drawn_again: bool = False,
+) -> Tensor:
+    """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized.
+
+    Args:
+        raw: (B,) score units; NaN stays NaN.
+        ended: (B,) False if the completion does not end with EOS.
+        missing_eos_penalty: score units.
+        normalizer: updates its estimates with these scores; None: no normalization.
+        drawn_again: the completions were sampled in place of others of the same update. They are normalized with the
+            estimates of the first ones: a second step of the estimates would give a few completions the weight of a
+            whole batch.
+    """
+    scores = raw - missing_eos_penalty * (~ended).float()
+    known = scores.isfinite().nonzero().flatten()  # the scores of an update are finite, those of a replay may not be
+    if normalizer is not None and len(known):
+        normalize = normalizer.normalized if drawn_again and normalizer.batches else normalizer
+        scores[known] = score_tensor(normalize(scores[known].tolist()), scores.device)
+    return scores
 
 
 def equal_groups(scores: Tensor, group_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from rlhf.algorithms import objectives as o
 from rlhf.algorithms.clipping import Clip, clipped_surrogate
-from rlhf.algorithms.experience import PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyOutputs, policy_stats
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 
@@ -128,7 +128,7 @@ def test_both_limits_act_in_the_loss_of_every_algorithm():
     assert_close(o.clipped_policy_loss(new, old, good, tokens, clip)[0], torch.tensor(-2.6))
     assert_close(o.clipped_policy_loss(new, old, bad, tokens, clip)[0], torch.tensor(4.5))
     one, advantages = (new.T, old.T, mask(1, 1).T), torch.tensor([-2.0, -2.0])
-    assert_close(o.rloo_policy_loss(one[0], one[1], advantages, one[2], clip)[0], torch.tensor([3.0, 6.0]))
+    assert_close(clipped_surrogate(o.completion_ratio(*one), advantages, clip)[0], torch.tensor([3.0, 6.0]))
     assert_close(o.grpo_policy_loss(one[0], one[1], bad.T, one[2], clip, "gspo")[0], torch.tensor([[3.0], [6.0]]))
 
 
@@ -157,10 +157,11 @@ def test_statistics_of_the_policy_match_values_computed_by_hand():
     """The second token is not in the loss."""
     outputs, one = PolicyOutputs(row(0.3, 5), row(2, 7), None), torch.tensor(1.0)
     experience = SimpleNamespace(loss_mask=mask(1, 0), logprobs=row(0.1, 0))
-    stats = policy_stats(one, 0.5 * one, outputs, experience, torch.tensor([0]), 2 * one)
+    losses = {"loss": 3 * one, "policy_loss": one, "clipfrac": 0.5 * one}
+    stats = policy_stats(experience, torch.tensor([0]), outputs, 2 * one, **losses)
     assert float(stats["policy/approx_kl"]) == pytest.approx(0.5 * 0.2**2 / 2)
     assert float(stats["policy/entropy"]) == 1 and float(stats["policy/ratio"]) == pytest.approx(math.exp(0.2) / 2)
-    assert (float(stats["policy/loss"]), float(stats["policy/clipfrac"])) == (1, 0.5)
+    assert [float(stats[n]) for n in ("loss", "policy/loss", "policy/clipfrac")] == [3, 1, 0.5]
 
 
 def test_last_token_marks_the_last_token_of_the_mask():

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.clipping import Clip
+from rlhf.algorithms.clipping import Clip, clipped_surrogate
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
@@ -48,7 +48,8 @@ def test_ratio_is_that_of_the_whole_completion():
     old = torch.zeros(3, 2)
     new = torch.tensor([[math.log(1.1), math.log(1.1)], [math.log(0.9), 50.0], [math.log(1.1), math.log(1.1)]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
-    loss, clipped, ratio = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, CLIP)
+    ratio = objectives.completion_ratio(new, old, mask)
+    loss, clipped = clipped_surrogate(ratio, torch.tensor([2.0, 3.0, -2.0]), CLIP)
     assert_close(loss, torch.tensor([-2 * 1.2, -3 * 0.9, 2 * 1.21]))
     assert clipped.tolist() == [True, False, False]
     assert_close(ratio, torch.tensor([1.21, 0.9, 1.21]))
@@ -102,7 +103,8 @@ def test_gradient_is_not_a_multiple_of_grpos_gradient(loss_type):
 
     def rloo(logprobs):
         advantages = objectives.leave_one_out_advantages(scores, 2)
-        return objectives.rloo_policy_loss(logprobs, old, advantages, mask, Clip(0.9, 0.9))[0].sum() / 4
+        ratio = objectives.completion_ratio(logprobs, old, mask)
+        return clipped_surrogate(ratio, advantages, Clip(0.9, 0.9))[0].sum() / 4
 
     def grpo(logprobs):
         advantages = objectives.group_advantages(scores, 2).unsqueeze(1).expand(4, 6)
@@ -132,7 +134,8 @@ def test_ratio_too_large_for_floats_gives_a_finite_loss_and_gradient():
     """The log ratio is 2,000. The loss is -1.2 if the ratio is clipped, and finite otherwise."""
     leaf = torch.full((2, 2), 1000.0, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)
-    loss, *_ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, CLIP)
+    ratio = objectives.completion_ratio(leaf, torch.zeros(2, 2), mask)
+    loss, _ = clipped_surrogate(ratio, torch.tensor([1.0, -1.0]), CLIP)
     loss.sum().backward()
     assert_close(loss.detach(), torch.tensor([-1.2, math.exp(20)]))
     assert leaf.grad.tolist() == [[0, 0], [0, 0]]
@@ -206,5 +209,5 @@ def test_page_on_adding_an_algorithm_quotes_the_code():
     code = {}
     for name in ("objectives", "rloo"):
         code |= functions_in((folder / f"{name}.py").read_text(encoding="utf-8"))
-    assert len(quoted) == 5 and quoted.items() <= code.items()
+    assert len(quoted) == 4 and quoted.items() <= code.items()
     assert rows == [vars(ALGORITHMS["rloo"])]

@@ -19,7 +19,8 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms import objectives
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
 from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.api import make_trainer
 from rlhf.commands.train import train_command
@@ -30,26 +31,27 @@ from rlhf.utils.signals import TrainingInterrupted
 from tests.test_structure import ROOT
 
 
-class Toy:
+class Toy(PolicyGradient):
     """REINFORCE (Williams 1992) with the batch's mean score as the baseline, without clipping or groups."""
 
     stop_in_update: ClassVar[int | None] = None  # raise SIGINT in this update
 
     def __init__(self, config: Config):
-        self.config, self.updates = config, 0
+        super().__init__(config)
+        self.updates = 0
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         self.updates += 1
         if self.updates == self.stop_in_update:
             signal.raise_signal(signal.SIGINT)
-        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
-        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
+        kl, loss_mask = self.kl_and_loss_mask(rollout)
+        rewards = objectives.completion_rewards(kl, scores, loss_mask, self.beta_in_reward(kl_coef))
         groups = rewards.view(-1, self.config.group_size) if self.config.group_size > 1 else rewards.view(1, -1)
         baselines = groups.mean(1, keepdim=True).expand_as(groups).flatten()
         advantages = torch.where(rollout.mask, (rewards - baselines).unsqueeze(1), 0.0)
         critic = {"returns": rollout.values, "rewards": rollout.values} if rollout.values is not None else {}
         return Experience.of(
-            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, **critic
+            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, **critic
         )
 
     def loss(
@@ -60,8 +62,8 @@ class Toy:
         if outputs.values is not None:
             loss = loss + objectives.masked_mean(outputs.values.square(), mask, total_tokens)
         nothing_clipped = torch.zeros_like(loss)
-        stats = policy_stats(loss, nothing_clipped, outputs, experience, rows, total_tokens)
-        return loss, {"loss": loss.detach(), **stats}
+        losses = {"loss": loss, "policy_loss": loss, "clipfrac": nothing_clipped}
+        return loss, policy_stats(experience, rows, outputs, total_tokens, **losses)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_equal_groups_by_hand():
     assert equal_groups(scores, 2).tolist() == [True, False, True, True]
 
 
-def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0, scored=True) -> Rollout:
+def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0) -> Rollout:
     width = max(map(len, rows))
     ids = torch.tensor([row + [eos] * (width - len(row)) for row in rows])
     filters = torch.arange(ids.numel(), dtype=torch.uint8).view(*ids.shape, 1)
@@ -70,8 +70,7 @@ def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad
     completions = Completions.of(given, ids, eos=eos, pad=pad, vocabulary=8, allowed_tokens=filters,
                                  sampled_logprobs=ids * 1.5 * (ids != eos))  # fmt: skip
     numbers = completions.completion_ids.float() * completions.mask
-    scores = numbers.sum(1) if scored else None
-    return Rollout(completions, given, [str(r) for r in rows], -numbers, -2 * numbers, 3 * numbers, scores)
+    return Rollout(completions, given, [str(r) for r in rows], -numbers, -2 * numbers, 3 * numbers)
 
 
 def test_concatenate_and_select_by_hand():
@@ -85,23 +84,23 @@ def test_concatenate_and_select_by_hand():
     assert both.completions.completion_lengths == [2, 4, 3, 1] and both.completions.groups == [0, 0, 1, 1]
     assert both.completions.ended.tolist() == [True] * 4 and both.completions.sampled_logprobs.shape == (4, 4)
     assert both.logprobs.tolist() == [[-3, -2, 0, 0], [-4, -4, -4, -2], [-5, -5, -2, 0], [-2, 0, 0, 0]]
-    assert both.texts == [*one.texts, *two.texts] and both.scores.tolist() == [5, 14, 12, 2]
+    assert both.texts == [*one.texts, *two.texts]
     chosen = both.select([2, 0])
     assert chosen.completions.completion_ids.tolist() == [[5, 5, 2], [3, 2, 0]]
     assert chosen.completions.prompt_ids.tolist() == [[6, 7, 6], [0, 0, 5]]
     assert chosen.completions.sampled_logprobs.tolist() == [[7.5, 7.5, 0], [4.5, 0, 0]]
     assert chosen.completions.allowed_tokens.tolist() == [[[0], [1], [2]], [[0], [1], [2]]]
     assert chosen.values.tolist() == [[15, 15, 6], [9, 6, 0]] and chosen.ref_logprobs[1].tolist() == [-6, -4, 0]
-    assert chosen.prompts == [two.prompts[0], one.prompts[0]] and chosen.scores.tolist() == [12, 5]
+    assert chosen.prompts == [two.prompts[0], one.prompts[0]]
     narrow = both.select([0])
     assert narrow.completions.prompt_ids.tolist() == [[5]] and narrow.mask.shape == (1, 2)
 
 
-def test_rollouts_without_values_and_scores_have_none_together():
-    one, two = rollout_of([(5,)], [[3, 2]], scored=False), rollout_of([(5,)], [[2]])
+def test_rollouts_without_values_have_none_together():
+    one, two = rollout_of([(5,)], [[3, 2]]), rollout_of([(5,)], [[2]])
     one.values = None
     both = Rollout.concatenate([one, two], pad=0)
-    assert both.values is None and both.scores is None and both.select([1]).scores is None
+    assert both.values is None and both.select([1]).values is None
 
 
 def test_scores_and_logged_columns_stay_aligned():

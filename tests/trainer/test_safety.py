@@ -20,7 +20,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.commands.train import train_command
-from rlhf.run.replay import replay
+from rlhf.run.replay import batch_of, replay, scores_again
 from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command
 from tests.conftest import attach
@@ -288,12 +288,35 @@ def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
     assert replayed["found"] == "a test"
     assert replayed["logprobs, recorded"] == replayed["logprobs, recomputed"]
     tensors = incident.tensors
-    assert torch.equal(tensors["scores"], rollout.scores)
+    assert torch.equal(tensors["scores"], batch.scores)
     # the names in the file are those of earlier versions
     assert torch.equal(tensors["advantages"], batch.raw_advantages) and torch.equal(
         tensors["weights"], batch.advantages
     )
     assert incident.config("elsewhere").batch == trainer.config.batch
+
+
+@pytest.mark.parametrize("drawn_again", [False, True])
+def test_replay_shapes_new_scores_as_the_run_did(build, tmp_path, drawn_again):
+    """The update was skipped before its advantages. Its completions are from vLLM, whose log-probs differ."""
+    flags = ("--num-iterations", 3, "--normalize-scores", "--missing-eos-penalty", 2.5)
+    trainer = build(*flags)
+    trainer.update_step(1)
+    rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
+    noise = torch.rand(rollout.logprobs.shape, generator=torch.Generator().manual_seed(0))
+    rollout.completions.sampled_logprobs = rollout.logprobs - noise
+    reason = safety.SkipUpdate("a test")
+    reason.rollout = rollout if drawn_again else None
+    save_incident(trainer, tmp_path / "incident", 2, rollout, None, reason)
+    batch = trainer.advantages(rollout, trainer.collector.score(rollout, drawn_again).shaped)
+
+    again, incident = build(*flags), Incident.read(str(tmp_path / "incident"))
+    again.load_model(tmp_path / "incident" / "weights")
+    recorded = incident.rollout(again)
+    replayed = batch_of(again, incident, recorded, scores_again(again, recorded))
+    assert torch.equal(replayed.scores, batch.scores) and torch.equal(replayed.rewards, batch.rewards)
+    assert torch.equal(replayed.advantages, batch.advantages)
+    assert not torch.equal(replayed.advantages, replayed.raw_advantages)
 
 
 def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):

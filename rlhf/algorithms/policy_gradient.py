@@ -1,0 +1,84 @@
+"""What all algorithms share: the KL to the reference, and the entropy, the KL and the statistics of the loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms import objectives
+from rlhf.algorithms.clipping import Clip
+from rlhf.algorithms.experience import Experience, tokens_of_loss
+from rlhf.rollout.completions import Rollout
+from rlhf.settings.training import Config
+
+
+class PolicyOutputs(NamedTuple):
+    """Outputs of the current policy for n rows, each (n, T)."""
+
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    values: Tensor | None  # score units; None without a critic
+
+
+class PolicyGradient:
+    """Base of the algorithms: the terms that their equations have in common. An algorithm adds `advantages` and
+    `loss`."""
+
+    def __init__(self, config: Config):
+        self.config, self.clip = config, Clip(*config.batch.clip)
+
+    def kl_and_loss_mask(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Returns the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T)."""
+        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
+        return kl, tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
+
+    def beta_in_reward(self, kl_coef: float) -> float:
+        """Returns beta if the KL is charged in the reward (kl_placement "reward"), else 0."""
+        return self.config.kl.coef_in("reward", kl_coef)
+
+    def kl_in_loss(self, experience: Experience, rows: Tensor, outputs: PolicyOutputs) -> tuple[float, Tensor]:
+        """Returns beta and the KL of the loss per token, (n, T) in nats; both are 0 unless kl_placement is "loss"."""
+        beta, mask = self.config.kl.coef_in("loss", experience.kl_coef), experience.loss_mask[rows]
+        if not beta:
+            return 0.0, torch.zeros_like(outputs.logprobs)
+        old, reference = experience.logprobs[rows], experience.ref_logprobs[rows]
+        return beta, objectives.kl_loss_per_token(outputs.logprobs, old, reference, mask)
+
+    def entropy_bonus(self, outputs: PolicyOutputs, mask: Tensor, total_tokens: Tensor) -> Tensor | float:
+        """Returns entropy_coef * mean entropy: the sum over the tokens of `mask` (n, T), divided by `total_tokens`,
+        those of the minibatch. 0 without the coefficient."""
+        coef = self.config.batch.entropy_coef
+        return coef * objectives.masked_mean(outputs.entropy, mask, total_tokens) if coef else 0.0
+
+
+@torch.no_grad()
+def policy_stats(
+    experience: Experience,
+    rows: Tensor,
+    outputs: PolicyOutputs,
+    total_tokens: Tensor,
+    *,
+    loss: Tensor,
+    policy_loss: Tensor,
+    clipfrac: Tensor,
+) -> dict[str, Tensor]:
+    """Returns detached statistics of the micro-batch `rows` (n,) by TensorBoard tag.
+
+    `loss`, `policy_loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy (k2, nats per
+    token), the entropy and the ratio are sums over the rows' tokens in the loss, divided by `total_tokens`, their
+    number in the minibatch. The values of its micro-batches therefore add up to the minibatch's mean.
+    """
+    mask, old = experience.loss_mask[rows], experience.logprobs[rows]
+    log_ratio = objectives.log_ratios(outputs.logprobs, old, mask)
+    per_token = torch.stack([0.5 * log_ratio.square(), outputs.entropy * mask, log_ratio.exp() * mask])
+    approx_kl, entropy, ratio = (per_token.sum((1, 2)) / total_tokens).unbind()
+    return {
+        "loss": loss.detach(),
+        "policy/loss": policy_loss.detach(),
+        "policy/clipfrac": clipfrac.detach(),
+        "policy/approx_kl": approx_kl,
+        "policy/entropy": entropy,
+        "policy/ratio": ratio,
+    }

@@ -302,7 +302,7 @@ def test_replay_shapes_new_scores_as_the_run_did(build, tmp_path, drawn_again):
     flags = ("--num-iterations", 3, "--normalize-scores", "--missing-eos-penalty", 2.5)
     trainer = build(*flags)
     trainer.update_step(1)
-    rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
+    rollout = trainer.collector.collect(trainer.episodes_of(2), 2)
     noise = torch.rand(rollout.logprobs.shape, generator=torch.Generator().manual_seed(0))
     rollout.completions.sampled_logprobs = rollout.logprobs - noise
     reason = safety.SkipUpdate("a test")

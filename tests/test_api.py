@@ -364,24 +364,14 @@ def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
         assert ("warning: 1 training prompt for batches of 2" in capsys.readouterr().out) == warned
 
 
-def test_train_refuses_arguments_and_names_their_setting(config):
+def test_train_refuses_arguments_and_names_their_place(config):
     trainer = make_trainer(config(), ["a cat?"], [words])
     with pytest.raises(UserError, match=r"train\(\) takes no arguments: prompts, num_epochs, callbacks\. ") as caught:
         trainer.train(["a cat?"], num_epochs=10, callbacks=[print])
-    fix = "Write make_config(epochs=10), make_trainer(config, prompts=..., callbacks=...) and then train()"
-    assert str(caught.value).endswith(fix)
-    with pytest.raises(UserError, match=r"make_config\(resume=True\), make_trainer\(config, output=\.\.\.\) and"):
-        trainer.train(resume_from_checkpoint="./checkpoint-10")
-    for given, answer in (
-        ({"resume_from_checkpoint": False}, "Write train()"),
-        ({"progress": False}, "Write make_trainer(config, progress=...) and then train()"),
-        ({"trial": 1}, "trial is no setting here. Write train()"),
-        ({"lora": 1, "max_steps": 2}, "lora is no setting here. Write make_config(num_iterations=2) and then train()"),
-    ):
-        with pytest.raises(UserError) as caught:
+    assert "make_config(num_epochs=...), and prompts, rewards and callbacks to make_trainer" in str(caught.value)
+    for given in ({"resume_from_checkpoint": False}, {"progress": False}, {"trial": 1}):
+        with pytest.raises(UserError, match="Give settings to make_config, and prompts"):
             trainer.train(**given)
-        first, _, last = f"train() takes no arguments: {', '.join(given)}. {answer}".rpartition(". ")
-        assert str(caught.value).startswith(first) and str(caught.value).endswith(f". {last}")
     assert trainer.train()["eval/score"] > 0, "a refused call changes nothing"
 
 

@@ -66,7 +66,7 @@ def run_training_command(config: Config) -> None:
         return replay_incident(config, screen)
     selection = check_before_imports(config, screen)
     if (config.run.dry_run or config.run.check) and is_to_be_built(config):
-        return show_plan_without_parts(config, screen)
+        return note_missing_parts(config, screen)
     check_libraries()
     if config.run.parallel and not looks_only(config):
         from rlhf.run.parallel_seeds import train_in_parallel
@@ -115,24 +115,11 @@ def is_to_be_built(config: Config) -> bool:
     return config.recipe in DEMOS and not is_ready(config.recipe)
 
 
-def show_plan_without_parts(config: Config, screen: Screen) -> None:
-    """Print what is known of a demo's run before its parts are built."""
+def note_missing_parts(config: Config, screen: Screen) -> None:
+    """Print that the plan of a demo needs its parts, and how to build them."""
     from rlhf.demo.ready import BUILD_TIME
 
-    run, size, budget = config.run, config.episodes_per_update, "as many updates as --epochs needs"
-    if run.num_iterations is not None or run.episodes is not None:
-        updates = run.num_iterations or -(-run.episodes // size)
-        budget = f"{updates:,} updates x {size} = {updates * size:,} episodes"
-    screen.facts(
-        [
-            ("algorithm", config.title),
-            ("recipe", config.recipe),
-            ("demo parts", f"not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}"),
-            ("budget", "; ".join([budget, *config.meanings])),
-            ("output", run.output),
-        ]
-    )
     screen.say(
-        "memory, prompts and models are in the plan when these parts exist. To build them, start a run; "
-        "--num-iterations 1 makes a short one"
+        f"demo parts: not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}. The plan needs "
+        "them. To build them, start a run; --num-iterations 1 makes a short one"
     )

@@ -6,12 +6,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
 from rlhf.data.messages import check_text, shown
-from rlhf.data.notices import misspellings, note_message_keys, print_notes, report_bad_rows
+from rlhf.data.notices import note_message_keys, print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.settings.types import Renaming
@@ -76,11 +75,10 @@ def load_examples(
 def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[str]]:
     """Return the examples of the usable rows, and one error line for each other row."""
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
-    misspelled = misspellings((row for _, row in rows), COLUMNS)
     examples, problems = [], []
     for where, row in rows:
         try:
-            examples.append(_example(row, where, pairs, misspelled, topics, every))
+            examples.append(_example(row, where, pairs, topics, every))
         except UserError as error:
             problems += error.problems
     return examples, problems
@@ -125,20 +123,15 @@ def _example(
     row: Any,
     where: str,
     pairs: bool,
-    misspelled: Mapping[frozenset, tuple[str, str]] = MappingProxyType({}),
     topics: bool = False,
     others: Iterable[str] = (),
 ) -> Example:
     """Return one checked row. Raises UserError if the row is invalid; `where` is its position.
 
-    `misspelled` has the misspelled columns of `misspellings`. `others` are all column names of the data; those that
-    this row does not have become None in `Example.columns`.
+    `others` are all column names of the data; those that this row does not have become None in `Example.columns`.
     """
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row must be an object with {EXPECTED_COLUMNS}")
-    if frozenset(row) in misspelled:
-        name, near = misspelled[frozenset(row)]
-        raise UserError(f"unknown column {name!r}: {where}. Did you mean {near!r}, which other rows have?")
     odd = next((name for name in row if not isinstance(name, str)), None)
     if odd is not None:
         raise UserError(f"the column name {odd!r:.40} is not text: {where}. Rename that column")

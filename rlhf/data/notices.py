@@ -1,12 +1,11 @@
-"""What is printed about rows: bad rows, misspelled columns, duplicates, and columns that may belong to the prompt."""
+"""What is printed about rows: bad rows, duplicates, and columns that may belong to the prompt."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
 from rlhf.data.source import DataSource
@@ -43,25 +42,6 @@ def report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Cal
         say(f"  {problem}")
     if count > MAX_PRINTED:
         say(f"  and {count - MAX_PRINTED} more")
-
-
-def misspellings(rows: Iterable[Any], known: Collection[str]) -> dict[frozenset, tuple[str, str]]:
-    """Return the misspelled column of each kind of row that has one: the row's names -> (name, likely name).
-
-    A name is a misspelling if it is similar to one of the `known` columns that the row lacks, other rows have that
-    column, and no row has both.
-    """
-    kinds = dict.fromkeys(frozenset(row) for row in rows if isinstance(row, dict))
-    found, used = {}, sorted({name for kind in kinds for name in kind if name in known})
-    together = {name: {other for kind in kinds if name in kind for other in kind} for name in used}
-    for kind in kinds:
-        lacking = [name for name in used if name not in kind]
-        for name in sorted(n for n in kind if isinstance(n, str) and n not in known) if lacking else ():
-            apart = [other for other in lacking if name not in together[other]]
-            near = difflib.get_close_matches(name, apart, n=1, cutoff=0.8)
-            if near:
-                found.setdefault(kind, (name, near[0]))
-    return found
 
 
 def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:

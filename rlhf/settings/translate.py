@@ -123,38 +123,17 @@ def meanings(written: dict[str, str], values: dict[str, Any]) -> list[str]:
 
 # --- arguments of train() --------------------------------------------------------------------------------------------
 
-# arguments of make_trainer
-OF_THE_TRAINER = ("prompts", "rewards", "reward_weights", "callbacks", "evaluation_prompts", "eval_functions")
-OF_THE_TRAINER += ("output", "progress")
-OF_TRAIN = {  # argument of another trainer's train() -> the setting here
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "max_steps": "num_iterations",
-    "resume_from_checkpoint": "resume",
-}
-
 
 def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any], known: Collection[str]) -> str:
-    """Return the error for arguments of train(), with what to write instead. Arguments without a name are prompts.
-    `known` are all names of settings."""
-    given = {**dict(zip(("prompts", "rewards"), unexpected, strict=False)), **named}
-    of_trainer = {name for name in given if name in OF_THE_TRAINER}
-    settings = {OF_TRAIN.get(name, name): value for name, value in given.items() if name not in of_trainer}
-    unknown = [name for name in settings if name not in known]
-    settings = {name: value for name, value in settings.items() if name in known and (name != "resume" or value)}
-    if "resume" in settings:
-        settings["resume"] = True
-        of_trainer.add("output")
-
-    def shown(value: Any) -> str:
-        return repr(value) if isinstance(value, (int, float)) else "..."
-
-    config = f"make_config({', '.join(f'{name}={shown(value)}' for name, value in settings.items())})"
-    trainer = f"make_trainer(config, {', '.join(f'{name}=...' for name in OF_THE_TRAINER if name in of_trainer)})"
-    calls = ", ".join([*([config] if settings else []), *([trainer] if of_trainer else [])])
-    answers = [f"{name} is no setting here. {hint(name, known)}" for name in unknown]
-    write = f"Write {calls} and then train()" if calls else "Write train()"
-    return ". ".join([f"train() takes no arguments: {', '.join(given)}", *answers, write])
+    """Return the error for arguments of train(). Arguments without a name are prompts. `known` are all names of
+    settings."""
+    given = [*("prompts", "rewards")[: len(unexpected)], *named]
+    settings = [name for name in given if name in known and name != "prompts"]
+    config = f", for example make_config({', '.join(f'{name}=...' for name in settings)})" if settings else ""
+    return (
+        f"train() takes no arguments: {', '.join(given)}. Give settings to make_config{config}, and prompts, "
+        "rewards and callbacks to make_trainer. Then write train()"
+    )
 
 
 # --- unknown names ---------------------------------------------------------------------------------------------------

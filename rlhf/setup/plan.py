@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,17 +12,15 @@ from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_contro
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
-from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
-from rlhf.config import make_config, user_file_line
+from rlhf.checkpoints.run_record import Plan
+from rlhf.config import user_file_line
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.distributed import group
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
-from rlhf.settings.fields import to_dict
-from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
+from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import CONTROL_MEANS, Config
-from rlhf.settings.translate import LENGTHS
 from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
@@ -98,7 +96,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
-    for line in (*kl_warnings(config, updates), *filter(None, [warmup_warning(config, updates), recipe_hint(config)])):
+    for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
 
@@ -251,34 +249,6 @@ def user_file_rows(config: Config) -> list[tuple[str, str]]:
     unused = f"--recipe {config.recipe}" if config.recipe != DEFAULT_RECIPE else unused
     line = user_file_line(config.user_file, ALGORITHMS[config.algorithm], unused)
     return [] if line is None else [("config.py", line)]
-
-
-MOST_DIFFERENCES = 6  # listed
-# recipe -> True for a configuration with the typical flags of the recipe's source
-SIGNS: dict[str, Callable[[Config], bool]] = {
-    "rank1-voice": lambda config: config.data.steps_per_topic is not None,
-    "phased-kl": lambda config: config.kl.kl_schedule == "phased",
-    "qwen3-tldr": lambda config: config.data.prompts == find_recipe("qwen3-tldr").value("prompts"),
-}
-
-
-def recipe_hint(config: Config) -> str | None:
-    """Return a hint if the settings are the command of a reference system, without the rest of its recipe."""
-    if config.recipe != DEFAULT_RECIPE:
-        return None
-    name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
-    if name is None:
-        return None
-    here, recipe = (flat_settings(to_dict(c)) for c in (config, make_config(name, config.algorithm)))
-    aside = {*SEEDS_MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
-    differ = [f"{n} {recipe[n]} (here {here[n]})" for n in here if n not in aside and here[n] != recipe[n]]
-    if not differ:
-        return None
-    more = f" and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
-    return (
-        f"note: the source of these flags also uses {', '.join(differ[:MOST_DIFFERENCES])}{more}. Add --recipe {name} "
-        "to use all its settings"
-    )
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:

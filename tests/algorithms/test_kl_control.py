@@ -21,7 +21,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.types import KLTarget
-from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
+from rlhf.setup.plan import kl_line, kl_warnings
 
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]
 
@@ -212,14 +212,6 @@ def test_warnings_explain_why_a_kl_target_cannot_be_enforced():
         "the horizon alone would allow a 1.8-fold change"
     )
     assert kl_warnings(parse_cli(["--kl-schedule", "fixed"]), 2) == []
-
-
-def test_flags_of_a_reference_document_suggest_its_recipe():
-    phased = recipe_hint(parse_cli("--num-iterations 800 --kl-schedule phased".split()))
-    assert "Add --recipe phased-kl" in phased and "ppo_epochs 1 (here 4)" in phased
-    assert "Add --recipe rank1-voice" in recipe_hint(parse_cli(["--steps-per-topic", "50"]))
-    assert recipe_hint(parse_cli(["--recipe", "phased-kl"])) is None
-    assert recipe_hint(parse_cli([])) is None
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))

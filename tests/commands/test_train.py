@@ -16,20 +16,12 @@ def nothing_is_imported(monkeypatch, tmp_path):
         monkeypatch.setattr(rlhf.commands.train, name, lambda *_, **__: pytest.fail("the libraries were imported"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "episodes"), [("demo", "9,600"), ("demo-checker", "9,600"), ("smollm2-sums", "1,536")]
-)
+@pytest.mark.parametrize("recipe", ["demo", "demo-checker", "smollm2-sums"])
 @pytest.mark.parametrize("flag", ["--dry-run", "--check"])
-def test_a_plan_builds_no_parts(recipe, episodes, flag, tmp_path, capsys):
+def test_a_plan_builds_no_parts(recipe, flag, tmp_path, capsys):
     train_command("ppo", ["--recipe", recipe, flag])
-    printed = capsys.readouterr().out
-    assert "not built yet; a run builds them first" in printed and f"{episodes} episodes" in printed
+    assert "not built yet; a run builds them first" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_with_epochs_names_no_number_of_updates(capsys):
-    train_command("grpo", ["--recipe", "demo", "--dry-run", "--epochs", "2"])
-    assert "as many updates as --epochs needs" in capsys.readouterr().out
 
 
 def test_a_scan_needs_the_parts(capsys):

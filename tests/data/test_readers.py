@@ -358,16 +358,6 @@ def test_columns_that_may_belong_to_the_prompt_are_reported_once(tmp_path, row, 
     assert len(text) == (note is not None) and all(re.search(note, line) for line in text)
 
 
-def test_similar_names_are_not_misspellings(tmp_path):
-    """prompt_id is a column of its own, because a row has it next to prompt; promt is not."""
-    rows = [{"prompt": "a", "prompt_id": "1"}, {"question": "b", "prompt_id": "2"}]
-    assert len(load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))))) == 2
-    with pytest.raises(
-        UserError, match=r"unknown column 'promt': .*a\.jsonl:3, .* Did you mean 'prompt', which other"
-    ):
-        load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, {"promt": "c"}))))
-
-
 def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path):
     text, rows = [], [{"prompt": "a", "answer": i} for i in range(4)]
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)

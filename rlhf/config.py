@@ -109,7 +109,7 @@ def command_line(row: Algorithm) -> CommandLine:
         (f"--use-lora --output {run}", "LoRA adapters, with the models and data of the default recipe"),
         (f"--resume --output {run}", "resume that run after an interruption"),
     )
-    title = f"Trains a language model with {row.title} ({row.name.upper()}), based on TRL."
+    title = f"Trains a language model with {row.title} ({row.label}), based on TRL."
     return CommandLine(Config, row.name, title, examples, row.foreign, shipped_recipes())
 
 

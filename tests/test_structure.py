@@ -18,11 +18,11 @@ from rlhf.algorithms.table import ALGORITHMS
 ROOT = Path(__file__).parent.parent
 # The folders and top-level modules of rlhf/, lowest level first. A file imports from its own or a lower level.
 ORDER = [
-    *("utils", "distributed", "settings", "checkpoints", "algorithms.table", "config"),  # the table imports utils only
+    *("utils", "algorithms.table", "distributed", "settings", "checkpoints", "config"),
     *("data", "models", "rollout", "rewards", "algorithms"),
     *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
 ]
-SCRIPTS = ("train_ppo", "train_grpo", "train_rloo", "evaluate_generations", "plot_training_progress", "compare_runs")
+SCRIPTS = (*(f"train_{name}" for name in ALGORITHMS), "evaluate_generations", "plot_training_progress", "compare_runs")
 PACKAGE = ROOT / "rlhf"
 FILES = [*ROOT.glob("*.py"), *PACKAGE.glob("**/*.py"), *ROOT.glob("reward_model/*.py")]
 LONGEST_FUNCTION = 40  # lines

@@ -14,13 +14,12 @@ from rlhf.utils.command_lines import short_name
 class Algorithm:
     """One row of the table: the properties of an algorithm that other code needs."""
 
-    name: str  # used in the names of its script, command and run folders
-    title: str
+    name: str  # a Python identifier: in the names of its script, command and run folders, and in recipes
+    label: str  # the name in plots, tables and texts
+    title: str  # the full name, in --help and model cards
     group_size: int  # default of --K, completions per prompt; 1: no groups, and --K is rejected
     has_critic: bool
     settings: tuple[str, ...]  # groups of settings that only some algorithms read, besides "group" and "critic"
-    colour: str  # in plots, from the palette of Okabe & Ito 2008: distinct for colour-blind readers and in greyscale
-    marker: str  # matplotlib's marker in plots, for readers without colours
     source: str  # "module:Class", imported when a trainer is built
 
     def build(self, config: Any) -> Any:
@@ -67,38 +66,40 @@ ALGORITHMS = {
     for row in (
         Algorithm(
             name="ppo",
+            label="PPO",
             title="Proximal Policy Optimization",
             group_size=1,
             has_critic=True,
             settings=("ppo",),
-            colour="#0072B2",
-            marker="o",
             source="rlhf.algorithms.ppo:PPO",
         ),
         Algorithm(
             name="grpo",
+            label="GRPO",
             title="Group Relative Policy Optimization",
             group_size=8,
             has_critic=False,
             settings=("grpo",),
-            colour="#D55E00",
-            marker="s",
             source="rlhf.algorithms.grpo:GRPO",
         ),
         Algorithm(
             name="rloo",
+            label="RLOO",
             title="REINFORCE Leave-One-Out",
             group_size=8,
             has_critic=False,
             settings=(),
-            colour="#CC79A7",
-            marker="^",
             source="rlhf.algorithms.rloo:RLOO",
         ),
     )
 }
 
 DEFAULT_ALGORITHM = "ppo"
+
+
+def label_of(name: str) -> str:
+    """Returns an algorithm's name in texts; for one that the table does not have, its name in capitals."""
+    return ALGORITHMS[name].label if name in ALGORITHMS else name.upper()
 
 
 def in_order(names: Iterable[str]) -> list[str]:

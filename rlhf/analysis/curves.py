@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rlhf.algorithms.kl_control import KLController, kl_controller
+from rlhf.algorithms.table import label_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
@@ -259,7 +260,7 @@ def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str
     name of the group of each run's folder; None: each algorithm is a group.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
-    rows = [row for run in runs for row in _rows(run, tags, (groups or {}).get(run.folder, run.algorithm.upper()))]
+    rows = [row for run in runs for row in _rows(run, tags, (groups or {}).get(run.folder, label_of(run.algorithm)))]
 
     def write(staging: Path) -> None:
         with staging.open("w", newline="", encoding="utf-8") as opened:

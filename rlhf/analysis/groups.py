@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 from rlhf.algorithms.kl_control import with_horizon
-from rlhf.algorithms.table import ALGORITHMS, in_order
+from rlhf.algorithms.table import ALGORITHMS, in_order, label_of
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
@@ -48,7 +48,7 @@ class SettingsGroup:
 
 def title_of(run: RunRecord) -> str:
     """Return the name of a run's algorithm, with its control: `GRPO control (scores shuffled)`."""
-    return name_with_control(run.algorithm.upper(), control_of(run))
+    return name_with_control(label_of(run.algorithm), control_of(run))
 
 
 def control_of(run: RunRecord) -> str:
@@ -78,7 +78,7 @@ def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()
     found = _members(runs)
     algorithms = [runs[members[0]][0] for members in found]
     flat = [_settings_of([runs[i][1] for i in members]) for members in found]
-    titles = [name_with_control(a.upper(), of[CONTROL]) for a, of in zip(algorithms, flat, strict=True)]
+    titles = [name_with_control(label_of(a), of[CONTROL]) for a, of in zip(algorithms, flat, strict=True)]
     differ = [name for name in differing_settings(algorithms, flat) if name != CONTROL]
     for considered in (_without_consequences(differ, algorithms, flat, found, runs), differ):
         texts = [

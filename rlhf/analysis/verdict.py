@@ -10,6 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
+from rlhf.algorithms.table import label_of
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_notes, control_of
@@ -49,7 +50,7 @@ class RunGroup:
     @property
     def title(self) -> str:
         """The algorithm's name, with the control."""
-        return name_with_control(self.algorithm.upper(), control_of(self.runs[0]))
+        return name_with_control(label_of(self.algorithm), control_of(self.runs[0]))
 
     @property
     def name(self) -> str:

@@ -67,13 +67,13 @@ def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
         "advantage": batch.raw_advantages,
         "weight": batch.advantages,
     }
+    if batch.rewards is not None:
+        found["reward"] = batch.rewards
+    if batch.rewards is not None and batch.values is not None:
+        found["value"] = batch.values
+        found["td_error"] = objectives.td_errors(batch.rewards, batch.values, batch.mask, gamma)
     if batch.returns is not None:
-        found |= {
-            "reward": batch.rewards,
-            "value": batch.values,
-            "td_error": objectives.td_errors(batch.rewards, batch.values, batch.mask, gamma),
-            "return": batch.returns,
-        }
+        found["return"] = batch.returns
     return found
 
 

@@ -15,7 +15,8 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import atomic_write, write_text
 
 TOKENS_FOLDER = "tokens"
-# quantity -> description and unit; the last ones exist only with PPO
+# quantity -> description and unit. Algorithms without a critic have no value and TD error, those with one reward per
+# completion also no reward and return
 QUANTITIES = {
     "logprob": "log-probability under the policy that sampled it, nats",
     "ref_logprob": "log-probability under the start model, nats",
@@ -25,7 +26,7 @@ QUANTITIES = {
     "reward": "reward: KL penalty, and the score at the last token, score units",
     "value": "the critic's value before the token, score units",
     "td_error": "TD error: reward + gamma x next value - value",
-    "return": "the critic's target (reward to go), score units",
+    "return": "reward to go, the critic's target, score units",
 }
 ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state", "token_id", "token",
           "logprob", "ref_logprob", "kl", "advantage", "weight"}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rlhf.algorithms.table import label_of
 from rlhf.analysis.groups import group_runs
 from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
@@ -61,7 +62,7 @@ def run_folders(config: PlotConfig) -> list[Path]:
 def show_runs(chart, screen) -> None:
     """Print the groups if there are several settings, the progress of each run, its final values, and remarks on
     differences between the runs."""
-    if any(group.name != group.algorithm.upper() for group in chart.groups):
+    if any(group.name != label_of(group.algorithm) for group in chart.groups):
         screen.say("groups:")
         screen.facts([(group.name, ", ".join(str(run.folder) for run in group.runs)) for group in chart.groups])
     screen.say(f"at the end ({chart.averaged}):")

@@ -17,8 +17,9 @@ from rlhf.utils.files import atomic_write
 
 # Okabe & Ito 2008, "Color Universal Design": safe for colour-blind readers
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
-OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # from the same palette
-OTHER_MARKERS = ("v", "P", "X", "*", "<", "p")
+# of the algorithms, in the order of the table: the same palette without the colour of the KL target
+ALGORITHM_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<", "p")
 LINES = ("-", "--", ":", "-.")  # of groups, when all colours are used
 DOTS = 150  # per inch: a plot of 8 inches is 1,200 pixels wide and is shown at half that size
 STYLE = {
@@ -43,15 +44,15 @@ class LineStyle(NamedTuple):
 
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """Returns the line style of each algorithm. Algorithms outside the table get unused colours and markers."""
-    used = {row.marker for row in ALGORITHMS.values()}
-    colours = cycle(spare_colours() or OTHER_COLOURS)
-    markers = cycle([marker for marker in OTHER_MARKERS if marker not in used] or OTHER_MARKERS)
-    line_styles = {}
-    for name in dict.fromkeys(algorithms):
-        row = ALGORITHMS.get(name)
-        line_styles[name] = LineStyle(row.colour, row.marker) if row else LineStyle(next(colours), next(markers))
-    return line_styles
+    """Returns the line style of each algorithm, by its position in the table. Algorithms outside the table get the
+    next colours and markers."""
+    positions = enumerate(dict.fromkeys([*ALGORITHMS, *(algorithms := list(algorithms))]))
+    styles = {name: LineStyle(_at(ALGORITHM_COLOURS, i), _at(MARKERS, i)) for i, name in positions}
+    return {name: styles[name] for name in algorithms}
+
+
+def _at(values: Sequence[str], position: int) -> str:
+    return values[position % len(values)]
 
 
 def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
@@ -62,10 +63,10 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     """
     first = line_styles_of(algorithms)
     known = [line_style.colour for line_style in first.values()]
-    colours = [*known, *spare_colours(), *(row.colour for row in ALGORITHMS.values())]
+    colours = [*known, *spare_colours(), *ALGORITHM_COLOURS]
     pairs = [(colour, line) for line, colour in product(LINES, dict.fromkeys(colours))][len(known) :]
     known = [line_style.marker for line_style in first.values()]
-    markers = [m for m in (*(row.marker for row in ALGORITHMS.values()), *OTHER_MARKERS) if m not in known] or known
+    markers = [m for m in MARKERS if m not in known] or known
     further, styles = zip(cycle(pairs), cycle(markers), strict=False), []
     for number, algorithm in enumerate(algorithms):
         if algorithm not in algorithms[:number]:
@@ -76,10 +77,9 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     return styles
 
 
-def spare_colours() -> list[str]:
+def spare_colours() -> Sequence[str]:
     """Returns the colours that no algorithm in the table uses."""
-    used = {row.colour for row in ALGORITHMS.values()}
-    return [colour for colour in OTHER_COLOURS if colour not in used]
+    return ALGORITHM_COLOURS[len(ALGORITHMS) :]
 
 
 def colour_of(kind: str) -> str:

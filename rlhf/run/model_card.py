@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
@@ -57,7 +57,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         run=run,
         settings=settings,
         saved=saved,
-        algorithm=f"{run.algorithm.upper()} ({ALGORITHMS[run.algorithm].title})",
+        algorithm=f"{label_of(run.algorithm)} ({ALGORITHMS[run.algorithm].title})",
         control=title_of(run) if control_of(run) != "none" else None,
         control_means=CONTROL_MEANS,
         chat=chat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
-from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
@@ -216,7 +216,7 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
         return []
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
     return [
-        (f"train {name.upper()}, same {what_is_equal(config, name)}", line)
+        (f"train {label_of(name)}, same {what_is_equal(config, name)}", line)
         for name, line in found.items()
         if line is not None
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from rlhf.algorithms.table import label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
@@ -792,7 +793,7 @@ class Config(Command):
     @property
     def title(self) -> str:
         """The algorithm's name in texts, with the control: `GRPO control (scores shuffled)`."""
-        return name_with_control(self.algorithm.upper(), self.reward.control)
+        return name_with_control(label_of(self.algorithm), self.reward.control)
 
     @property
     def meanings(self) -> list[str]:

@@ -34,7 +34,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         "completions/mean_length": tokens / len(mask),
         "completions/eos_rate": batch.completions.ended.float().mean(),
     }
-    if batch.returns is not None:
+    if batch.values is not None and batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
     if group_size > 1:
         values["rewards/equal_groups"] = equal_groups(scores.shaped, group_size).float().mean()

@@ -172,7 +172,7 @@ DOCUMENTED = [
 @pytest.mark.parametrize("words", DOCUMENTED)
 def test_beta_can_change_enough_in_every_recipe_and_documented_command(words, algorithm):
     """At least 3-fold in the shortest phase; about 11-fold with the default horizon."""
-    if "--K" in words and algorithm == "ppo":
+    if "--K" in words and ALGORITHMS[algorithm].group_size == 1:
         words = words.split(" --K")[0]
     config = parse_cli(words.split(), algorithm)
     updates = config.updates(ORCA_PROMPTS, topics=10)

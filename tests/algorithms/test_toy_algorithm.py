@@ -70,12 +70,11 @@ class Toy(PolicyGradient):
 def toy(monkeypatch):
     row = Algorithm(
         name="toy",
+        label="TOY",
         title="Toy REINFORCE",
         group_size=1,
         has_critic=False,
         settings=(),
-        colour="#E69F00",
-        marker="v",
         source="tests.algorithms.test_toy_algorithm:Toy",
     )
     monkeypatch.setitem(ALGORITHMS, "toy", row)

@@ -23,7 +23,7 @@ def experience(trainer, *ended: bool, scores=SCORES):
 
 
 def make(build, algorithm, *flags):
-    groups = [] if algorithm == "ppo" else ["--K", 4, "--batch-size", 1]
+    groups = [] if ALGORITHMS[algorithm].group_size == 1 else ["--K", 4, "--batch-size", 1]
     return build(*FLAGS, *groups, *flags, algorithm=algorithm)
 
 
@@ -51,7 +51,8 @@ def test_truncated_completions_have_no_gradient(build, algorithm):
     trainer = make(build, algorithm, "--kl-placement", "loss", "--kl-coef", 0.5, "--entropy-coef", 0.1)
     batch = experience(trainer, False, True, False, True)
     first = whole_gradient(trainer, batch)[1]
-    for name in ("advantages", "logprobs", "ref_logprobs", *(["returns", "values"] if algorithm == "ppo" else [])):
+    of_critic = ["returns", "values"] if ALGORITHMS[algorithm].has_critic else []
+    for name in ("advantages", "logprobs", "ref_logprobs", *of_critic):
         getattr(batch, name)[[0, 2]] += 0.5
     assert torch.equal(first, whole_gradient(trainer, batch)[1])
     batch.advantages[1] += 0.5

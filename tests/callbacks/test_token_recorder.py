@@ -55,13 +55,14 @@ def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm, f
             )
             expected = {"logprob": batch.logprobs, "ref_logprob": batch.ref_logprobs, "kl": batch.kl,
                         "advantage": batch.raw_advantages, "weight": batch.advantages}  # fmt: skip
-            if algorithm == "ppo":
-                expected |= {"reward": batch.rewards, "value": batch.values, "return": batch.returns}
+            more = {"reward": batch.rewards, "value": batch.values, "return": batch.returns}
+            expected |= {name: tensor for name, tensor in more.items() if tensor is not None}
             assert {k: row[k] for k in expected} == {k: float(v[e, t]) for k, v in expected.items()}
             assert row["kl"] == pytest.approx(row["logprob"] - row["ref_logprob"], abs=1e-6)
             assert row["score"] == float(scored.raw[e]) and row["update"] == update
-    assert set(rows[0]) >= (TOKEN_FIELDS if algorithm == "ppo" else TOKEN_FIELDS - {"value", "return"})
-    assert (set(QUANTITIES) <= set(rows[0])) is (algorithm == "ppo")
+    has_critic = ALGORITHMS[algorithm].has_critic
+    assert set(rows[0]) >= (TOKEN_FIELDS if has_critic else TOKEN_FIELDS - {"value", "return"})
+    assert (set(QUANTITIES) <= set(rows[0])) is has_critic
 
 
 def test_ppo_record_satisfies_the_definitions(runs):

@@ -98,7 +98,7 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, other
     for sentence in pairs:
         assert "by the judge" in sentence and "after 9,600 episodes each" in sentence
     for algorithm in ALGORITHMS:
-        assert f"{algorithm.upper()} is better than the start model" in " ".join(against_start)
+        assert f"{ALGORITHMS[algorithm].label} is better than the start model" in " ".join(against_start)
     train = ["train_ppo.py", "--recipe", "demo", "--num-iterations", "2", "--record-tokens", "--output", "./recorded"]
     for command in (train, ["evaluate_generations.py", "--tokens", "./recorded"]):
         done = run(command, project)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.algorithms.table import ALGORITHMS
 from tests.distributed.proof import Inputs
 from tests.distributed.ranks import start, wait
 
 GROUPS = ["--batch-size", "3", "--K", "2"]
-FLAGS = {"ppo": ["--batch-size", "6"], "grpo": GROUPS, "rloo": [*GROUPS, "--use-lora", "--lora-r", "4"]}
+FLAGS = {name: ["--batch-size", "6"] if row.group_size == 1 else GROUPS for name, row in ALGORITHMS.items()}
+FLAGS |= {"rloo": [*GROUPS, "--use-lora", "--lora-r", "4"]}
 COMMON = [
     "--num-iterations", "5", "--save-every", "2", "--eval-every", "2", "--max-new-tokens", "8", "--seed", "7",
     "--prompt-length", "100", "--eval-prompts", "6", "--learning-rate", "1e-3", "--allow-weak-reward-model",

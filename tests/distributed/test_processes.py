@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from tests.distributed import proof
 from tests.distributed.proof import CASES, largest_gap
@@ -155,13 +156,13 @@ def check_kills(folder: Path, algorithm: str, kills: int) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_killed_process_ends_the_others_and_the_run_resumes(tmp_path, algorithm):
     check_kills(tmp_path, algorithm, 10)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_25_killed_processes(tmp_path, algorithm):
     check_kills(tmp_path, algorithm, 25)
 

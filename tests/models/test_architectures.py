@@ -34,6 +34,7 @@ from transformers import (
 
 import train_grpo
 import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rollout.completions import Completions
@@ -167,7 +168,7 @@ def make_flags(start, reward_folder, pairs_file, tmp_path_factory):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def flags(name: str, method: str = "full", algorithm: str = "ppo", *more: object) -> list[str]:
-        size = [4] if algorithm == "ppo" else [2, "--K", 2]
+        size = [4] if ALGORITHMS[algorithm].group_size == 1 else [2, "--K", 2]
         targets = ["--lora-targets", *FAMILIES[name].targets] if method != "full" else []
         common = ["--actor-model", start(name), "--rm-model", reward_folder, "--prompts", prompts,
                   "--allow-weak-reward-model", "--num-iterations", 3, "--save-every", 2, "--batch-size", *size,

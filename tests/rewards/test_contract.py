@@ -213,7 +213,7 @@ def none_for(*rows):
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, algorithm):
     """Its score is left out of the statistics: the others' advantages are those of three scores, by hand."""
-    groups = ["--K", 4, "--batch-size", 1] if algorithm != "ppo" else []
+    groups = ["--K", 4, "--batch-size", 1] if ALGORITHMS[algorithm].group_size > 1 else []
     trainer = build(*groups, "--kl-placement", "none", algorithm=algorithm, rewards=[none_for(1)])
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     scores = trainer.collector.score(rollout)
@@ -222,7 +222,7 @@ def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, al
     assert not batch.advantages.isnan().any() and not batch.advantages[1].any()
     assert batch.scored_mask.equal(rollout.mask & torch.tensor([[True], [False], [True], [True]]))
     others = [0, 2, 3]
-    if algorithm == "ppo":
+    if not groups:  # PPO and others whiten over the batch
         expected = objectives.whiten(batch.raw_advantages[others], rollout.mask[others])
         assert batch.advantages[others].any() and torch.allclose(batch.advantages[others], expected, atol=1e-5)
     else:  # scores 1, 3, 4: mean 8/3; the others' means are 7/2, 5/2, 2

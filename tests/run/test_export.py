@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_ppo
+from rlhf.algorithms.table import label_of
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
@@ -433,7 +434,9 @@ def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
         "otherwise the repository would contain both a full model and an adapter"
     )
     assert (name, api.created) == ("ada/mine", [("ada/mine", private, True)])
-    assert message.startswith(f"{algorithm.upper()}, {'best' if folder == 'best' else 'final'} weights, after update")
+    assert message.startswith(
+        f"{label_of(algorithm)}, {'best' if folder == 'best' else 'final'} weights, after update"
+    )
     output = capsys.readouterr().out
     assert "https://hub.example/ada/mine" in output and "hf_secret" not in output
 

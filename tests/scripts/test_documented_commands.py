@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
@@ -40,9 +42,7 @@ MODULES = {
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
 }
 PARSERS = {
-    "train_ppo.py": lambda flags: parse_cli(flags, "ppo"),
-    "train_grpo.py": lambda flags: parse_cli(flags, "grpo"),
-    "train_rloo.py": lambda flags: parse_cli(flags, "rloo"),
+    **{f"train_{name}.py": partial(parse_cli, algorithm=name) for name in ALGORITHMS},
     "evaluate_generations.py": parse_evaluation_cli,
     "compare_runs.py": parse_comparison_cli,
     "plot_training_progress.py": parse_plot_cli,

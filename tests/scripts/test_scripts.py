@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlhf.algorithms.table import ALGORITHMS
+
 ROOT = Path(__file__).parents[2]
 SKIP = shutil.ignore_patterns(
     ".git", ".venv", "*_output*", "*_parts", "*_runs", "__pycache__", ".pytest_cache", ".ruff_cache", "build"
@@ -49,17 +51,14 @@ def flags(start_model, reward_folder, pairs_file) -> list[str]:
     return [str(word) for word in words]
 
 
-ALGORITHMS = {
-    "ppo": ([], "4 prompts = 4 episodes per update; minibatches: 1 of"),
-    "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
-    "rloo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
-}
+ALONE = ([], "4 prompts = 4 episodes per update; minibatches")
+GROUPS = (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches")
 OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
 def test_a_run_from_start_to_saved_model(project, flags, algorithm):
-    more, batch = ALGORITHMS[algorithm]
+    more, batch = ALONE if ALGORITHMS[algorithm].group_size == 1 else GROUPS
     script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
     done = run([script, *flags], project)
     assert done.returncode == 0, done.stderr
@@ -105,21 +104,21 @@ def test_several_seeds_in_one_command(project, flags):
 
 def test_training_scripts_differ_only_in_the_algorithms_name():
     ppo = (ROOT / "train_ppo.py").read_text()
-    for name in ALGORITHMS:
+    for name, row in ALGORITHMS.items():
         text = (ROOT / f"train_{name}.py").read_text()
-        assert text.replace(name.upper(), "PPO").replace(name, "ppo") == ppo, "only the algorithm's name differs"
+        assert text.replace(row.label, "PPO").replace(name, "ppo") == ppo, "only the algorithm's name differs"
 
 
 @pytest.mark.ci
 def test_all_algorithms_plan_the_same_budget(project, flags):
     plans, at = [], flags.index("--num-iterations")
     flags = [*flags[:at], *flags[at + 2 :]]
-    for algorithm, (more, _) in ALGORITHMS.items():
-        more = [*more, "--batch-size", "4"] if algorithm == "ppo" else more
+    for algorithm, row in ALGORITHMS.items():
+        more = ["--batch-size", "4"] if row.group_size == 1 else GROUPS[0]
         done = run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
         assert done.returncode == 0, done.stderr
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
-    assert len(plans) == 3 and len(set(plans)) == 1
+    assert len(plans) == len(ALGORITHMS) and len(set(plans)) == 1
     assert "8 updates x 4 = 32 episodes (--episodes 30, rounded up to whole updates), 32 optimizer steps" in plans[0]
 
 

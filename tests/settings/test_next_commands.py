@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,7 @@ import evaluate_generations
 import plot_training_progress
 import reward_model.train
 import rlhf.commands.train
-import train_grpo
 import train_ppo
-import train_rloo
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import Spent
@@ -38,9 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ODD_NAME = "q'u\"o te$x_{ü}"
 SCRIPTS = {
     "evaluate_generations.py": evaluate_generations, "plot_training_progress.py": plot_training_progress,
-    "compare_runs.py": compare_runs, "train_grpo.py": train_grpo, "train_ppo.py": train_ppo,
-    "train_rloo.py": train_rloo,
+    "compare_runs.py": compare_runs, **{f"train_{a}.py": import_module(f"train_{a}") for a in ALGORITHMS},
 }  # fmt: skip
+OTHERS = [name for name in ALGORITHMS if name != "ppo"]
 
 
 def commands_in(output: str) -> list[str]:
@@ -56,7 +55,8 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
     lines = commands_in(capsys.readouterr().out)
     names = [Path(words_of(line)[1 if line.startswith("python") else 0]).name for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
-                     "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
+                     *(f"train_{name}.py" for name in OTHERS), "compare_runs.py",
+                     "evaluate_generations.py"]  # fmt: skip
     for line in lines:
         words = words_of(line)
         if words[0] == "tensorboard":
@@ -158,14 +158,17 @@ def test_commands_for_other_algorithms_contain_the_settings(tmp_path):
         assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
     spent = spent_on(150, 9600)
     assert same_budget_commands(parse_cli(["--recipe", "demo"], "grpo"), spent) == [
-        ("train PPO, same budget", "python train_ppo.py --recipe demo --seed 42 --episodes 9600"),
-        ("train RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
+        (f"train {row.label}, same budget", f"python train_{name}.py --recipe demo --seed 42 --episodes 9600")
+        for name, row in ALGORITHMS.items()
+        if name != "grpo"
     ]
     grouped = parse_cli(["--recipe", "demo", "--K", "8", "--scale-rewards", "none"], "grpo")
     assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO also has groups"
     assert "--K" not in same_budget_command(grouped, spent, "ppo")
     one_episode = parse_cli(["--batch-size", "1"])
-    assert same_budget_commands(one_episode, spent_on(2, 2)) == [], "less than one update"
+    for name, row in ALGORITHMS.items():
+        line = same_budget_command(one_episode, spent_on(2, 2), name)
+        assert (line is None) == (row.group_size > 1), "less than one update"
 
 
 # --- the reward model ------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def questions(part: str, per_topic: int, seed: int) -> list[Question]:
 
 def _questions_of(topic: str, part: str, count: int, rng: random.Random) -> list[Question]:
     found: dict[str, Question] = {}
-    for _ in range(1000 * count):
+    for _ in range(100 * count):
         question = _ask(topic, part, rng)
         found.setdefault(question.text, question)
         if len(found) == count:

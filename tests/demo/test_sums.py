@@ -98,8 +98,8 @@ def test_numbers_are_as_large_as_the_topic_says(rows):
 
 def test_questions_depend_on_the_seed_alone():
     assert questions("train", 5, 1) == questions("train", 5, 1) != questions("train", 5, 2)
-    with pytest.raises(ValueError, match="fewer than 5000"):
-        questions("evaluation", 5000, 1)
+    with pytest.raises(ValueError, match="fewer than 450"):
+        questions("evaluation", 450, 1)
 
 
 def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, capsys):

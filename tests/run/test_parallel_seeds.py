@@ -82,7 +82,7 @@ def test_failed_seed_is_reported_and_the_others_finish_as_alone(command, tmp_pat
 @pytest.mark.ci
 @pytest.mark.skipif(WINDOWS, reason="a test cannot send Ctrl-C to one process on Windows")
 def test_ctrl_c_saves_all_seeds_and_resume_continues_them(command, tmp_path):
-    process, folders = command("--seeds", 1, 2, "--parallel", updates=200), [tmp_path / f"run_seed{s}" for s in (1, 2)]
+    process, folders = command("--seeds", 1, 2, "--parallel", updates=60), [tmp_path / f"run_seed{s}" for s in (1, 2)]
     until = time.monotonic() + 120
     while not all(list(folder.glob("checkpoint-*[0-9]")) for folder in folders):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[0]

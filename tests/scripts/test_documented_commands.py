@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
 from tests.documents import ROOT, all_commands, python_block
+from tests.forks import Forks
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -41,6 +43,7 @@ MODULES = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
 }
+LAUNCHERS = ("trl", "torchrun", "accelerate")  # they start processes themselves
 PARSERS = {
     **{f"train_{name}.py": partial(parse_cli, algorithm=name) for name in ALGORITHMS},
     "evaluate_generations.py": parse_evaluation_cli,
@@ -101,6 +104,17 @@ def test_commands_that_other_tests_run_name_flags_and_values_that_exist():
         PARSERS[program](flags)
 
 
+@pytest.fixture(scope="module")
+def forked():
+    """Return a function that runs a python command in a folder."""
+    if not hasattr(os, "fork"):
+        yield run
+        return
+    forks = Forks()
+    yield forks.run
+    forks.close()
+
+
 @pytest.mark.ci
 def test_the_example_in_python_runs(project):
     """The page's code with two updates of short completions: a trainer that writes nothing, and one with a folder."""
@@ -118,7 +132,7 @@ def test_the_example_in_python_runs(project):
 
 
 @pytest.mark.ci
-def test_every_command_of_the_pages_runs(project):
+def test_every_command_of_the_pages_runs(project, forked):
     """In the order of the pages. The stand-ins' random weights cannot be trained at the real learning rate in seconds,
     so the recorded accuracy of each reward model is raised. tests/rewards has tests of the refusal of weak ones."""
     assert any(c.startswith("trl sft") for c in runnable())
@@ -134,7 +148,8 @@ def test_every_command_of_the_pages_runs(project):
             assert "http://" in serve(words[1:], project)
             continue
         program = [*MODULES.get(words[0], []), *words[1:], *(WITHOUT_A_GPU if words[0] == "trl" else [])]
-        done = run(program, project)
+        start = run if words[0] in LAUNCHERS or "--parallel" in words else forked
+        done = start(program, project)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         for record in project.glob("*reward_model*/metrics.json"):
             record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))

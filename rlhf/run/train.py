@@ -155,7 +155,7 @@ def attach_callbacks(
     output = Path(config.run.output)
     for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
         functions.printed = printed_file(output)
-    trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
+    trainer.passes.oom_hint = lambda: what_helps(config, estimator_of(trainer))
     if is_first():
         for callback in writers(trainer, config, log, screen, controller):
             if progress or not isinstance(callback, ProgressLine):

@@ -24,10 +24,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
-from rlhf.models.attention import packable
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
-from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
@@ -41,8 +38,8 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics
-from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, checked_beta, require_finite_weights
 from rlhf.trainer.trl_host import make_host
@@ -94,8 +91,6 @@ class OnPolicyLoop:
         config, device = self.config, PartialState().device
         if device.type == "cpu":
             keep_freed_memory()
-        packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
-        self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer, planned = self.processing_class, self.sampler.updates
@@ -106,10 +101,20 @@ class OnPolicyLoop:
         self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
 
     def _construct_components(self) -> None:
-        """Construct the collector, the optimizer of the policy, and the evaluator."""
-        config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
-        self.collector = collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
-        self.learner = PolicyOptimizer(config, host, self.algorithm, budget, collector.cached_forward, self.progress)
+        """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
+        config, host, tokenizer = self.config, self.host, self.processing_class
+        batch, model = config.batch, config.model
+        self.passes = passes = ForwardPasses(
+            host.actor,
+            self.reference,
+            config.sampling.temperature,
+            self.dtype,
+            packed=config.speed.packed,
+            max_rows=batch.micro_batch_size,
+            share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
+        )
+        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes)
+        self.learner = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.resampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
@@ -181,8 +186,6 @@ class OnPolicyLoop:
             stats = self.learner.run(experience, update)
         except SkipUpdate as reason:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
-        finally:
-            self.collector.cached_forward.clear()  # also if a reward function raised
         self.progress.count_update(scores, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.recovery)
         times.append(perf_counter())

@@ -281,16 +281,12 @@ def make_batch(
     import torch
 
     from rlhf.rollout.completions import Completions, Rollout, padded
-    from rlhf.rollout.logprobs import compute_logprobs_and_values
 
     vocabulary, device = context.vocabulary, trainer.accelerator.device
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]
     completions = Completions.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
-    with context.autocast:
-        logprobs_and_values = compute_logprobs_and_values(
-            trainer.actor, trainer.reference, completions, TEMPERATURE, packed=trainer.micro_batch_budget.packed
-        )
-    rollout = Rollout(completions, list(prompts), completions.texts(trainer.processing_class), *logprobs_and_values)
+    logprobs = trainer.passes.logprobs(completions)
+    rollout = Rollout(completions, list(prompts), completions.texts(trainer.processing_class), *logprobs)
     scores = torch.randn(len(rows), generator=torch.Generator().manual_seed(SEED))
     return trainer.advantages(rollout, scores.to(device))
 
@@ -298,7 +294,7 @@ def make_batch(
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """Run one optimizer step with the whole batch as one minibatch."""
     lengths = batch.completions.completion_lengths
-    trainer.micro_batch_budget.packed = packed
+    trainer.passes.packed = packed
     trainer.policy_optimizer.step(batch, range(len(lengths)))
     return sum(lengths)
 

@@ -212,7 +212,6 @@ def build(configured):
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the statistics and the flat gradient of all weights for one micro-batch of all rows."""
     trainer.model.zero_grad()
-    completions = batch.completions
-    micro_batch = completions.micro_batch(range(len(completions.mask)), trainer.micro_batch_budget.packed)
-    stats = trainer.policy_optimizer.gradients(batch, micro_batch, completions.mask.sum().float())
+    forward = trainer.passes.run(batch.completions, range(len(batch.mask)))
+    stats = trainer.policy_optimizer.gradients(batch, forward, batch.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

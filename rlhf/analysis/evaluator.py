@@ -38,11 +38,11 @@ from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import Config, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
@@ -282,9 +282,8 @@ class ModelEvaluator:
         """Returns the KL of each completion in nats/sequence; empty without a reference model."""
         if reference is None:
             return []
-        with autocast(self.device, self.dtype):
-            temperature = self.config.sampling.temperature
-            logprobs, ref_logprobs, _ = compute_logprobs_and_values(Actor(policy), reference, completions, temperature)
+        passes = ForwardPasses(Actor(policy), reference, self.config.sampling.temperature, self.dtype)
+        logprobs, ref_logprobs, _ = passes.logprobs(completions)
         return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,29 +146,6 @@ class Completions(TokenBatch):
             return None
         return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
-    def split(self, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool) -> list[list[int]]:
-        """Split `rows` into micro-batches of completions with similar lengths, one forward pass each.
-
-        A micro-batch has at most `max_rows` rows (0: no limit) and `max_tokens` tokens. A row longer than `max_tokens`
-        is a micro-batch alone. Completions of one prompt stay together if possible; if `packed`, their prompt counts
-        once.
-        """
-        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # tokens of each row if not packed
-        size = {r: self.prompt_lengths[r] + self.completion_lengths[r] if packed else width for r in rows}
-        longest: dict[int, int] = {}
-        for r in rows:
-            longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])
-        parts, tokens = [[]], 0
-        for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
-            shared = packed and bool(parts[-1]) and self.groups[parts[-1][-1]] == self.groups[r]
-            more = self.completion_lengths[r] if shared else size[r]
-            if parts[-1] and (len(parts[-1]) == max_rows or tokens + more > max_tokens):
-                parts.append([])
-                tokens, more = 0, size[r]
-            parts[-1].append(r)
-            tokens += more
-        return parts
-
     def rows(self) -> list[list[int]]:
         """Return the ids of each completion, EOS included."""
         return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
@@ -177,8 +155,12 @@ class Completions(TokenBatch):
         return [decode_completion(tokenizer, row) for row in self.rows()]
 
 
-# a micro-batch, and the hidden states (M, H) from which its completion tokens are predicted
-ForwardPass = tuple[MicroBatch, Tensor]
+class LogProbs(NamedTuple):
+    """What forward passes over B completions with at most T tokens compute."""
+
+    logprobs: Tensor  # (B, T) log pi(a|s) of the policy, nats
+    ref_logprobs: Tensor  # (B, T) of the frozen reference
+    values: Tensor | None  # (B, T) score units; None without a critic
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import add_up, gather
-from rlhf.rollout.completions import Completions
+from rlhf.rollout.completions import Completions, LogProbs
 
 
 def exchange_completions(
@@ -66,16 +66,14 @@ def _kind(share: Completions) -> tuple[int, int | None, torch.dtype | None]:
     return share.vocabulary, None if allowed is None else allowed.shape[-1], None if sampled is None else sampled.dtype
 
 
-def exchange_logprobs(
-    own: tuple[Tensor, Tensor, Tensor | None] | None, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-probs, reference log-probs and values (B, T) of all processes. `own` has those of this process,
-    0 in other rows; None: it has no rows. `mask` is (B, T)."""
-    kinds = gather(None if own is None else (own[0].dtype, 2 if own[2] is None else 3))
-    dtype, count = next(kind for kind in kinds if kind is not None)
+def exchange_logprobs(own: LogProbs | None, mask: Tensor) -> LogProbs:
+    """Return the log-probs of all processes. `own` has those of this process, 0 in other rows; None: it has no rows.
+    `mask` is (B, T)."""
+    kinds = gather(None if own is None else (own.logprobs.dtype, own.values is not None))
+    dtype, has_values = next(kind for kind in kinds if kind is not None)
     if own is None:
-        together = torch.zeros(count, *mask.shape, dtype=dtype, device=mask.device)
+        together = torch.zeros(2 + has_values, *mask.shape, dtype=dtype, device=mask.device)
     else:
         together = torch.stack([values.to(dtype) for values in own if values is not None])
-    logprobs, ref_logprobs, *values = add_up(together).unbind()
-    return logprobs, ref_logprobs, values[0] if values else None
+    found = add_up(together).unbind()
+    return LogProbs(*found) if has_values else LogProbs(*found, values=None)

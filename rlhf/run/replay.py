@@ -60,10 +60,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     trainer.set_kl_coef(incident.facts["kl_coef"])
     rollout, lines = incident.rollout(trainer), [("found", incident.facts["found"])]
     lines += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
-    recomputed = dict(
-        zip(("logprobs", "ref_logprobs", "values"), trainer.collector.logprobs(rollout.completions), strict=True)
-    )
-    for name, again in recomputed.items():
+    for name, again in trainer.passes.logprobs(rollout.completions)._asdict().items():
         if again is not None:
             lines += [
                 (f"{name}, recorded", state_of(getattr(rollout, name))),

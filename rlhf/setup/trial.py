@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rlhf.models.actor_critic import set_adapter_dropout
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
@@ -180,16 +179,11 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """Return |ratio - 1| of each completion token, (N,)."""
-    device, completions, most = trainer.accelerator.device, rollout.completions, trainer.config.batch.micro_batch_size
-    tokens, apart = budget_of(device).tokens_per_micro_batch, []
+    passes, completions, apart = trainer.passes, rollout.completions, []
     for rows in trainer.policy_optimizer.minibatches(1, 0):
-        for part in completions.split(rows, most, tokens, trainer.micro_batch_budget.packed):
-            micro_batch = completions.micro_batch(part, trainer.micro_batch_budget.packed)
-            with autocast(device, trainer.dtype):
-                logprobs, _, _ = trainer.actor(
-                    micro_batch, trainer.config.sampling.temperature, completions.allowed_mask(micro_batch)
-                )
-            apart.append((torch.exp(logprobs - rollout.logprobs[micro_batch.row_index]) - 1)[micro_batch.mask].abs())
+        parts = passes.split(completions, rows)
+        new = passes.heads(completions, (passes.run(completions, part) for part in parts)).logprobs
+        apart.append((torch.exp(new - rollout.logprobs) - 1)[rows][completions.mask[rows]].abs())
     return torch.cat(apart)
 
 
@@ -197,9 +191,8 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     """Return the logits (M, V) of the first completion and with a critic its values (M,), on the CPU."""
     trainer.model.eval()
-    micro_batch = rollout.completions.micro_batch([0], trainer.micro_batch_budget.packed)
-    with autocast(trainer.accelerator.device, trainer.dtype):
-        hidden = trainer.actor.forward_backbone(micro_batch)
+    _, hidden = trainer.passes.run(rollout.completions, [0])
+    with autocast(trainer.passes.device, trainer.passes.dtype):
         found = [
             scaled_logits(trainer.actor.policy, trainer.actor.policy_hidden(hidden), 1.0),
             trainer.actor.values(hidden),

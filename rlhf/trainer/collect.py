@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree
 from rlhf.distributed.shares import by_group
-from rlhf.models.device import autocast, autocast_dtype
-from rlhf.models.reference import Reference
+from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.cached_forward import CachedForward
-from rlhf.rollout.completions import Completions, ForwardPass, Rollout
+from rlhf.rollout.completions import Completions, Rollout
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.exchange import exchange_completions, exchange_logprobs
-from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config
-from rlhf.trainer.micro_batch import MicroBatchBudget
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
@@ -40,16 +35,13 @@ class RolloutCollector:
         config: Config,
         host: Host,
         tokenizer: PreTrainedTokenizerBase,
-        reference: Reference,
         rewards: Rewards,
-        micro_batch_budget: MicroBatchBudget,
+        passes: ForwardPasses,
     ):
         self.config, self.host, self.tokenizer = config, host, tokenizer
-        self.reference, self.rewards, self.micro_batch_budget = reference, rewards, micro_batch_budget
+        self.rewards, self.passes = rewards, passes
         self.device, self.sampling = host.accelerator.device, config.sampling
-        self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
-        self.cached_forward = CachedForward()
         self.sampled_tokens = [0] * size()  # of completions, by process; counted if there are several
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
@@ -65,11 +57,12 @@ class RolloutCollector:
             purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
         """
         prompts = [prompt for _, prompt in episodes]
+        self.passes.clear()  # the pass of a skipped update: sampling needs its memory
         release_gpu_cache()  # of the last update
         completions = self.sample(episodes, update, purpose)
         release_gpu_cache()  # of sampling
-        logprobs, ref_logprobs, values = self.logprobs(completions, keep_forward=purpose == "rollout")
-        return Rollout(completions, prompts, completions.texts(self.tokenizer), logprobs, ref_logprobs, values)
+        texts = completions.texts(self.tokenizer)
+        return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, purpose == "rollout"))
 
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
@@ -94,7 +87,7 @@ class RolloutCollector:
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
         training = purpose != "evaluate"
         phase = "the rollout" if training else "an evaluation"
-        with self.micro_batch_budget.raise_on_oom(phase), autocast(self.device, self.dtype):
+        with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
             if self.vllm is not None and training:
                 return self.vllm.sample(prompts, **tokens)
             speed = self.config.speed
@@ -103,62 +96,12 @@ class RolloutCollector:
                 slots=speed.rollout_slots,
             )  # fmt: skip
 
-    def logprobs(self, completions: Completions, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute log-probs, reference log-probs and values of the completions, each (B, T).
-
-        The computation is that of the loss, without dropout, in as many forward passes as the memory requires. With
-        `keep_forward`, the pass is stored for the first optimizer step, if that step needs exactly the same pass.
-        Each process computes its share, that of an optimizer step over all completions, and receives the others'.
-        """
-        self.host.model.eval()
-        self.cached_forward.clear()
-        rows = completions.shares(range(len(completions.mask)), size())[rank()]
-        computed = agree(lambda: self._own_logprobs(completions, rows, keep_forward) if rows else None)
-        return exchange_logprobs(computed, completions.mask) if size() > 1 else computed
-
-    def _own_logprobs(
-        self, completions: Completions, rows: Sequence[int], keep_forward: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute log-probs, reference log-probs and values of `rows`, as `logprobs` does; 0 in other rows."""
-        if keep_forward and self.first_step_is_one_pass(completions, rows):
-            try:
-                return self._compute_logprobs(completions, rows, self.precompute_first_forward(completions, rows))
-            except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory
-                self.cached_forward.clear()
-        return self.micro_batch_budget.run_with_oom_retry(
-            "computing log-probabilities", completions, lambda: self._compute_logprobs(completions, rows), rows
-        )
-
-    def first_step_is_one_pass(self, completions: Completions, rows: Sequence[int]) -> bool:
-        """True if the first optimizer step is one forward pass over all of `rows`, without dropout."""
-        batch, model = self.config.batch, self.config.model
-        one_pass = batch.minibatches == 1 and len(self.micro_batch_budget.split(completions, rows)) == 1
-        return one_pass and not model.gradient_checkpointing and not model.has_adapter_dropout
-
-    def precompute_first_forward(self, completions: Completions, rows: Sequence[int]) -> ForwardPass:
-        """Run the forward pass of the first optimizer step and store it. It needs a separate autocast context, so that
-        autocast's cached bfloat16 weights keep their autograd graph."""
-        (rows,) = self.micro_batch_budget.split(completions, rows)
-        micro_batch = self.micro_batch_budget.micro_batch(completions, rows)
-        with autocast(self.device, self.dtype):
-            return self.cached_forward.store(completions, (micro_batch, self.host.actor.forward_backbone(micro_batch)))
-
-    def _compute_logprobs(
-        self, completions: Completions, rows: Sequence[int], cached_forward: ForwardPass | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        budget = self.micro_batch_budget
-        limits = budget.max_rows, budget.packed, cached_forward, budget.max_tokens
-        with autocast(self.device, self.dtype):
-            return compute_logprobs_and_values(
-                self.host.actor, self.reference, completions, self.sampling.temperature, *limits, rows
-            )
-
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
         `drawn_again` as in `shaped`."""
         completions, reward = rollout.completions, self.config.reward
         try:
-            with self.micro_batch_budget.raise_on_oom("scoring"):
+            with self.passes.raise_on_oom("scoring"):
                 given = self.rewards.score(
                     rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
                 )

@@ -75,7 +75,6 @@ class DynamicSampler:
         """Return the rollout with completions of `prompts` in `rows`, and the scores of these completions."""
         size, batch = self.config.group_size, self.config.episodes_per_update
         episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
-        self.collector.cached_forward.clear()  # its rollout is not the one of the optimizer steps
         with timer("rollout"):
             new = self.collector.collect(episodes, update, f"draw {number}")
         place = dict(zip(rows, range(batch, batch + len(rows)), strict=True))

@@ -236,7 +236,7 @@ class PolicyEvaluator:
         self.fix_text()
         batches = self._batches(prompts, self.config.run.eval_samples)
         rollouts = [self.collector.collect(rows, 0, "evaluate") for rows in batches]
-        with self.collector.micro_batch_budget.raise_on_oom("an evaluation"):
+        with self.collector.passes.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)
 
     def _batches(self, prompts: Sequence[Prompt], samples: int = 1) -> list[list[tuple[int, Prompt]]]:
@@ -282,7 +282,7 @@ class PolicyEvaluator:
             kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
             lengths=[len(row) for row in rows],
             ended=ended,
-            perplexity=perplexity(policy, self.text, pad, device, collector.dtype),
+            perplexity=perplexity(policy, self.text, pad, device, collector.passes.dtype),
             topics=topics if any(topics) else None,
             samples=run.eval_samples,
             values=values,

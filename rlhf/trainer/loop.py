@@ -21,10 +21,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
-from rlhf.models.attention import packable
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
-from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
@@ -39,8 +36,8 @@ from rlhf.trainer.evaluation import Evaluation, Gold, PolicyEvaluator
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
-from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
 from rlhf.trainer.scores import Scores
@@ -106,9 +103,6 @@ class OnPolicyLoop:
         config, device = self.config, PartialState().device
         if device.type == "cpu":
             keep_freed_memory()
-        packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
-        rows, advice = config.batch.micro_batch_size, self.session.memory_advice
-        self.micro_batch_budget = MicroBatchBudget(rows, tokens, packed, advice)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer, planned = self.processing_class, self.sampler.updates
@@ -119,14 +113,23 @@ class OnPolicyLoop:
         self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
 
     def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
-        """Construct the collector, the optimizer of the policy, and the evaluator."""
-        config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
+        """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
+        config, host, tokenizer = self.config, self.host, self.processing_class
+        batch, model = config.batch, config.model
         for functions in filter(None, (self.rewards, eval_functions)):
             functions.trainer_state = host.state
-        self.collector = collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
-        self.policy_optimizer = PolicyOptimizer(
-            config, host, self.algorithm, budget, collector.cached_forward, self.progress
+        self.passes = passes = ForwardPasses(
+            host.actor,
+            self.reference,
+            config.sampling.temperature,
+            self.dtype,
+            packed=config.speed.packed,
+            max_rows=batch.micro_batch_size,
+            share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
+            oom_hint=self.session.memory_advice,
         )
+        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes)
+        self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
         self.evaluator = PolicyEvaluator(
             config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags, eval_functions, gold
@@ -233,8 +236,6 @@ class OnPolicyLoop:
                 stats = self.policy_optimizer.run(experience, update)
         except SkipUpdate as reason:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
-        finally:
-            self.collector.cached_forward.clear()  # also if a reward function raised
         self.progress.count_update(scores, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.session.advice)
         metrics = self.metrics_of(update, experience, scores, timer) | stats

@@ -13,13 +13,12 @@ from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.policy_gradient import PolicyOutputs
 from rlhf.distributed.gradients import GradientSum
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, on_device
-from rlhf.rollout.cached_forward import CachedForward
 from rlhf.rollout.completions import Completions
 from rlhf.settings.training import Config
-from rlhf.trainer.micro_batch import MicroBatchBudget
+from rlhf.trainer.passes import ForwardPasses, Pass
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
@@ -30,19 +29,8 @@ from rlhf.utils.rng import rng_for
 class PolicyOptimizer:
     """Takes the optimizer steps of an update, with the algorithm's loss."""
 
-    def __init__(
-        self,
-        config: Config,
-        host: Host,
-        algorithm: Any,
-        micro_batch_budget: MicroBatchBudget,
-        cached_forward: CachedForward,
-        progress: Progress,
-    ):
-        self.config, self.host, self.algorithm = config, host, algorithm
-        self.micro_batch_budget, self.cached_forward, self.progress = micro_batch_budget, cached_forward, progress
-        self.device = host.accelerator.device
-        self.dtype = autocast_dtype(config.model.bf16, self.device)
+    def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
+        self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
         self.gradient_sum = GradientSum()
         self.trained_tokens = [0] * size()  # completion tokens of the optimizer steps, by process
 
@@ -77,7 +65,7 @@ class PolicyOptimizer:
         stats = self.minibatch_gradients(experience, rows)
         check_step(stats, rows)
         self.progress.proved = self.host.state.global_step
-        with self.micro_batch_budget.raise_on_oom("the optimizer step"):
+        with self.passes.raise_on_oom("the optimizer step"):
             self.host.optimizer.step()
         self.host.optimizer.zero_grad()
         self.progress.optimizer_steps += 1
@@ -87,25 +75,22 @@ class PolicyOptimizer:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
         process computes those of its share of the rows, and they are added up."""
         completions = experience.completions
-        chosen = on_device(self.device, np.array(rows))
+        chosen = on_device(self.passes.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
         tokens = learned.clamp(min=1)
         own = self.share(completions, rows)
 
-        def all_micro_batches() -> dict[str, Tensor]:
+        def all_micro_batches(passes: Iterator[Pass]) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
             self.host.optimizer.zero_grad()  # removes the gradients of an attempt that ran out of memory
-            for part in self.micro_batch_budget.split(completions, own) if own else []:
-                cached = self.cached_forward.pop(completions, part)
-                micro_batch, hidden = cached or (self.micro_batch_budget.micro_batch(completions, part), None)
-                add(stats, self.gradients(experience, micro_batch, tokens, hidden))
+            for one in passes:
+                add(stats, self.gradients(experience, one, tokens))
+                del one  # frees its memory before the next pass
             return stats
 
         stats, error = {}, None
         try:
-            stats = self.micro_batch_budget.run_with_oom_retry(
-                "the backward pass", completions, all_micro_batches, own
-            )
+            stats = self.passes.over(completions, own, all_micro_batches, "the backward pass")
         except Exception as found:
             error = found
         stats = self.gradient_sum(self.host.model.parameters(), stats, error)
@@ -114,7 +99,7 @@ class PolicyOptimizer:
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
         ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
-        return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
+        return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
 
     def share(self, completions: Completions, rows: Sequence[int]) -> list[int]:
         """Return this process's share of some rows, with about the same number of tokens as the others' shares."""
@@ -123,29 +108,24 @@ class PolicyOptimizer:
             self.trained_tokens[process] += sum(completions.completion_lengths[row] for row in share)
         return shares[rank()]
 
-    def gradients(
-        self, experience: Experience, micro_batch: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def gradients(self, experience: Experience, forward: Pass, tokens: Tensor) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
 
-        The backbone runs once, unless its `hidden` states (M, H) are given. With the fused head, the language-model
-        head and the loss then run chunk by chunk, and each chunk's backward pass stops at the hidden states. So the
-        logits of only one chunk are in memory. Finally one backward pass of the backbone uses the gradients of all
-        chunks. `tokens` is the number of tokens of the minibatch in the loss.
+        With the fused head, the language-model head and the loss run chunk by chunk, and each chunk's backward pass
+        stops at the hidden states. So the logits of only one chunk are in memory. Finally one backward pass of the
+        backbone uses the gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss.
         """
         fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
-        if hidden is None:
-            with autocast(self.device, self.dtype):
-                hidden = self.host.actor.forward_backbone(micro_batch)
+        micro_batch, hidden = forward
         allowed = experience.completions.allowed_mask(micro_batch)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}
         for rows, positions in self.chunks(micro_batch) if fused else [(slice(None), slice(None))]:
             limits = None if allowed is None else allowed[positions]
-            with autocast(self.device, self.dtype):
+            with autocast(self.passes.device, self.passes.dtype):
                 outputs = self.host.actor.forward_heads(
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
-                    self.config.sampling.temperature, limits, entropy, fused,
+                    self.passes.temperature, limits, entropy, fused,
                 )  # fmt: skip
             loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], PolicyOutputs(*outputs), tokens)
             self.host.accelerator.backward(loss)

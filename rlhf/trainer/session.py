@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from rlhf.trainer.passes import default_oom_hint
 from rlhf.utils.errors import RunError, print_line
 
 
@@ -45,4 +46,4 @@ class Session:
 
     def memory_advice(self) -> str:
         """Return the end of an out-of-memory message."""
-        return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
+        return default_oom_hint()

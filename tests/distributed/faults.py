@@ -84,7 +84,11 @@ def out_of_memory(optimizer, original, given):
 
 
 def out_of_memory_if_large(optimizer, original, given):
-    return original(optimizer, *given) if len(given[1].rows) == 1 else out_of_memory(optimizer, original, given)
+    return (
+        original(optimizer, *given)
+        if len(given[1].micro_batch.rows) == 1
+        else out_of_memory(optimizer, original, given)
+    )
 
 
 def disk_is_full(rank: int) -> None:

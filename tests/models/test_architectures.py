@@ -288,7 +288,7 @@ def test_training_starts_at_the_start_model(run):
 def test_logprobs_match_plain_transformers(run, engine="slots"):
     """Packed log-probs from our head equal those of each row alone in the saved model, loaded with transformers."""
     model, completions = run.plain(), run.completions(engine)
-    ours, _, _ = run.trainer.collector.logprobs(completions)
+    ours, _, _ = run.trainer.passes.logprobs(completions)
     temperature = run.trainer.config.sampling.temperature
     for row, ids in enumerate(completions.rows()):
         prompt = completions.prompt_ids[row][completions.prompt_mask[row]].tolist()
@@ -326,7 +326,7 @@ def test_slots_engine_samples_the_same_completions_as_plain(run):
 
 def test_critic_learns_under_ppo(run):
     """PPO has one value per token. GRPO has no critic."""
-    logprobs, _, values = run.trainer.collector.logprobs(run.completions("slots"))
+    logprobs, _, values = run.trainer.passes.logprobs(run.completions("slots"))
     if run.algorithm == "grpo":
         assert values is None
         return
@@ -360,7 +360,7 @@ def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, m
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train(make_flags(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
-    assert not run.trainer.micro_batch_budget.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
+    assert not run.trainer.passes.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
     test_training_starts_at_the_start_model(run)
     test_logprobs_match_plain_transformers(run, engine="plain")
 
@@ -444,7 +444,7 @@ def test_unpackable_models_use_padded_rows(case, make_flags, tmp_path):
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
-    assert not run.trainer.micro_batch_budget.packed
+    assert not run.trainer.passes.packed
     test_training_starts_at_the_start_model(run)
     test_logprobs_match_plain_transformers(run, engine="plain")
 

@@ -48,5 +48,5 @@ def test_micro_batches_respect_the_token_budget(build, monkeypatch):
     monkeypatch.setitem(BUDGETS, "cpu", few)
     trainer = build()
     completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
-    parts = trainer.micro_batch_budget.split(completions)
+    parts = trainer.passes.split(completions, range(4))
     assert sorted(list(part) for part in parts) == [[0], [1], [2], [3]]

@@ -51,11 +51,11 @@ def test_dropout_acts_in_optimizer_steps_and_not_in_logprobs(make):
             if "lora_B" in name:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    assert not trainer.collector.cached_forward, "the forward pass of the first step has dropout"
+    assert trainer.passes._kept is None, "the forward pass of the first step has dropout"
     again = trainer.collector.collect(trainer.episodes_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
-    assert torch.equal(trainer.collector.logprobs(rollout.completions)[0], rollout.logprobs), (
+    assert torch.equal(trainer.passes.logprobs(rollout.completions)[0], rollout.logprobs), (
         "log-probs have no dropout, also in train mode"
     )
     logged = trainer.update_step(1)
@@ -80,7 +80,7 @@ def test_dropout_uses_the_seed_and_not_the_global_random_state(make):
 def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
     """Returns the inputs that one layer keeps, by the number of the token, in a forward pass over `rows`."""
     completions = trainer.rollout.completions
-    micro_batch = completions.micro_batch(rows, trainer.micro_batch_budget.packed)
+    micro_batch = completions.micro_batch(rows, trainer.passes.packed)
     layer = next(m for m in trainer.actor.policy.modules() if isinstance(m, TokenDropout))
     trainer.model.train()
     trainer.actor.dropout.set_tokens(micro_batch)

@@ -178,12 +178,12 @@ def test_value_loss_trains_only_a_separate_critic(build, tmp_path, kind):
     trainer.update_step(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
-    values = trainer.collector.logprobs(rollout.completions)[2]
+    values = trainer.passes.logprobs(rollout.completions)[2]
     assert float((values - rollout.values).abs().max()) > 1e-4
     other = build(*flags)
-    assert not torch.equal(other.collector.logprobs(rollout.completions)[2], values)
+    assert not torch.equal(other.passes.logprobs(rollout.completions)[2], values)
     other.load_model(tmp_path / "saved")
-    assert torch.equal(other.collector.logprobs(rollout.completions)[2], values)
+    assert torch.equal(other.passes.logprobs(rollout.completions)[2], values)
 
 
 def test_saved_critic_of_another_kind_is_refused(build, tmp_path):

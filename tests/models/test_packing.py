@@ -25,7 +25,9 @@ from rlhf.models.actor_critic import Actor, places_of, scatter_to_padded
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
+from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, token_batch
+from rlhf.trainer.passes import ForwardPasses
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -228,10 +230,14 @@ def test_actor_accepts_padded_and_packed_micro_batches(model):
 
 
 @pytest.mark.parametrize(("packed", "expected"), [(True, [[0, 1, 2, 3]]), (False, [[0, 1], [2, 3]])])
-def test_shared_prompt_counts_once_in_a_packed_micro_batch(packed, expected):
+def test_shared_prompt_counts_once_in_a_packed_micro_batch(model, packed, expected):
     """One prompt of 40 tokens with four completions of 10 tokens, and at most 100 tokens per forward pass."""
     prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
     completions = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
-    assert completions.split(range(4), 0, 100, packed) == expected
-    assert completions.split(range(4), 0, 79, True) == [[0, 1, 2], [3]]
-    assert completions.split(range(4), 1, 100, packed) == [[0], [1], [2], [3]]
+    passes = ForwardPasses(Actor(model), Reference(None, model), 1.0, packed=packed)
+    passes.max_tokens = 100
+    assert passes.split(completions, range(4)) == expected
+    passes.max_rows = 1
+    assert passes.split(completions, range(4)) == [[0], [1], [2], [3]]
+    passes.max_tokens, passes.max_rows, passes.packed = 79, 0, True
+    assert passes.split(completions, range(4)) == [[0, 1, 2], [3]] and passes.split(completions, []) == []

@@ -97,10 +97,10 @@ def test_training_changes_the_critic_and_not_the_reward_model(build, calibrated,
     assert all(torch.equal(w, before[name]) for name, w in model.model.state_dict().items())
     assert not any(w.requires_grad for w in model.model.parameters())
     trainer.save_model(tmp_path / "saved")
-    values = trainer.collector.logprobs(rollout.completions)[2]
+    values = trainer.passes.logprobs(rollout.completions)[2]
     other = build(*flags)
     other.load_model(tmp_path / "saved")
-    assert torch.equal(other.collector.logprobs(rollout.completions)[2], values)
+    assert torch.equal(other.passes.logprobs(rollout.completions)[2], values)
     assert not torch.equal(values, rollout.values)
 
 

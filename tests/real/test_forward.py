@@ -16,7 +16,7 @@ from rlhf.models.actor_critic import Actor, ActorCritic, with_value_head
 from rlhf.models.device import autocast
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions
-from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.trainer.passes import ForwardPasses
 from tests.real.conftest import QUESTIONS
 from tests.real.plain import chat_ids, plain_forward, relative_error
 
@@ -81,7 +81,7 @@ def test_prompts_have_the_ids_of_transformers(smollm2, plain_tokenizer):
 def test_logprobs_and_values_equal_a_plain_forward_pass(actor, plain_model, texts, completions, temperature):
     """Within 2e-4 nats per token, packed in one row against one text per pass."""
     reference = Reference.before_training(plain_model, None)
-    found, ref, values = compute_logprobs_and_values(actor, reference, completions, temperature)
+    found, ref, values = ForwardPasses(actor, reference, temperature).logprobs(completions)
     head = actor.value_head.summary
     for row, (prompt, completion) in enumerate(texts):
         with torch.no_grad():

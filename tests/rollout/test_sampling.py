@@ -16,7 +16,6 @@ from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import (
     pack_bits,
     sample_inverse_cdf,
@@ -26,6 +25,7 @@ from rlhf.rollout.sampling import (
     unpack_bits,
 )
 from rlhf.settings.training import SamplingSettings
+from rlhf.trainer.passes import ForwardPasses
 
 CPU = torch.device("cpu")
 
@@ -149,9 +149,8 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     reference.copy = other
     prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampling_settings(1, 0.7, 0, top_p)
     completions = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
-    logprobs, ref_logprobs, _ = compute_logprobs_and_values(
-        actor_critic, reference, completions, sampling.temperature, 500
-    )
+    passes = ForwardPasses(actor_critic, reference, sampling.temperature, max_rows=500)
+    logprobs, ref_logprobs, _ = passes.logprobs(completions)
     samples = (logprobs - ref_logprobs)[:, 0]
     exact = expected_kl(policy, other, tokenizer, prompt, sampling)
     assert exact > 0.05
@@ -164,13 +163,10 @@ def test_padding_does_not_change_logprobs_or_values(policy, tokenizer):
     actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampling_settings(10, 1.0, 0, 0.9)
-    together = compute_logprobs_and_values(
-        actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2
-    )
+    passes = ForwardPasses(actor_critic, reference, 1.0)
+    together = passes.logprobs(sample(policy, tokenizer, prompts, [1, 2], sampling))
     for i in range(2):
-        alone = compute_logprobs_and_values(
-            actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1
-        )
+        alone = passes.logprobs(sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling))
         for whole, part in zip(together, alone, strict=True):
             assert_close(whole[i, : part.shape[1]], part[0], atol=1e-5, rtol=1e-5)
 

@@ -167,13 +167,12 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     wanted = [sum(map(ord, p.example.messages[-1]["content"])) % 3 == 0 for p in plain]
     kept = [now is before for now, before in zip(batch.prompts, plain, strict=True)]
     assert not any(k and not w for k, w in zip(kept, wanted, strict=True)), "equal groups are replaced"
-    again = trainer.dynamic_sampler.collector
     assert metrics["rewards/resampled_groups"] == sum(seen[1:]) / 2
     assert metrics["episodes"] == sum(seen) == trainer.state.episode == trainer.episodes
     fresh = build(*common, algorithm=algorithm)
-    for name, value in zip(("logprobs", "ref_logprobs"), fresh.collector.logprobs(batch.completions), strict=False):
+    for name, value in zip(("logprobs", "ref_logprobs"), fresh.passes.logprobs(batch.completions), strict=False):
         assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
-    assert again.cached_forward._cached is None
+    assert trainer.passes._kept is None
     tokens = trainer.progress.completion_tokens
     assert tokens > int(batch.mask.sum()), "replaced completions count"
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5)

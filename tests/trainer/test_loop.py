@@ -21,7 +21,6 @@ from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import Rollout
-from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.scores import Scores
@@ -130,20 +129,18 @@ def batch_with_early_eos(trainer):
         False,
         True,
     )
-    rollout.logprobs, rollout.ref_logprobs, rollout.values = compute_logprobs_and_values(
-        trainer.actor, trainer.reference, completions, trainer.config.sampling.temperature, 4
-    )
+    rollout.logprobs, rollout.ref_logprobs, rollout.values = trainer.passes.logprobs(completions)
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora", "--bf16")], ids=" ".join)
-def test_cached_forward_does_not_change_the_weights(make, monkeypatch, flags):
-    """The final weights are bit-identical if the forward pass is repeated instead of cached."""
+def test_shared_first_pass_does_not_change_the_weights(make, monkeypatch, flags):
+    """The final weights are bit-identical if the first optimizer step repeats the forward pass of the rollout."""
     final_weights, passes = [], []
-    for cached in (True, False):
+    for shared in (True, False):
         trainer, count = make(*flags), []
-        if not cached:
-            monkeypatch.setattr(RolloutCollector, "first_step_is_one_pass", lambda *_: False)
+        assert trainer.passes.share_first
+        trainer.passes.share_first = shared
         with monkeypatch.context() as patch:
             forward = PackedMicroBatch.forward
             patch.setattr(
@@ -159,40 +156,49 @@ def test_cached_forward_does_not_change_the_weights(make, monkeypatch, flags):
 @pytest.mark.parametrize(
     "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
 )
-def test_forward_is_cached_only_if_it_covers_the_whole_first_step(make, flags):
+def test_pass_is_kept_only_if_it_covers_the_whole_first_step(make, flags):
     trainer, default = make(*flags), make()
     for one in (trainer, default):
         one.collector.collect(one.episodes_of(1), 1)
-    assert (bool(trainer.collector.cached_forward), bool(default.collector.cached_forward)) == (False, True)
+    assert (trainer.passes._kept is None, default.passes._kept is None) == (True, False)
     default.collector.collect(default.episodes_of(1), 0, "evaluate")
-    assert not default.collector.cached_forward
+    assert default.passes._kept is None
 
 
-def test_cached_forward_is_used_once_and_only_for_its_completions(build):
+def test_kept_pass_is_used_once_and_only_for_its_completions(build):
     trainer = build()
-    completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
-    cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
-    order = cached._cached[1][0].rows
-    assert sorted(order) == rows
-    assert cached.pop(replace(completions), order) is None, "different completions with the same rows"
-    trainer.collector.logprobs(completions, keep_forward=True)
-    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, (
-        "the first call frees it"
-    )
-    trainer.collector.logprobs(completions, keep_forward=True)
-    micro_batch, hidden = cached.pop(completions, order)
-    assert micro_batch.rows == order and hidden.requires_grad
-    assert not cached
+    passes, completions = trainer.passes, trainer.collector.collect(trainer.episodes_of(1), 1).completions
+    order = passes._kept[1].micro_batch.rows
+    assert sorted(order) == [0, 1, 2, 3]
+
+    def kept(of, rows):
+        """Run a pass over these rows, and return whether it is the kept one."""
+        before = passes._kept and passes._kept[1].hidden
+        (used,) = passes.over(of, rows, lambda found: [one.hidden is before for one in found], "a test")
+        assert passes._kept is None
+        return used
+
+    assert not kept(replace(completions), order), "different completions with the same rows"
+    passes.logprobs(completions, keep_first=True)
+    assert not kept(completions, order[:2]) and not kept(completions, order), "the first pass frees it"
+    passes.logprobs(completions, keep_first=True)
+    assert passes._kept[1].hidden.requires_grad
+    assert kept(completions, order) and not kept(completions, order)
 
 
-def test_error_frees_the_cached_forward(build):
-    def broken(**_):
-        raise ValueError("a bug")
+def test_kept_pass_of_a_skipped_update_is_freed_before_the_next_sampling(build, monkeypatch):
+    trainer, kept, sample = build("--num-iterations", 3, "--eval-every", 100), [], RolloutCollector.sample
 
-    trainer = build(rewards=[broken])
-    with pytest.raises(RunError, match="a bug"):
-        trainer.update_step(1)
-    assert not trainer.collector.cached_forward
+    def recorded(self, *of):
+        kept.append(trainer.passes._kept is not None)
+        return sample(self, *of)
+
+    monkeypatch.setattr(RolloutCollector, "sample", recorded)
+    trainer.rewards.functions[0] = lambda completions, **_: [float("inf")] * len(completions)
+    trainer.update_step(1)
+    assert trainer.passes._kept is not None, "scoring failed before the first optimizer step"
+    trainer.update_step(2)
+    assert kept == [False, False]
 
 
 def test_loss_includes_eos_and_ignores_tokens_after_it(make):
@@ -472,9 +478,7 @@ def test_kl_in_the_loss_moves_the_policy_towards_the_reference_model(make):
     batch.advantages.zero_()  # only the KL penalty acts
 
     def kl() -> float:
-        logprobs, ref_logprobs, _ = compute_logprobs_and_values(
-            trainer.actor, trainer.reference, rollout.completions, 0.7, 4
-        )
+        logprobs, ref_logprobs, _ = trainer.passes.logprobs(rollout.completions)
         return float(kl_k3(logprobs, ref_logprobs, rollout.mask).sum())
 
     before = kl()

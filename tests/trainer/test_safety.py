@@ -189,13 +189,13 @@ def test_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, rati
     """Shifts the log-probs of the rollout by 3 nats, so the ratio is e^3 or e^-3."""
 
     def with_shifted_logprobs(trainer):
-        original = trainer.collector.logprobs
+        original = trainer.passes.logprobs
 
         def logprobs(*args, **kwargs):
-            logprobs, *rest = original(*args, **kwargs)
-            return (logprobs + shift, *rest)
+            found = original(*args, **kwargs)
+            return found._replace(logprobs=found.logprobs + shift)
 
-        trainer.collector.logprobs = logprobs
+        trainer.passes.logprobs = logprobs
         return trainer
 
     trainer, recorder = with_shifted_logprobs(build("--ppo-epochs", 2)), UpdateRecorder()
@@ -225,8 +225,8 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
     original, from_update = optimize.PolicyOptimizer.gradients, 1
 
-    def nan_gradients(self, batch, micro_batch, tokens, hidden=None):
-        stats = original(self, batch, micro_batch, tokens, hidden)
+    def nan_gradients(self, batch, forward, tokens):
+        stats = original(self, batch, forward, tokens)
         if self.host.state.global_step >= from_update:
             next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
@@ -397,11 +397,11 @@ def limit_memory(trainer, most):
     """Simulates memory for at most `most` completions and returns the list of attempted micro-batch sizes."""
     original, sizes = trainer.policy_optimizer.gradients, []
 
-    def gradients(batch, micro_batch, tokens, hidden=None):
-        sizes.append(len(micro_batch.rows))
-        if len(micro_batch.rows) > most:
+    def gradients(batch, forward, tokens):
+        sizes.append(len(forward.micro_batch.rows))
+        if sizes[-1] > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return original(batch, micro_batch, tokens, hidden)
+        return original(batch, forward, tokens)
 
     trainer.policy_optimizer.gradients = gradients
     return sizes
@@ -435,41 +435,41 @@ def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags
 
 
 def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch):
-    trainer = build()
-    original, calls = collect.compute_logprobs_and_values, []
+    trainer, sizes = build(), []
+    original = trainer.reference.logprobs
 
-    def compute(actor, reference, completions, temperature, rows, *more):
-        calls.append(rows)
-        if rows != 1:
+    def logprobs(micro_batch, *more):
+        sizes.append(len(micro_batch.rows))
+        if sizes[-1] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(actor, reference, completions, temperature, rows, *more)
+        return original(micro_batch, *more)
 
-    monkeypatch.setattr(collect, "compute_logprobs_and_values", compute)
+    monkeypatch.setattr(trainer.reference, "logprobs", logprobs)
     with pytest.warns(RLHFWarning, match="in computing log-probabilities"):
         trainer.update_step(1)
-    assert calls == [0, 0, 2, 1], "with the cached forward pass, then without it, then in smaller micro-batches"
+    assert sizes == [4, 4, 2, 1, 1, 1, 1], "with the kept pass, then without it, then in smaller micro-batches"
 
 
-def test_cached_forward_is_freed_if_computing_logprobs_needs_its_memory(build, monkeypatch):
-    """Simulates memory for the cached forward pass or for computing log-probs, but not for both."""
-    trainer, original, forwards, cached = build(), collect.compute_logprobs_and_values, [], []
+def test_kept_pass_is_freed_if_computing_logprobs_needs_its_memory(build, monkeypatch):
+    """Simulates memory for the kept pass or for computing log-probs, but not for both."""
+    trainer, passes, kept = build(), [], []
+    run, logprobs = trainer.passes.run, trainer.reference.logprobs
 
-    def precompute(completions, rows):
-        forward = precompute_original(completions, rows)
-        forwards.append(weakref.ref(forward[1]))
-        return forward
+    def recorded(completions, rows):
+        found = run(completions, rows)
+        passes.append(weakref.ref(found.hidden))
+        return found
 
-    def compute(*args):
-        cached.append(forwards[0]() is not None)
-        if cached[-1]:
+    def limited(*args):
+        kept.append(passes[0]() is not None)
+        if kept[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*args)
+        return logprobs(*args)
 
-    precompute_original = trainer.collector.precompute_first_forward
-    monkeypatch.setattr(trainer.collector, "precompute_first_forward", precompute)
-    monkeypatch.setattr(collect, "compute_logprobs_and_values", compute)
+    monkeypatch.setattr(trainer.passes, "run", recorded)
+    monkeypatch.setattr(trainer.reference, "logprobs", limited)
     trainer.update_step(1)
-    assert cached == [True, False] and trainer.progress.optimizer_steps == 2
+    assert kept == [True, False] and trainer.progress.optimizer_steps == 2
 
 
 PHASES = {

@@ -1,0 +1,200 @@
+"""Forward passes over completions: micro-batches, smaller ones after an out-of-memory error, and the pass that the
+rollout's log-probabilities share with the first optimizer step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhf.distributed.group import agree
+from rlhf.models.actor_critic import Actor
+from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
+from rlhf.models.device import autocast
+from rlhf.models.logprobs import base_of
+from rlhf.models.packing import MicroBatch
+from rlhf.models.reference import Reference
+from rlhf.rollout.completions import Completions, LogProbs
+from rlhf.rollout.exchange import exchange_logprobs
+from rlhf.utils.errors import RLHFWarning, RunError
+from rlhf.utils.processes import rank, size
+
+T = TypeVar("T")
+
+
+def default_oom_hint() -> str:
+    """Return the advice for a trainer that is used alone."""
+    return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
+
+
+class Pass(NamedTuple):
+    """One forward pass of the actor's backbone."""
+
+    micro_batch: MicroBatch
+    hidden: Tensor  # (M, H) the hidden states from which the M completion tokens are predicted
+
+
+class ForwardPasses:
+    """Runs the policy and the reference over completions, in micro-batches that fit into memory.
+
+    The split into micro-batches changes memory, not the result.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        reference: Reference,
+        temperature: float,
+        dtype: torch.dtype | None = None,
+        packed: bool = True,
+        max_rows: int = 0,
+        share_first: bool = False,
+        oom_hint: Callable[[], str] = default_oom_hint,
+    ):
+        """Runs on the device of the policy.
+
+        Args:
+            actor: the policy, with the critic if there is one.
+            reference: the frozen reference.
+            temperature: sampling temperature; log-probabilities are computed at this temperature.
+            dtype: precision of the forward passes; None: float32.
+            packed: pack the completions, if the architecture supports it.
+            max_rows: largest number of completions in a forward pass; 0: no limit.
+            share_first: the first optimizer step uses all completions, and its forward pass is that of the rollout.
+            oom_hint: returns the advice at the end of an out-of-memory message.
+        """
+        base = base_of(actor.policy)
+        self.actor, self.reference, self.temperature, self.dtype = actor, reference, temperature, dtype
+        self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
+        self.max_tokens = budget_of(base.device).tokens_per_micro_batch  # largest number in a forward pass
+        self.share_first, self.oom_hint = share_first, oom_hint
+        self._kept: tuple[Completions, Pass] | None = None
+
+    def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:
+        """Compute log-probs, reference log-probs and values of the completions, each (B, T).
+
+        The forward pass is that of training without dropout, not that of decoding. Therefore the first ratio of an
+        update is 1. With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first
+        optimizer step, if all completions fit into one pass. Each process computes its share of the completions, that
+        of an optimizer step over all of them, and receives the others'.
+        """
+        self.actor.eval()
+        self.clear()
+        rows = completions.shares(range(len(completions.mask)), size())[rank()]
+        own = agree(lambda: self._own_logprobs(completions, rows, keep_first) if rows else None)
+        return exchange_logprobs(own, completions.mask) if size() > 1 else own
+
+    def _own_logprobs(self, completions: Completions, rows: Sequence[int], keep_first: bool) -> LogProbs:
+        """Compute the log-probs of `rows`, as `logprobs` does. They are 0 in other rows."""
+        parts = self.split(completions, rows)
+        if keep_first and self.share_first and len(parts) == 1:
+            try:
+                self._kept = completions, self.run(completions, parts[0])
+                return self.heads(completions, [self._kept[1]])
+            except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory
+                self.clear()
+        return self.over(completions, rows, partial(self.heads, completions), "computing log-probabilities")
+
+    @torch.no_grad()
+    def heads(self, completions: Completions, passes: Iterable[Pass]) -> LogProbs:
+        """Compute the log-probs of the passes' completions, each (B, T). They are 0 in other rows."""
+        whole: LogProbs | None = None
+        with autocast(self.device, self.dtype):
+            for micro_batch, hidden in passes:
+                allowed = completions.allowed_mask(micro_batch)
+                logprobs, _, values = self.actor.forward_heads(
+                    hidden.detach(), micro_batch.tokens, micro_batch.mask, self.temperature, allowed, "none"
+                )
+                found = logprobs, self.reference.logprobs(micro_batch, self.temperature, allowed), values
+                if whole is None:
+                    whole = LogProbs(*(v if v is None else v.new_zeros(completions.mask.shape) for v in found))
+                for into, new in zip(whole, found, strict=True):
+                    if into is not None:
+                        into.index_copy_(0, micro_batch.row_index, new)
+        return whole
+
+    def over(
+        self, completions: Completions, rows: Sequence[int], work: Callable[[Iterator[Pass]], T], phase: str
+    ) -> T:
+        """Return `work(passes)`. `passes` runs the actor's backbone over `rows`, one micro-batch at a time.
+
+        After an out-of-memory error, the micro-batch size is halved for the rest of the training run, and `work` is
+        called again. Raises RunError if the micro-batches have only one completion. Messages contain `phase`, what
+        `work` does.
+        """
+        while True:
+            parts = self.split(completions, rows)
+            try:
+                return work(self._pop(completions, part) or self.run(completions, part) for part in parts)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            largest = max(map(len, parts))
+            if largest == 1:
+                raise RunError(f"out of memory with one completion at a time: {phase} ({reason}). {self.oom_hint()}")
+            self.max_rows = -(-largest // 2)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            warnings.warn(
+                f"out of memory in {phase}: reduced the micro-batch size to {self.max_rows} for the rest of the run. "
+                "The optimizer steps do not change",
+                RLHFWarning,
+                stacklevel=2,
+            )
+
+    def run(self, completions: Completions, rows: Sequence[int]) -> Pass:
+        """Run the actor's backbone over one micro-batch, `rows`."""
+        micro_batch = completions.micro_batch(rows, self.packed)
+        # a separate context: under no_grad, autocast would cache bfloat16 weights without their autograd graph
+        with autocast(self.device, self.dtype):
+            return Pass(micro_batch, self.actor.forward_backbone(micro_batch))
+
+    def _pop(self, completions: Completions, rows: Sequence[int]) -> Pass | None:
+        """Return the stored pass if it covers exactly these rows, otherwise None. It is removed in either case: it is
+        valid once, because the optimizer step changes the weights."""
+        kept, self._kept = self._kept, None
+        valid = kept is not None and kept[0] is completions and kept[1].micro_batch.rows == rows
+        return kept[1] if valid else None
+
+    def clear(self) -> None:
+        """Free the memory of the stored pass."""
+        self._kept = None
+
+    def split(self, completions: Completions, rows: Sequence[int]) -> list[list[int]]:
+        """Split `rows` into micro-batches of completions with similar lengths; no micro-batch without rows.
+
+        A row longer than `max_tokens` is a micro-batch alone. Completions of one prompt stay together if possible. If
+        they are packed, their prompt counts once.
+        """
+        width = completions.prompt_ids.shape[1] + completions.completion_ids.shape[1]  # tokens per row if not packed
+        prompts, lengths, groups = completions.prompt_lengths, completions.completion_lengths, completions.groups
+        sizes = {r: prompts[r] + lengths[r] if self.packed else width for r in rows}
+        longest: dict[int, int] = {}
+        for r in rows:
+            longest[groups[r]] = max(longest.get(groups[r], 0), sizes[r])
+        parts, tokens = [], 0
+        for r in sorted(rows, key=lambda r: (longest[groups[r]], groups[r], r)):
+            shared = self.packed and bool(parts) and groups[parts[-1][-1]] == groups[r]
+            more = lengths[r] if shared else sizes[r]
+            if not parts or len(parts[-1]) == self.max_rows or tokens + more > self.max_tokens:
+                parts.append([])
+                tokens, more = 0, sizes[r]
+            parts[-1].append(r)
+            tokens += more
+        return parts
+
+    @contextmanager
+    def raise_on_oom(self, phase: str) -> Iterator[None]:
+        """Context manager for work that cannot be split. Raises RunError if it runs out of memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            failed = RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}")
+            failed.by_all = getattr(error, "by_all", False)
+            raise failed from None

@@ -292,8 +292,11 @@ def test_dry_run_prints_the_grid_and_the_plan_of_the_first_run(monkeypatch, tmp_
     flags = ["--sweep", "num_iterations=3,5", "learning_rate=1e-5,2e-5", "--seeds", "1", "2", "--dry-run"]
     train_command("ppo", ["--recipe", "demo", *flags])
     printed = capsys.readouterr().out
-    assert "sweep: 4 combinations x 2 seeds = 8 runs" in printed and "3 updates x 64 = 192 episodes" in printed
-    assert "ppo_training_output_num_iterations=3_learning_rate=1e-05_seed1" in printed and not list(tmp_path.iterdir())
+    assert "sweep: 4 combinations x 2 seeds = 8 runs" in printed and "the plan of the first run" in printed
+    assert not list(tmp_path.iterdir())
+    first = sweep.first_run(points(*flags)).run
+    assert first.num_iterations == 3 and first.seed == 1
+    assert first.output == "out_num_iterations=3_learning_rate=1e-05_seed1"
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -187,18 +187,18 @@ def test_prompts_in_python_are_a_list(case):
         examples_of(prompts)
 
 
-def test_rows_in_python():
+def test_rows_in_python(user_error):
     """A Dataset of `datasets` is a list of rows; renaming is for rows only; bad rows may be skipped."""
     rows, said = Dataset.from_list([{"ask": "a", "n": 1}, {"ask": "", "n": 2}]), []
     columns = (Renaming("prompt=ask"),)
     (example,) = examples_of(rows, False, columns, 50.0, said.append)
     assert example.columns == {"prompt": "a", "n": 1} and said[0].startswith("skipped 1 of 2 rows")
-    with pytest.raises(UserError, match=r"^prompt is empty: prompt 2\. Correct or remove that row$"):
+    with user_error("2"):
         examples_of(rows, columns=columns)
     assert [e.messages for e in examples_of(["b", {"ask": "a"}], columns=columns)] == [
         (message("user", "b"),), (message("user", "a"),)
     ]  # fmt: skip
-    with pytest.raises(UserError, match=r"the column name 1 is not text: prompt 1\. Rename"):
+    with user_error("1"):
         examples_of([{1: "x", "prompt": "a"}])
     with pytest.raises(UserError, match=r"column 'tools': prompt 1"):
         examples_of([{"prompt": "a", "tools": np.array(["f", "g"])}])

@@ -86,9 +86,9 @@ def test_all_invalid_rows_are_reported_together(tmp_path):
     assert len(lines) == 6 and lines[-1] == "and 8 more"
 
 
-def test_missing_empty_and_non_utf8_files_are_refused(tmp_path):
+def test_missing_empty_and_non_utf8_files_are_refused(tmp_path, user_error):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
-    with pytest.raises(UserError, match=r"data file not found: .*promts.jsonl. Did you mean .*prompts.jsonl"):
+    with user_error("promts.jsonl", "prompts.jsonl"):
         load_examples(str(tmp_path / "promts.jsonl"))
     with pytest.raises(UserError, match="no rows"):
         load_examples(write(tmp_path / "empty.jsonl", ""))
@@ -97,13 +97,11 @@ def test_missing_empty_and_non_utf8_files_are_refused(tmp_path):
         load_examples(str(tmp_path / "latin.jsonl"))
 
 
-def test_no_prompt_left_after_filtering_is_an_error(tmp_path, tokenizer):
+def test_no_prompt_left_after_filtering_is_an_error(tmp_path, tokenizer, user_error):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
-    with pytest.raises(UserError, match=r"no prompt left to train on.*shortest prompt \d+ tokens"):
+    with user_error():
         load_prompts(DataSettings(path, prompt_length=3), tokenizer)
-    with pytest.raises(
-        UserError, match=r"no prompt left to evaluate on: .*split 0/100/0, this part is empty\. Add rows"
-    ):
+    with user_error("0", "100"):
         load_prompts(DataSettings(path, Split(0, 100, 0)), tokenizer)
 
 
@@ -194,15 +192,15 @@ def test_different_questions_stay_different():
     assert Example(user("cafe?")).question != Example(user("caf\u00e9?")).question
 
 
-def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path):
+def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path, user_error):
     file = write(tmp_path / "mine.jsonl", *({"prompt": f"question {i}?"} for i in range(10)))
     sets = load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer, evaluation_alone=True)
     assert len(sets.evaluation) == 10 and sets.train == []
-    with pytest.raises(UserError, match="no prompt left to train on"):
+    with user_error():
         load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer)
 
 
-def test_evaluation_prompts_of_another_file(tokenizer, tmp_path):
+def test_evaluation_prompts_of_another_file(tokenizer, tmp_path, user_error):
     train = write(tmp_path / "train.jsonl", *({"prompt": f"question {i}?"} for i in range(40)))
     other = write(tmp_path / "eval.jsonl", *({"prompt": f"another {i}?"} for i in range(7)))
     for split, counts in ((None, (0, 40)), (Split(0, 60, 40), (0, 40)), (Split(50, 30, 20), (50, 50))):
@@ -212,7 +210,7 @@ def test_evaluation_prompts_of_another_file(tokenizer, tmp_path):
         assert len(sets.train) + sets.parts["reward"] == 40 == sets.rows and sets.parts["evaluation"] == 7
     python = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], None)
     assert (len(python.train), len(python.evaluation)) == (2, 7)
-    with pytest.raises(UserError, match=r"an empty list: evaluation_prompts\."):
+    with user_error("evaluation_prompts"):
         given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], [])
     replaced = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], ["c?"])
     assert [p.example.question for p in replaced.evaluation] == ["c?"]
@@ -226,7 +224,7 @@ def test_evaluation_alone_does_not_read_the_training_file(tokenizer, tmp_path):
         load_prompts(data, tokenizer)
 
 
-def test_the_evaluation_file_of_a_folder_is_its_split_test(tokenizer, tmp_path):
+def test_the_evaluation_file_of_a_folder_is_its_split_test(tokenizer, tmp_path, user_error):
     folder = tmp_path / "both"
     folder.mkdir()
     write(folder / "train.jsonl", *({"prompt": f"question {i}?"} for i in range(5)))
@@ -234,7 +232,7 @@ def test_the_evaluation_file_of_a_folder_is_its_split_test(tokenizer, tmp_path):
     sets = load_prompts(DataSettings(str(folder), eval_dataset=str(folder)), tokenizer)
     assert (len(sets.train), [p.example.question for p in sets.evaluation]) == (5, ["another?"])
     (folder / "test.jsonl").rename(folder / "validation.jsonl")
-    with pytest.raises(UserError, match=r"no split 'test': --eval-dataset .*both, the splits are train, validation"):
+    with user_error("'test'", "--eval-dataset"):
         load_prompts(DataSettings(str(folder), eval_dataset=str(folder)), tokenizer)
 
 
@@ -281,12 +279,12 @@ def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(t
     assert len(text) == 2 and " of 100 prompts " in text[1] and ": prompts. " in text[1]
 
 
-def test_rows_given_in_python_have_the_formats_and_columns_of_files(tokenizer):
+def test_rows_given_in_python_have_the_formats_and_columns_of_files(tokenizer, user_error):
     rows = [{"problem": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
     sets = given_prompts(DataSettings(columns=(Renaming("prompt=problem"),)), tokenizer, rows, None)
     assert [p.example.question for p in sets.train] == ["0 + 1?", "1 + 1?", "2 + 1?"]
     assert sets.train[0].example.columns == {"prompt": "0 + 1?", "answer": "1"}
-    with pytest.raises(UserError, match=r"no column 'problm': --columns prompt=problm, prompts in Python\. Did you"):
+    with user_error("'problm'", "--columns"):
         given_prompts(DataSettings(columns=(Renaming("prompt=problm"),)), tokenizer, rows, None)
     texts = given_prompts(DataSettings(columns=(Renaming("prompt=problem"),)), tokenizer, ["a?"], None)
     assert texts.train[0].example.question == "a?", "the new names are for rows"

@@ -139,47 +139,45 @@ def test_json_files_do_not_import_datasets(tmp_path):
 # --- positions and errors --------------------------------------------------------------------------------------------
 
 BAD = {
-    "an array": ("a.json", '[\n  {"prompt": "a"},\n  {"prompt":\n    ""}\n]', r"prompt is empty: .*a\.json:3, '\{"),
-    "a broken element": ("a.json", '[{"prompt": "a"},\n{oops}]', r"not JSON \(Expecting prop.*\): .*a\.json:2, '\{oo"),
-    "a cut array": ("a.json", '[{"prompt": "a"},\n{"prom', r"not JSON .*: .*a\.json:2, .*Is the file incomplete\?"),
-    "an array without its end": ("a.json", '[{"prompt": "a"}\n', r"not JSON \(Expecting ',' or ']'\): .*incomplete\?"),
-    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', r"not JSON \(Expecting value\): .*a\.json:2, '\]'"),
-    "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', r"not JSON \(Expecting ',' or ']'\): .*a\.json:2"),
-    "one object": ("a.json", '{\n"prompt": "a"\n}', r"one JSON object, not an array of rows: .*a\.json:1\. Write"),
-    "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', r"not JSON \(Extra data after the array\): .*json:2"),
-    "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', r"not JSON \(duplicate key 'prompt'\): .*json:1"),
-    "a number beyond a float": ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "answer": 1e400}\n',
-                                r"the number 1e400 is too large for a float: .*a\.jsonl:2, .*as text"),
+    "an array": ("a.json", '[\n  {"prompt": "a"},\n  {"prompt":\n    ""}\n]', "a.json:3"),
+    "a broken element": ("a.json", '[{"prompt": "a"},\n{oops}]', "a.json:2"),
+    "a cut array": ("a.json", '[{"prompt": "a"},\n{"prom', "a.json:2"),
+    "an array without its end": ("a.json", '[{"prompt": "a"}\n', "a.json ',' ']'"),
+    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', "a.json:2 ']'"),
+    "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', "',' ']' a.json:2"),
+    "one object": ("a.json", '{\n"prompt": "a"\n}', "a.json:1"),
+    "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', "a.json:2"),
+    "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', "a.json:1 'prompt'"),
+    "a number beyond a float": ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "answer": 1e400}\n', "1e400 a.jsonl:2"),
     "a number below a float": ("a.json", '[{"prompt": "a"},\n{"prompt": "b", "answer": -1.5e-400}]',
-                               r"the number -1\.5e-400 is too small for a float: .*a\.json:2, .*as text"),
-    "quotes with backslashes": ("a.csv", 'prompt,answer\n"a ""b"" c",1\n"a \\"b\\" c",2\n',
-                                r"text after the closing quote of a cell: .*a\.csv:3\. Write .* two quotes"),
-    "an empty array": ("a.json", "[]", r"no rows: .*a\.json"),
-    "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"prompt is null, not text: .*a\.csv row 1\. C"),
-    "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", r"not CSV \(line 3 has 2 cells, and the fir"),
-    "a first CSV row with a cell too many": ("a.csv", "prompt\na,b\n", r"not CSV \(line 2 has 2 cells, and the fir"),
-    "rows in an object": ("a.json", '{"data": [{"prompt": "a"}]}', r"one JSON object, not an array of rows: .*json:1"),
-    "an open quote": ("a.csv", 'prompt\na\n"b\n', r"not CSV \(unexpected end of data\): .*a\.csv\. Correct"),
-    "a CSV row cut off": ("a.csv", "prompt,answer\na,1\nb", r"not CSV \(.*Is the file incomplete\?\): .*a\.csv"),
-    "a column twice": ("a.csv", "prompt,prompt\na,b\n", r"the column 'prompt' occurs twice: .*a\.csv:1\. Rename"),
-    "a CSV file that is not UTF-8": ("a.csv", b"prompt\ncaf\xe9\n", r"not UTF-8: .*a\.csv, byte 10"),
-    "an empty CSV file": ("a.csv", "", r"no rows: .*a\.csv"),
-    "a CSV file without rows": ("a.csv", "prompt,answer\n", r"no rows: .*a\.csv"),
-    "a cut Parquet file": ("a.parquet", b"PAR1\x15\x04", r"not Parquet \(.*\): .*a\.parquet\. Correct the file"),
-    "a text in .parquet": ("a.parquet", "prompt\na\n", r"not Parquet, or cut off: .*a\.parquet\. Write"),
-    "a cut Arrow file": ("a.arrow", b"ARROW1\0\0abc", r"not Arrow \(.*\): .*a\.arrow\. Correct the file"),
-    "gzip": ("a.jsonl", b"\x1f\x8b\x08", r"a gzip file, not a data file: .*a\.jsonl\. Unpack"),
-    "an Excel file": ("a.csv", b"PK\x03\x04", r"a ZIP or Excel file, not a data file: .*a\.csv\. Unpack or export"),
-    "a folder without data": ("README.md", "a", r"no data files in this folder: --prompts .*\. Data files end with"),
-    "a folder of a model": ("config.json", "{}", r"this is the folder of a model or a run, not of data \(config.json"),
+                               "a.json:2 400"),
+    "quotes with backslashes": ("a.csv", 'prompt,answer\n"a ""b"" c",1\n"a \\"b\\" c",2\n', "a.csv:3"),
+    "an empty array": ("a.json", "[]", "a.json"),
+    "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", "a.csv 1"),
+    "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", "3 2 a.csv"),
+    "a first CSV row with a cell too many": ("a.csv", "prompt\na,b\n", "a.csv 2"),
+    "rows in an object": ("a.json", '{"data": [{"prompt": "a"}]}', "a.json:1"),
+    "an open quote": ("a.csv", 'prompt\na\n"b\n', "a.csv"),
+    "a CSV row cut off": ("a.csv", "prompt,answer\na,1\nb", "a.csv"),
+    "a column twice": ("a.csv", "prompt,prompt\na,b\n", "'prompt' a.csv:1"),
+    "a CSV file that is not UTF-8": ("a.csv", b"prompt\ncaf\xe9\n", "a.csv 10"),
+    "an empty CSV file": ("a.csv", "", "a.csv"),
+    "a CSV file without rows": ("a.csv", "prompt,answer\n", "a.csv"),
+    "a cut Parquet file": ("a.parquet", b"PAR1\x15\x04", "a.parquet"),
+    "a text in .parquet": ("a.parquet", "prompt\na\n", "a.parquet"),
+    "a cut Arrow file": ("a.arrow", b"ARROW1\0\0abc", "a.arrow"),
+    "gzip": ("a.jsonl", b"\x1f\x8b\x08", "a.jsonl"),
+    "an Excel file": ("a.csv", b"PK\x03\x04", "a.csv"),
+    "a folder without data": ("README.md", "a", "--prompts"),
+    "a folder of a model": ("config.json", "{}", "config.json"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_reported_in_one_line_each(tmp_path, case):
-    name, content, message = BAD[case]
+def test_bad_files_are_reported_in_one_line_each(tmp_path, case, user_error):
+    name, content, parts = BAD[case]
     file = write(tmp_path / name, content)
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(*parts.split()) as caught:
         load_examples(str(tmp_path if "folder" in case else file))
     assert all("\n" not in problem and len(problem) < 500 for problem in caught.value.problems)
 
@@ -207,23 +205,21 @@ def test_json_arrays_are_read_as_json_loads_reads_them(tmp_path_factory, rows, i
 # --- splits and configurations ---------------------------------------------------------------------------------------
 
 
-def test_split_is_chosen_by_flag(tmp_path):
+def test_split_is_chosen_by_flag(tmp_path, user_error):
     parts = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1]))
     folder = str(save(tmp_path / "saved", parts))
     assert len(load_examples(DataSource(folder, dataset_split="test"))) == 1
-    with pytest.raises(
-        UserError, match=r"no split 'tests': --prompts .*, the splits are train, test\. Did you mean te"
-    ):
+    with user_error("'tests'", "--prompts"):
         load_examples(DataSource(folder, dataset_split="tests"))
     other = str(save(tmp_path / "other", DatasetDict(a=parts["train"], b=parts["test"])))
-    with pytest.raises(UserError, match=r"no split 'train': .*the splits are a, b\. Choose one with --dataset-split"):
+    with user_error("'train'", "--dataset-split"):
         load_examples(other)
     single = str(save(tmp_path / "single", parts["train"]))
-    with pytest.raises(UserError, match=r"a saved Dataset has no splits: --dataset-split test, .*Remove"):
+    with user_error("--dataset-split test"):
         load_examples(DataSource(single, dataset_split="test"))
-    with pytest.raises(UserError, match=r"a file has no splits: --dataset-split test, --prompts .*Remove"):
+    with user_error("--dataset-split test", "--prompts"):
         load_examples(DataSource(str(write(tmp_path / "a.jsonl", jsonl(*ROWS))), dataset_split="test"))
-    with pytest.raises(UserError, match=r"--dataset-config is for hub datasets: --prompts .*, main\. Remove it"):
+    with user_error("--dataset-config", "--prompts"):
         load_examples(DataSource(folder, dataset_config="main"))
 
 
@@ -242,7 +238,7 @@ def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path):
     assert len(text) == 1 and text[0].startswith("note: ignored 1 files without the name of a split, such as ")
 
 
-def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path):
+def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path, user_error):
     write(tmp_path / "elsewhere" / "b.jsonl", jsonl({"prompt": "b"}))
     write(tmp_path / "data" / "a.jsonl", jsonl({"prompt": "a"}))
     make_link(tmp_path / "data" / "more", tmp_path / "elsewhere")
@@ -250,7 +246,7 @@ def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path
     make_link(tmp_path / "elsewhere" / "circle", tmp_path / "data")
     assert [e.question for e in load_examples(str(tmp_path / "data"))] == ["a", "b"]
     write(tmp_path / "data" / "c.jsonl.gz", b"\x1f\x8b")
-    with pytest.raises(UserError, match=r"^a compressed data file: .*c\.jsonl\.gz\. Unpack it, or move it away$"):
+    with user_error("c.jsonl"):
         load_examples(str(tmp_path / "data"))
 
 
@@ -296,21 +292,15 @@ def hub(tmp_path, monkeypatch):
     return clone
 
 
-def test_configuration_and_split_of_a_hub_dataset(hub):
+def test_configuration_and_split_of_a_hub_dataset(hub, user_error):
     assert len(load_examples(DataSource("openai/gsm", "main"))) == 4
     assert len(load_examples(DataSource("openai/gsm", "main", "test"))) == 1
     assert len(load_examples(DataSource("openai/gsm", "other", "test"))) == 2
-    with pytest.raises(
-        UserError, match=r"cannot read the hub dataset \(.*\): --prompts openai/gsm\. Choose --data.* main, other$"
-    ):
+    with user_error("--prompts openai/gsm", "--dataset-config", "main", "other"):
         load_examples(DataSource("openai/gsm"))
-    with pytest.raises(
-        UserError, match=r": --prompts openai/gsm, --dataset-config mian\. Choose --dataset-config from"
-    ):
+    with user_error("--prompts openai/gsm", "--dataset-config mian", "--dataset-config"):
         load_examples(DataSource("openai/gsm", "mian"))
-    with pytest.raises(
-        UserError, match=r": --prompts openai/gsm, --dataset-config other\. Choose --dataset-split from t"
-    ):
+    with user_error("--prompts openai/gsm", "--dataset-config other", "--dataset-split"):
         load_examples(DataSource("openai/gsm", "other"))
 
 
@@ -321,17 +311,15 @@ def renamed(*names: str) -> tuple[Renaming, ...]:
     return tuple(map(Renaming.parse, names))
 
 
-def test_columns_get_new_names(tmp_path):
+def test_columns_get_new_names(tmp_path, user_error):
     rows = [{"problem": f"{i} + 1?", "solution": i + 1, "prompt": "not used"} for i in range(3)]
     file = str(write(tmp_path / "a.jsonl", jsonl(*rows)))
     examples = load_examples(DataSource(file, columns=renamed("prompt=problem", "answer=solution", "kind=prompt")))
     assert [e.question for e in examples] == ["0 + 1?", "1 + 1?", "2 + 1?"]
     assert examples[0].columns == {"prompt": "0 + 1?", "answer": 1, "kind": "not used"}
-    with pytest.raises(
-        UserError, match=r"no column 'problm': --columns prompt=problm, --prompts .*Did you mean problem"
-    ):
+    with user_error("'problm'", "--columns", "--prompts"):
         load_examples(DataSource(file, columns=renamed("prompt=problm", "kind=prompt")))
-    with pytest.raises(UserError, match=r"already has a column 'prompt': --columns prompt=problem, .* OTHER=prompt"):
+    with user_error("'prompt'", "--columns"):
         load_examples(DataSource(file, columns=renamed("prompt=problem")))
 
 
@@ -386,15 +374,15 @@ def test_small_numbers_of_json_are_read(tmp_path):
     assert [e.columns["answer"] for e in load_examples(str(write(tmp_path / "a.jsonl", rows)))] == [0, 5e-324, 1e308]
 
 
-def test_empty_name_of_data_is_refused():
+def test_empty_name_of_data_is_refused(user_error):
     """A variable of the shell that is not set: `--prompts "$DATA"`. As a path, the empty text is this folder."""
     for parse, flag in (
         (parse_cli, "--prompts"), (parse_reward_cli, "--pairs"), (parse_evaluation_cli, "--prompts"),
         (lambda argv: parse_comparison_cli(["run", *argv]), "--prompts"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=f"^{flag[2:]} is empty: {flag}\\. Give a data file"):
+        with user_error(flag[2:], flag):
             parse([flag, ""])
-    with pytest.raises(UserError, match=r"^prompts is empty: "):
+    with user_error("prompts"):
         make_config(prompts=" ")
 
 
@@ -427,25 +415,23 @@ def test_pairs_are_recognised_in_every_kind_of_file(tmp_path):
     assert may_have_pairs(str(file), ("chosen=good",)) and may_have_pairs(str(file), {"chosen": "good"})
 
 
-def test_arrow_stream_without_its_end_is_incomplete(tmp_path):
+def test_arrow_stream_without_its_end_is_incomplete(tmp_path, user_error):
     """Cut between two batches, it would be read without an error. So would a saved dataset."""
     file = write_arrow(tmp_path / "a.arrow", pa.ipc.new_stream)
     write(file, file.read_bytes()[:-8])
-    with pytest.raises(
-        UserError, match=r"^not Arrow \(a\.arrow has no end-of-stream marker\. Is the file incomplete\?"
-    ):
+    with user_error("a.arrow"):
         load_examples(str(file))
     saved = save(tmp_path / "saved", Dataset.from_list(ROWS))
     (part,) = saved.glob("*.arrow")
     write(part, part.read_bytes()[:-8])
-    with pytest.raises(UserError, match=r"^not a saved dataset \(.*Is the file incomplete\?\): "):
+    with user_error(saved):
         load_examples(str(saved))
 
 
-def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path):
+def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
     scores = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
     pa.parquet.write_table(pa.table({"prompt": ["a"], "scores": scores}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"^the column 'scores' is a map: .*a\.parquet\. Remove it"):
+    with user_error("'scores'", "a.parquet"):
         load_examples(str(tmp_path / "a.parquet"))
 
 
@@ -485,16 +471,14 @@ def with_bad_rows(bad: int, rows: int = 100) -> str:
     return jsonl(*({"prompt": "" if i < bad else f"question {i}"} for i in range(rows)))
 
 
-def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path):
+def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path, user_error):
     file = str(write(tmp_path / "a.jsonl", with_bad_rows(7)))
     with pytest.raises(UserError) as caught:
         load_examples(file)
     lines = caught.value.report().splitlines()
     assert len(lines) == 6 and lines[-1] == "and 2 more"
     assert lines[0].endswith("To skip all bad rows (7 of 100), add --skip-bad-rows 7")
-    with pytest.raises(
-        UserError, match=r"is empty: .* row\. To skip all bad rows \(2 of 3\), add --skip-bad-rows 66.7"
-    ):
+    with user_error("2", "3", "--skip-bad-rows 66.7"):
         load_examples(str(write(tmp_path / "b.jsonl", with_bad_rows(2, 3))))
     with pytest.raises(UserError) as caught:
         load_examples(str(write(tmp_path / "b.jsonl", with_bad_rows(2999, 3000))))
@@ -524,22 +508,22 @@ def test_all_rows_bad_is_an_error_whatever_may_be_skipped(tmp_path):
     assert "--skip-bad-rows" not in str(caught.value)
 
 
-def test_a_column_that_all_rows_lack_is_reported_once(tmp_path):
+def test_a_column_that_all_rows_lack_is_reported_once(tmp_path, user_error):
     file = str(write(tmp_path / "a.json", json.dumps([{"problem": "1 + 1?", "answer": 2}] * 9, indent=2)))
     with pytest.raises(UserError) as caught:
         load_examples(file)
     assert str(caught.value).startswith(f'no prompt: {file}:2, \'{{ "problem": "1 + 1?"')
     assert str(caught.value).endswith("add --columns prompt=problem. All 9 rows have this problem")
-    with pytest.raises(UserError, match=r'no "chosen" and "rejected": .* All 2 rows have this problem$'):
+    with user_error('"chosen"', '"rejected"', "2"):
         load_examples(str(write(tmp_path / "b.jsonl", jsonl(*ROWS[:2]))), pairs=True)
 
 
-def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub):
+def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub, user_error):
     train, text = hub / "main" / "train.jsonl", []
     (hub / "main" / "test.jsonl").unlink()
     write(train, with_bad_rows(1))
     assert len(load_examples(DataSource("openai/gsm", "main"), say=text.append)) == 99
     assert text[1].startswith("  prompt is empty: openai/gsm row 0. ")
     write(hub / "other" / "test.jsonl", with_bad_rows(2))
-    with pytest.raises(UserError, match="prompt is empty: openai/gsm row 0.*add --skip-bad-rows 2"):
+    with user_error("0", "--skip-bad-rows 2"):
         load_examples(DataSource("openai/gsm", "other", "test"))

@@ -7,6 +7,7 @@ each command has a new process.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -77,7 +78,7 @@ def main() -> None:
             try:
                 for stream, file in zip((1, 2), outputs, strict=True):
                     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                sys.stdin = io.StringIO()
                 status = run_here(command, cwd)
             except BaseException:
                 sys.excepthook(*sys.exc_info())

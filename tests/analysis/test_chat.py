@@ -64,6 +64,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.ci
 def test_chat_in_a_separate_process(runs):
     command = ["evaluate_generations.py", "--chat", "--model-path", str(runs["grpo", 1])]
     done = run(command, ROOT, typed="What is a cat?\n\nand a dog?\n/new\nHello\n/exit\nnever read\n")

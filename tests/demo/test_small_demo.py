@@ -32,7 +32,7 @@ def train_all(folder: Path) -> None:
     """Trains PPO first, which makes the demo parts, then the other algorithms. Each run's output goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(ready, "QUESTIONS", ready.QUESTIONS // 5)
+        patch.setattr(ready, "QUESTIONS", ready.QUESTIONS // 8)
         patch.setattr(ready, "SAMPLES_PER_QUESTION", ready.SAMPLES_PER_QUESTION // 2)
         for name in ALGORITHMS:
             with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
@@ -47,7 +47,7 @@ def finished(name: str) -> dict:
 
 def test_ppo_makes_the_demo_parts_and_trains(small):
     printed = Path("ppo.txt").read_text(encoding="utf-8")
-    assert "demo: sampling 3 completions for each of 600 questions" in printed
+    assert "demo: sampling 3 completions for each of 375 questions" in printed
     record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
     assert len(record["by_flaw"]) >= 3 and record["accuracy"] > 0.5
     run = finished(RUNS[0])

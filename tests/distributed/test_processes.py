@@ -158,7 +158,7 @@ def check_kills(folder: Path, algorithm: str, kills: int) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_killed_process_ends_the_others_and_the_run_resumes(tmp_path, algorithm):
-    check_kills(tmp_path, algorithm, 10)
+    check_kills(tmp_path, algorithm, 5)
 
 
 @pytest.mark.proof

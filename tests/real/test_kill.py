@@ -19,7 +19,7 @@ from rlhf.utils import system
 from tests.kills import differing
 from tests.scripts.test_scripts import ROOT
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.proof
 
 
 def kill_after_first_checkpoint(flags: list[str], output: Path) -> None:

@@ -8,7 +8,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
 from plot_training_progress import main
-from rlhf.analysis.curves import Curve, read_runs
-from rlhf.config import make_config
-from rlhf.reports.curve_chart import Chart, shortened
-from rlhf.reports.curve_plots import draw, power_of_ten
+from rlhf.analysis.curves import read_runs
+from rlhf.reports.curve_chart import Chart
+from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import colour_of
 from rlhf.utils.errors import UserError
 from tests.reports.conftest import TAGS
@@ -63,15 +61,6 @@ def test_one_run_has_raw_and_smoothed_lines(logged_run):
     assert [found.get_ydata().tolist() for found in rate.lines] == [[4, 2, 6, 1]], "the learning rate is not smoothed"
 
 
-def test_each_panel_has_a_title_and_a_unit(logged_run):
-    axes = panels(logged_run("run"))
-    assert [a.get_title() for a in axes] == [
-        "Loss", "Learning rate", "Mean reward", "KL to the start model",
-    ]  # fmt: skip
-    assert [a.get_ylabel() for a in axes] == ["", "", "score", "nats/sequence"]
-    assert [a.get_xlabel() for a in axes[2:]] == ["updates", "updates"]
-
-
 @pytest.mark.parametrize(
     ("x", "label", "expected"),
     [("updates", "updates", [1, 2, 3]), ("episodes", "episodes", [64, 128, 192]),
@@ -82,71 +71,6 @@ def test_horizontal_axis_shows_the_chosen_unit(logged_run, x, label, expected):
     axes = panels(logged_run("run", 3, pace=60.0), x=x)
     assert axes[3].get_xlabel() == label
     assert all(a.lines[0].get_xdata().tolist() == expected for a in axes)
-
-
-def test_topics_have_two_separate_panels(logged_run):
-    """Ten topics with two updates each. The second algorithm is dashed, and only the first eight topics are drawn."""
-    topics = {f"topic/t{i // 2}/{kind}": [math.nan] * 20 for i in range(20) for kind in ("score", "kl")}
-    for i in range(20):
-        for kind in ("score", "kl"):
-            topics[f"topic/t{i // 2}/{kind}"][i] = float(i)
-    several = {tag: np.arange(1.0, 21.0) for tag in TAGS} | topics
-    runs = [logged_run(name, curves=several, algorithm=name) for name in ("ppo", "grpo")]
-    figure = draw(Chart(read_runs(runs), "updates", 1))
-    score, kl = figure.axes[4:]
-    assert [a.get_title() for a in (score, kl)] == ["Score by topic (GRPO dashed)", "KL by topic (GRPO dashed)"]
-    assert [a.get_ylabel() for a in (score, kl)] == ["score", "nats/sequence"]
-    lines = [line(score, f"topic t{i}") for i in range(8)]
-    assert len(score.lines) == 16 and {found.get_linestyle() for found in lines} == {"-"}
-    assert len({tuple(found.get_color()) for found in lines}) == 8
-    assert [found.get_linestyle() for found in score.lines] == ["-", "--"] * 8
-    assert "2 more topics: see the CSV table" in panel_text(score)
-    y = lines[3].get_ydata()
-    assert y[np.isfinite(y)].tolist() == [6.0, 7.0]
-
-
-def test_topic_line_has_a_gap_while_other_topics_are_trained(logged_run):
-    run = logged_run("run", 6, {**{tag: [1.0] * 6 for tag in TAGS}, "topic/t/score": [3.0, 4.0]})
-    figure = draw(Chart(read_runs([run]), "updates", 1))
-    assert points(figure.axes[4], "topic t") == [(1, 3), (2, 4)]
-    gap = Curve(np.array([1, 2, 5, 6]), np.array([1.0, 2, 3, 4]), np.arange(4.0))
-    found = read_runs([run])[0]
-    found.scalars["topic/t/score"] = gap
-    xs, ys = line(draw(Chart([found], "updates", 1)).axes[4], "topic t").get_data()
-    assert np.isnan(ys).tolist() == [False, False, True, False, False] and np.nansum(xs) == 14
-
-
-def test_evaluations_are_markers_with_a_legend_entry(logged_run):
-    figure = draw(Chart(read_runs([logged_run("run", evaluations={0: -1.0, 10: 0.5, 20: 0.75})]), "updates", 10))
-    reward = figure.axes[2]
-    assert points(reward, EVALUATION) == [(0, -1), (10, 0.5), (20, 0.75)]
-    assert line(reward, EVALUATION).get_linestyle() == "None" and line(reward, EVALUATION).get_marker() == "o"
-    assert legend(figure) == [
-        "each update", "mean of the last 10 updates", EVALUATION, TARGET,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [("finished", "PPO, recipe demo, seed 7\n{run}: 20 updates"),
-     ("running", "PPO, recipe demo, seed 7\n{run}: running, 15 of 20 updates"),
-     ("failed", "PPO, recipe demo, seed 7\n{run}: failed, 15 of 20 updates")],
-)  # fmt: skip
-def test_title_shows_the_run_and_its_status(logged_run, status, expected, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    logged_run("run", curves={"loss": [1.0] * 15}, status=status, seed=7)
-    figure = draw(Chart(read_runs([Path("run")]), "updates", 10))
-    assert figure.get_suptitle() == expected.format(run="run")
-
-
-def test_long_name_is_shortened_in_the_middle():
-    assert shortened("a" * 50) == "a" * 50
-    assert shortened("a" * 50 + "b" * 50) == "a" * 16 + "…" + "b" * 33
-
-
-def test_learning_rate_ticks_use_exponent_notation():
-    write = power_of_ten(3.15e-4)
-    assert [write(v, 0) for v in (0.0, 5e-5, 1.5e-4, 3e-4)] == ["0", "0.5e-4", "1.5e-4", "3e-4"]
 
 
 # the KL target
@@ -170,18 +94,6 @@ def test_phased_targets_per_token_are_drawn_as_steps(logged_run):
     assert target.get_ydata().tolist() == [0.05, 0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"), [(["2/sequence"], ["KL target 2/sequence\n(beta fixed)"]), (None, [])]
-)
-def test_fixed_beta_has_no_band_and_only_an_explicit_target(logged_run, tmp_path, target, expected):
-    recipe = tmp_path / "fixed.yaml"  # in a file, a target without an effect is accepted
-    recipe.write_text(f"kind: recipe\nkl_schedule: fixed\nkl_target: {'none' if target is None else target[0]}\n")
-    kl = panels(logged_run("run", recipe=str(recipe)))[3]
-    assert [found.get_label() for found in kl.lines if "target" in found.get_label()] == expected
-    assert not kl.collections
-    assert kl.get_title().endswith("(beta fixed)") == (target is None)
-
-
 # missing and unusual values
 
 
@@ -199,33 +111,6 @@ def test_non_finite_values_are_gaps(logged_run):
         assert np.isnan(line(loss, label).get_ydata()).tolist() == [False, True, False, True, False, False]
         assert line(loss, label).get_markevery() == [0, 2], "a single value between gaps is drawn as a dot"
     assert "no value of loss\nis finite" in panel_text(panels(logged_run("none", 2, {"loss": [math.nan] * 2}))[0])
-
-
-def test_run_with_one_update_is_a_dot(logged_run):
-    assert all(axes.lines[0].get_marker() == "." for axes in panels(logged_run("run", 1)))
-
-
-def test_spike_does_not_set_the_range_of_the_loss_axis(logged_run):
-    values = np.sin(np.arange(200.0))
-    values[50] = 1000
-    loss = panels(logged_run("run", 200, {"loss": values}))[0]
-    low, high = loss.get_ylim()
-    assert -2 < low < -1 and 1 < high < 2
-    assert panel_text(loss) == "arrows: values up to 1e+03\nare outside the axis"
-    assert [a.get_xdata().tolist() for a in loss.lines if a.get_marker() == "^"] == [[51, 51]]
-    values[50] = 4
-    small_spike = panels(logged_run("small_spike", 200, {"loss": values}))[0]
-    assert small_spike.get_ylim()[1] > 4 and panel_text(small_spike) == ""
-
-
-def test_drawing_many_points_is_fast(logged_run, tmp_path):
-    many = {tag: np.random.default_rng(0).standard_normal(12_000) for tag in TAGS}
-    chart = Chart(read_runs([logged_run("run", 12_000, many)]), "updates", 50)
-    started = time.process_time()
-    figure = draw(chart)
-    figure.savefig(tmp_path / "many.png")
-    assert len(figure.axes[0].lines[0].get_xdata()) == 12_000
-    assert time.process_time() - started < 10, "CPU seconds; usually about 1"
 
 
 # several runs
@@ -259,48 +144,11 @@ def test_ppo_and_grpo_have_separate_colours_and_names(logged_run):
     assert "not comparable" in figure.axes[0].get_title()
 
 
-def test_script_reports_unequal_durations_only_over_time(logged_run, tmp_path, capsys):
-    runs = [logged_run("a", 100, seed=1), logged_run("b", 100, seed=2, pace=2.0)]
-    output = [run_script(capsys, *runs, "--x", x, "--output", tmp_path / "plot") for x in ("updates", "time")]
-    assert "differ" not in output[0] and "the PPO runs differ in length, 1:40 to 3:20: their mean ends" in output[1]
-
-
-def test_one_run_per_algorithm_is_a_line_without_a_band(logged_run):
-    loss = panels(logged_run("p", seed=1), logged_run("g", algorithm="grpo", seed=2, status="running"))[0]
-    assert [found.get_label() for found in loss.lines] == ["PPO, seed 1", "GRPO, seed 2"] and not loss.collections
-    assert loss.figure.get_suptitle().startswith("PPO and GRPO, recipe demo, 1 of 2 runs running\n")
-
-
-def test_label_counts_runs_instead_of_seeds_if_a_seed_is_repeated(logged_run):
-    assert panels(logged_run("a"), logged_run("b"))[0].lines[0].get_label() == "PPO, mean of 2 runs"
-
-
 def test_mean_over_time_uses_values_at_the_same_time(logged_run):
     """One run takes 1 s per update, the other 2 s. After 4 s they have finished updates 4 and 2."""
     runs = [logged_run("a", 10, pace=1.0), logged_run("b", 10, pace=2.0)]
     found = dict(points(panels(*runs, x="time")[0], "PPO, mean of 2 runs"))
     assert found[4] == 3 and min(found) == 2 and max(found) == 10
-
-
-def test_phased_targets_with_different_phase_ends_are_two_lines(logged_run):
-    phased = {"kl_schedule": "phased", "kl_target": ["4/sequence", "2/sequence"]}
-    runs = [logged_run("p", 8, **phased), logged_run("g", 4, algorithm="grpo", **phased)]
-    kl = panels(*runs)[3]
-    label = "{}, KL target 4, 2/sequence\n(band: 0.5 to 1.5 x)"
-    assert [y for _, y in points(kl, label.format("PPO"))] == [4, 4, 4, 4, 4, 2, 2, 2, 2]
-    assert [y for _, y in points(kl, label.format("GRPO"))] == [4, 4, 4, 2, 2]
-    same = panels(logged_run("p2", 8, **phased), logged_run("g2", 8, algorithm="grpo", **phased))[3]
-    assert len([found for found in same.lines if "target" in found.get_label()]) == 1
-
-
-def test_shared_target_is_drawn_to_the_end_of_the_longest_run(logged_run):
-    kl = panels(logged_run("a", 5, pace=10.0), logged_run("b", 8, algorithm="grpo"), x="time")[3]
-    assert points(kl, TARGET)[-1] == (50, 3)
-
-
-def test_panel_reports_runs_of_a_group_without_the_scalar(logged_run):
-    loss = panels(logged_run("a"), logged_run("b", 3, {"learning_rate": [1.0] * 3}))[0]
-    assert panel_text(loss) == "loss\nwas not logged\nby 1 of 2 PPO runs"
 
 
 # groups with different settings
@@ -338,16 +186,6 @@ def test_labels_are_the_names_in_legend_table_and_output(logged_run, tmp_path, c
         }  # fmt: skip
     with pytest.raises(UserError, match=r"3 label\(s\) for 2 group\(s\) of runs: --label x y z\. .*GRPO .*; PPO "):
         run_script(capsys, *runs, "--label", "x", "y", "z")
-
-
-def test_nine_groups_have_distinct_lines_and_one_legend_entry_each(logged_run):
-    runs = [logged_run(str(i), learning_rate=1e-4 * i, evaluations={0: 1.0}) for i in range(1, 10)]
-    figure = draw(Chart(read_runs(runs), "updates", 1))
-    drawn = [found for found in figure.axes[0].lines if "learning_rate" in found.get_label()]
-    assert len({(found.get_color(), found.get_linestyle()) for found in drawn}) == len(drawn) == 9
-    assert max(found.get_linewidth() for found in drawn) < 7
-    assert len(legend(figure)) == 9 + 2, "the evaluations and the target have one entry each"
-    assert figure.get_suptitle().startswith("PPO, 9 groups, recipe demo\n")
 
 
 # the script
@@ -424,7 +262,3 @@ def test_help_and_invalid_flags_import_no_slow_packages(argument):
     code += "except SystemExit: pass\nassert not {'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, argument], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_demo_recipe_has_64_episodes_per_update():
-    assert [make_config("demo", a).episodes_per_update for a in ("ppo", "grpo")] == [64, 64]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart, title
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import COLOURS, group_styles, line_styles_of
-from rlhf.reports.report_plots import colours_of, score_against_kl
-from tests.reports.conftest import TAGS
-from tests.reports.test_curve_plots import legend, line, panel_text
+from rlhf.reports.plot_style import line_styles_of
+from rlhf.reports.report_plots import colours_of
+from tests.reports.test_curve_plots import legend, line
 
 
 def with_algorithm(run, algorithm: str):
@@ -48,38 +45,6 @@ def test_controls_are_named_in_legend_and_title(logged_run):
     assert control in figure.get_suptitle()
     more = [logged_run(f"c{rate}", algorithm="grpo", control="shuffled", learning_rate=rate) for rate in (1e-5, 2e-5)]
     assert f"GRPO and {control}, 3 groups" in title(Chart(read_runs([runs[0], *more]), "updates", 10))
-
-
-def test_topics_of_a_fifth_algorithm_are_reported_as_not_drawn(logged_run):
-    curves = {tag: np.arange(1.0, 4.0) for tag in (*TAGS, "topic/t/score", "topic/t/kl")}
-    runs = read_runs([logged_run(str(i), 3, curves) for i in range(5)])
-    labelled = [with_algorithm(run, name) for run, name in zip(runs, ("ppo", "grpo", "a", "b", "c"), strict=True)]
-    three, five = (draw(Chart(some, "updates", 1)).axes[4] for some in (labelled[:3], labelled))
-    assert three.get_title() == "Score by topic (GRPO dashed, A dotted)"
-    assert [found.get_linestyle() for found in three.lines] == ["-", "--", ":"]
-    assert three.lines[0].get_label() == "topic t" and panel_text(three) == ""
-    assert len(five.lines) == 4 and panel_text(five) == "C is not drawn: see the CSV table"
-
-
-def test_target_shared_by_two_of_three_algorithms_is_labelled_with_both(logged_run):
-    phased = {"kl_schedule": "phased", "kl_target": ["4/sequence", "2/sequence"]}
-    runs = read_runs([logged_run("p", 8, **phased), logged_run("g", 4, **phased), logged_run("t", 8, **phased)])
-    labelled = [with_algorithm(run, name) for run, name in zip(runs, ("ppo", "grpo", "toy"), strict=True)]
-    labels = [found.get_label() for found in draw(Chart(labelled, "updates", 1)).axes[3].lines]
-    target = "KL target 4, 2/sequence\n(band: 0.5 to 1.5 x)"
-    assert [label for label in labels if target in label] == [f"PPO and TOY, {target}", f"GRPO, {target}"]
-
-
-def test_score_against_kl_reports_a_run_without_evaluations(logged_run):
-    curves = {"eval/kl_divergence": [1.0, 2.0], "eval/score": [0.0, 1.0]}
-    runs = runs_of_three(logged_run, updates=2, curves=curves)
-    axes = score_against_kl(runs).axes[0]
-    ends = [line(axes, name) for name in ("PPO", "GRPO", "TOY")]
-    assert len({end.get_marker() for end in ends}) == len({end.get_color() for end in ends}) == 3
-    assert [text.get_text() for text in axes.texts] == ["42"] * 3
-    [no_evaluations] = read_runs([logged_run("no_evaluations", 2, {"loss": [1.0, 2.0]}, seed=7)])
-    axes = score_against_kl([*runs, with_algorithm(no_evaluations, "new")]).axes[0]
-    assert panel_text(axes) == "no evaluation was logged by\nNEW, seed 7 | 42 | 42 | 42"
 
 
 def test_unregistered_algorithms_have_distinct_styles():

@@ -15,18 +15,15 @@ from rlhf.analysis.curves import read_curves
 from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
-from rlhf.analysis.verdict import RunGroup
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
-from rlhf.reports import comparison_report
 from rlhf.reports.comparison_report import make_comparison, make_groups, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
-from rlhf.reports.token_page import colour, write_token_page
+from rlhf.reports.token_page import write_token_page
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import visible
 from rlhf.utils.html import markdown_cell
-from tests.records import record_of
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -177,32 +174,6 @@ def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_p
     assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
 
 
-def group_with_settings(algorithm: str, **groups: dict) -> RunGroup:
-    return RunGroup(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
-
-
-def test_settings_that_differ_between_three_groups():
-    """Settings that apply to only some algorithms are not listed, except K."""
-    same = {"optimizer": {"learning_rate": 0.1}, "grpo": {"loss_type": "dapo"}}
-    groups = [
-        group_with_settings("ppo", **same, model={"use_lora": True}, group={"K": None}, ppo={"lam": 0.95}),
-        group_with_settings("grpo", **same, model={"use_lora": False}, group={"K": 4}, ppo={"lam": 1.0}),
-        group_with_settings("toy", **same, model={}, group={"K": 6}),
-    ]
-    [(name, text)] = comparison_report.settings_that_differ(groups)
-    assert name == "settings that differ"
-    assert text == "use_lora: PPO true, GRPO false, TOY unknown; K: GRPO 4, TOY 6"
-    [(_, text)] = comparison_report.settings_that_differ(
-        [groups[0], group_with_settings("grpo", **same, model={"use_lora": True})]
-    )
-    assert text == "only those of a single algorithm"
-    [(_, text)] = comparison_report.settings_that_differ(
-        [groups[0], group_with_settings("ppo", **same, model={"use_lora": False}), groups[1]]
-    )
-    assert text == "use_lora: true / false / false; K: - / - / 4 (in the order of the groups)"
-    assert comparison_report.settings_that_differ(groups[:1]) == []
-
-
 @pytest.mark.parametrize(
     ("text", "cell"),
     [
@@ -216,12 +187,6 @@ def test_settings_that_differ_between_three_groups():
 )
 def test_markdown_cell_escapes_special_characters(text, cell):
     assert markdown_cell(text) == cell
-
-
-def test_visible_keeps_ordinary_text_and_escapes_control_characters():
-    for text in ("plain\ttab\nline", "naïve café — “quotes”", "日本語 עברית العربية", "👩‍🔬 ✓"):
-        assert visible(text) == text
-    assert visible("a\r\nb\rc\u2028") == "a\nb<U+000D>c<U+2028>"
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -241,11 +206,3 @@ def test_token_page_escapes_hostile_tokens(runs, tmp_path, form):
     assert json.loads(page.data) == rows
     for text in HOSTILE:
         assert visible(text) in page.text
-
-
-def test_token_colours_match_hand_computed_values():
-    """White at 0, and 75% blue or orange at the end of the scale and beyond."""
-    assert colour(0.0, 2.0) == "#ffffff"
-    assert colour(2.0, 2.0) == colour(9.0, 2.0) == "#4095c5"  # 255 + (0, 114, 178 - 255) x 0.75
-    assert colour(-2.0, 2.0) == "#e08640"
-    assert colour(1.0, 2.0) != colour(2.0, 2.0)

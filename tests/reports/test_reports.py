@@ -68,19 +68,6 @@ def test_which_best_evaluates_the_best_checkpoint(evaluation, runs, tmp_path):
     assert report["models"][0]["which"] == "best" and "(best, after update 1)" in shown
 
 
-def test_one_completion_of_one_prompt(evaluation, runs):
-    report, _ = evaluation("--model-path", runs["ppo", 1], "--num-prompts", 1, "--completions", 1)
-    (prompt,) = report["prompts"]
-    assert [side["completions"][0]["label"] for side in prompt["sides"]] == ["BEST", "BEST"]
-    assert report["models"][0]["against_start"]["score"]["low"] is None
-
-
-def test_same_command_gives_the_same_figures(evaluation, runs):
-    flags = ("--model-path", runs["grpo", 2], "--num-prompts", 3)
-    first, again, other = evaluation(*flags)[0], evaluation(*flags)[0], evaluation(*flags, "--seed", 9)[0]
-    assert first["models"] == again["models"] and first["prompts"] == again["prompts"] != other["prompts"]
-
-
 def test_adapter_trained_on_4_bit_weights_is_evaluated_on_4_bit_weights(
     start_model, reward_folder, pairs_file, tmp_path
 ):
@@ -115,18 +102,6 @@ def test_tokens_flag_writes_a_token_page(runs, tmp_path, capsys):
     assert "1 of 1 recorded updates" in capsys.readouterr().out
     page = (tmp_path / "out" / "tokens.html").read_text(encoding="utf-8")
     assert "GRPO, recipe smollm2-orca, seed 1" in page
-
-
-def test_token_page_of_a_completion_without_a_score(runs, tmp_path):
-
-    run = shutil.copytree(runs["ppo", 1], tmp_path / "run")
-    (file,) = (run / "tokens").glob("*.jsonl")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    without = [{**row, "score": None if row["episode"] == rows[0]["episode"] else 1.5} for row in rows]
-    file.write_text("".join(json.dumps(row) + "\n" for row in without), encoding="utf-8")
-    evaluate_generations.main(arguments("--tokens", run, "--output", tmp_path / "out"))
-    page = (tmp_path / "out" / "tokens.html").read_text(encoding="utf-8")
-    assert page.count("tokens, no score</small>") == 1 and "tokens, score +1.500</small>" in page
 
 
 # --- compare_runs.py -------------------------------------------------------------------------------------------------
@@ -197,22 +172,6 @@ def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
     assert not any("over seeds" in sentence for sentence in report["verdict"])
 
 
-def test_comparison_of_one_algorithm(comparison, runs):
-    report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
-    assert report["verdict"][1] == "All runs are in one group, so there is nothing to compare it with."
-    assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
-
-
-def test_verdict_uses_the_judge_if_given(comparison, runs, tmp_path):
-    from tests.shapes import make_reward_model
-
-    judge = make_reward_model(tmp_path / "judge", seed=4)
-    report, _ = comparison(*runs.values(), "--judge-model", judge)
-    assert f"by the judge ({judge}, not used in RL training)" in report["verdict"][0]
-    assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged"}
-    assert report["at_equal"][0]["differences"][0]["by"] == "judge"
-
-
 def copy_with_settings(run, folder, **settings):
     """Copies a run and changes settings in the copy's run.json."""
 
@@ -255,26 +214,6 @@ def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, t
     assert "learning_rate: 0.01 / 0.5 / 0.01; use_lora: false / false / true;" in facts
 
 
-def test_labels_name_the_groups(comparison, runs, tmp_path):
-    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
-    report, _ = comparison(other, runs["ppo", 1], "--label", "high, as before", "low")
-    assert list(report["groups"]) == ["high, as before", "low"]
-    assert " between high, as before and low by score" in report["verdict"][0] or "better than" in report["verdict"][0]
-    assert list(report["at_equal"][0]["sides"]) == ["high, as before", "low"]
-    with pytest.raises(
-        UserError, match=r"1 label\(s\) for 2 group\(s\) of runs: --label a\. .*PPO learning_rate 0\.5 \(1"
-    ):
-        comparison(other, runs["ppo", 1], "--label", "a")
-
-
-def test_seeds_with_different_evaluation_functions_can_be_pooled(comparison, runs, tmp_path):
-    """Evaluation functions do not change what is learned. None of them is a judge, because they differ."""
-    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", eval_func=["length_penalty"], eval_samples=2)
-    report, text = comparison(runs["ppo", 1], other)
-    assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2"] and report["judges"] == []
-    assert "the runs have different evaluation functions, so none is used" in text
-
-
 def test_comparison_reports_unequal_budgets(comparison, runs, tmp_path):
     longer = copy_with_settings(runs["grpo", 1], tmp_path / "longer")
     facts = json.loads((longer / "run.json").read_text())
@@ -315,16 +254,6 @@ def test_comparison_reports_errors_before_sampling(runs, tmp_path, capsys, case)
     with pytest.raises(UserError, match=message):
         compare_runs.main([*flags, "--output", str(output)])
     assert "completions" not in capsys.readouterr().out, "nothing was sampled"
-
-
-def test_evaluation_reports_errors_before_sampling(runs, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for command in (["--model-path", runs["ppo", 1]], ["--tokens", runs["ppo", 1]]):
-        with pytest.raises(UserError, match="not a folder: --output"):
-            evaluate_generations.main(arguments(*command, "--output", tmp_path / "file"))
-    with pytest.raises(UserError, match="model_path has no effect with --tokens: --model-path"):
-        evaluate_generations.main(arguments("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
-    assert "of 24 completions" not in capsys.readouterr().out
 
 
 def test_mistyped_run_is_not_searched_on_the_hub(comparison, runs, monkeypatch):
@@ -402,40 +331,3 @@ def test_prompts_without_a_score_are_counted_and_shown(evaluation, runs, partly_
     page = (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
     assert page.count('<span class="tag MEDIUM">no score</span>') == 16
     assert ": NaN" not in page
-
-
-def test_model_without_any_score(evaluation, runs, partly_scored, tmp_path):
-    _, rules = partly_scored
-    run = one_reward(runs["ppo", 1], tmp_path / "run")
-    report, text = evaluation("--model-path", run, "--reward-func", f"{rules}:never", "--num-prompts", 3)
-    assert report["models"][0]["figures"]["score"] is None and report["models"][0]["against_start"]["win_rate"] is None
-    assert "3 of 3 prompts are left out of comparisons" in text
-    assert "Score - &rarr; <strong>-</strong>" in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
-
-
-def test_comparison_with_prompts_without_a_score(runs, partly_scored, tmp_path, capsys):
-    flags, _ = partly_scored
-    names = [one_reward(runs[name], tmp_path / f"{name[0]}_{name[1]}") for name in (("ppo", 1), ("grpo", 1))]
-    compare_runs.main(arguments(*names, *flags, "--completions", 2, "--output", tmp_path / "out"))
-    report = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
-    assert any("2 of 6 prompts are left out of comparisons" in caveat for caveat in report["caveats"])
-    assert all(c["difference"]["value"] is not None for c in report["contrasts"])
-    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
-    assert "| no score: " in markdown
-    figures, _, _ = markdown.partition("## Completions")
-    assert re.search(r"\bnan\b", figures + capsys.readouterr().out) is None
-
-
-def test_pictures_of_completions_without_a_score():
-    """One model without any score has no line in the panel of scores, and the others keep their shares."""
-    import numpy as np
-
-    from rlhf.reports.report_plots import distributions
-    from tests.analysis.test_missing_scores import made
-
-    half, none = made([[1.0, np.nan], [3.0, 2.0]]), made([[np.nan, np.nan]] * 2)
-    figure = distributions([half, none], ["start", "ppo"])
-    shares = [sum(patch.get_data().values) for patch in figure.axes[0].patches]
-    assert shares == [pytest.approx(1), 0]
-    assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [2.0]
-    assert len(distributions([none], ["start"]).axes) == 2

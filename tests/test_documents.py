@@ -101,7 +101,7 @@ def test_every_test_that_a_page_names_exists():
     text = "".join(prose(page) for page in PAGES)
     named = set(re.findall(r"`(test_[^`/:]*)`", text))
     assert len(named) > 5 and named - known == set()
-    paths = set(re.findall(r"`((?:tests|rlhf|benchmarks|docs|configs|reward_model)/[\w/.]*)`", text))
+    paths = set(re.findall(r"`((?:tests|rlhf|benchmarks|docs|configs|examples|reward_model)/[\w/.]*)`", text))
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
@@ -111,7 +111,8 @@ def test_every_flag_that_a_page_names_exists():
     settings = [s for command in known_commands for s in settings_of(command).values()]
     known = {flag for s in settings for flag in spellings([*s.names, *(f"no_{name}" for name in s.names)])}
     known |= {"--recipe", "--config", "--help", "--help-all"}
-    files = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "rlhf" / "demo" / "pretraining.py"]
+    files = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
+    files += [ROOT / "rlhf" / "demo" / "pretraining.py"]
     sources = "".join(path.read_text("utf-8") for path in files)
     known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', sources))
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("rlhf", "tests", "benchmarks", "reward_model", "configs", "docs")
+FOLDERS = ("rlhf", "tests", "benchmarks", "reward_model", "configs", "docs", "examples")
 KINDS = {".py", ".md", ".yaml", ".html"}
 FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in KINDS]
 FILES += [path for path in ROOT.glob("*") if path.suffix in KINDS and path.name != "CONTRIBUTING.md"]

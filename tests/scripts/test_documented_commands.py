@@ -25,6 +25,7 @@ WITHOUT_A_GPU = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the pag
 RUN_ELSEWHERE = {
     r"^(git clone|cd|python3 -m venv|source|pip install|pip wheel|ruff|mypy|bash \.ci/run)\b": ".ci/run",
     r"^python -m pytest": ".ci/run",
+    r"^python examples/tiny_ppo\.py": "tests/examples/test_tiny_ppo.py",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
     r"--sweep": "tests/run/test_sweep.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",

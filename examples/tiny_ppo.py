@@ -1,14 +1,14 @@
-"""PPO and GRPO for a language model in one file: plain PyTorch and transformers, nothing of `rlhf`.
+"""PPO and GRPO for a language model in one file: plain PyTorch and transformers, no import of `rlhf`.
 
     python examples/tiny_ppo.py                     # PPO, about a minute on two CPU cores
     python examples/tiny_ppo.py --algorithm grpo
 
 The demo's start model, a Llama with 1M weights, learns to answer "Which of these is a fruit: goat, plum, hammer?".
-The mean score rises from about 0.55 to above 0.9. `main` is the training loop, `update` the algorithm.
+The mean score rises from about 0.55 to about 0.9. `main` is the training loop, `update` the algorithm.
 
-Given the same completions and scores, the library's weights after an update are equal within 1e-6: tests/examples has
-the test, in float64. In float32, rounding errors move up to 1 in 10,000 weights further. The library's settings are
-then those of its recipe `demo` with --kl-schedule fixed, --lr-schedule constant and another reward:
+Given the same completions and scores, the library's weights after an update are equal within 1e-6 in float64. In
+float32, AdamW amplifies rounding errors, and up to 1 in 10,000 weights differ by more (tests/examples). The library's
+settings are then those of its recipe `demo` with --kl-schedule fixed, --lr-schedule constant and another reward:
 - the constants below; all weights are trained, in float32, without dropout, with --optim adamw and --weight-decay 0;
 - --top-k 0, --top-p 1, --kl-placement reward, --entropy-coef 0, --missing-eos-penalty 0, no --normalize-scores;
 - PPO: --critic shared, --kl-penalty-at token, --whiten-advantages, no --whiten-rewards, --critic-warmup 0;
@@ -97,7 +97,7 @@ def sample(policy: Policy, tokenizer: PreTrainedTokenizerBase, questions: list[s
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    # top_k=0: by default, generate samples from the 50 likeliest tokens. `forward` computes another policy (detail 8).
+    # By default, generate samples only from the 50 likeliest tokens. `forward` has no such limit (detail 8).
     ids = policy.model.generate(
         **prompts, max_new_tokens=LENGTH, do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0
     )[:, prompts.input_ids.shape[1] :]
@@ -118,7 +118,7 @@ def ppo_advantages(kl: Tensor, scores: Tensor, values: Tensor, mask: Tensor) -> 
     advantage = value = torch.zeros(len(mask))  # of the next token
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + GAMMA * value - values[:, t]  # the part of the reward that the critic did not predict
-        advantage, value = delta + GAMMA * LAMBDA * advantage, values[:, t]
+        advantage, value = delta + LAMBDA * advantage, values[:, t]
         advantages[:, t] = advantage
     # Whitening, over all tokens of the update: the step size no longer depends on the unit of the score (detail 25).
     whitened = (advantages - advantages[mask].mean()) * torch.rsqrt(advantages[mask].var() + 1e-8)
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Trains, and prints one line per update. Returns the mean score of each update."""
     parser = argparse.ArgumentParser(description="PPO and GRPO in plain PyTorch and transformers")
     parser.add_argument("--algorithm", choices=sorted(GROUP), default="ppo")
-    parser.add_argument("--model", default=START_MODEL, help="folder of a causal LM with a chat template")
+    parser.add_argument("--model", default=START_MODEL, help="folder of a causal LM with chat template and pad token")
     parser.add_argument("--updates", type=int, default=40)
     args = parser.parse_args(argv)
     torch.manual_seed(42)

@@ -115,7 +115,7 @@ class TrainingSettings(TypedDict, total=False):
     """Prompts per update; GRPO and RLOO sample K completions for each."""
 
     ppo_epochs: int
-    """Passes over each rollout; PPO, GRPO and RLOO all use it."""
+    """Passes over each rollout; every algorithm uses it."""
 
     minibatches: int
     """Optimizer steps per pass over the rollout; must divide the number of episodes per update."""

@@ -91,6 +91,15 @@ ALGORITHMS = {
             settings=(),
             source="rlhf.algorithms.rloo:RLOO",
         ),
+        Algorithm(
+            name="reinforce_pp",
+            label="REINFORCE++",
+            title="REINFORCE with advantages normalized over the batch",
+            group_size=1,
+            has_critic=False,
+            settings=(),
+            source="rlhf.algorithms.reinforce_pp:ReinforcePlusPlus",
+        ),
     )
 }
 

@@ -201,7 +201,7 @@ class BatchSettings:
         brief="prompts per update",
     )
     ppo_epochs: int = setting(
-        4, "passes over each rollout; PPO, GRPO and RLOO all use it", ge=1, aliases=("num_ppo_epochs",)
+        4, "passes over each rollout; every algorithm uses it", ge=1, aliases=("num_ppo_epochs",)
     )
     minibatches: int = setting(
         1,

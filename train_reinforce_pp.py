@@ -1,0 +1,16 @@
+"""`python train_reinforce_pp.py`: trains a language model with REINFORCE++."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.commands.train import INTERRUPTED, train_command
+from rlhf.utils.errors import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    train_command("reinforce_pp", argv, Path(__file__).with_name("config.py"))
+
+
+if __name__ == "__main__":
+    run_command(main, INTERRUPTED)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_tokens
-from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch, TokenBatch
+from rlhf.models.packing import MicroBatch, TokenBatch
 from rlhf.rollout.sampling import BadLogits, unpack_bits
 
 
@@ -135,10 +135,6 @@ class Completions(TokenBatch):
     def lengths(self) -> Tensor:
         """Number of completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)
-
-    def micro_batch(self, rows: Sequence[int], packed: bool) -> MicroBatch:
-        """Build the inputs of one forward pass over `rows`."""
-        return (PackedMicroBatch if packed else PaddedMicroBatch)(self, rows)
 
     def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""

@@ -42,7 +42,7 @@ class RolloutCollector:
         self.rewards, self.passes = rewards, passes
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
-        self.sampled_tokens = [0] * size()  # of completions, by process; counted if there are several
+        self.sampled_tokens = [0] * size()  # completion tokens, by process
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -66,14 +66,13 @@ class RolloutCollector:
 
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
-        if size() == 1:
-            return self._sample(episodes, update, purpose)
         prompts = [prompt for _, prompt in episodes]
         shares = by_group([prompt.ids for prompt in prompts], size())
         rows = shares[rank()]
         own = agree(lambda: self._sample([episodes[row] for row in rows], update, purpose) if rows else None)
-        length = self.sampling.max_new_tokens
-        completions = exchange_completions(own, rows, prompts, self.tokenizer, length, self.device)
+        completions, length = own, self.sampling.max_new_tokens
+        if size() > 1:
+            completions = exchange_completions(own, rows, prompts, self.tokenizer, length, self.device)
         for process, share in enumerate(shares):
             self.sampled_tokens[process] += sum(completions.completion_lengths[row] for row in share)
         return completions

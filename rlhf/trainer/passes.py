@@ -19,7 +19,7 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import MicroBatch
+from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, LogProbs
 from rlhf.rollout.exchange import exchange_logprobs
@@ -150,7 +150,7 @@ class ForwardPasses:
 
     def run(self, completions: Completions, rows: Sequence[int]) -> Pass:
         """Run the actor's backbone over one micro-batch, `rows`."""
-        micro_batch = completions.micro_batch(rows, self.packed)
+        micro_batch = (PackedMicroBatch if self.packed else PaddedMicroBatch)(completions, rows)
         # a separate context: under no_grad, autocast would cache bfloat16 weights without their autograd graph
         with autocast(self.device, self.dtype):
             return Pass(micro_batch, self.actor.forward_backbone(micro_batch))

@@ -80,7 +80,7 @@ def test_dropout_uses_the_seed_and_not_the_global_random_state(make):
 def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
     """Returns the inputs that one layer keeps, by the number of the token, in a forward pass over `rows`."""
     completions = trainer.rollout.completions
-    micro_batch = completions.micro_batch(rows, trainer.passes.packed)
+    micro_batch = trainer.passes.run(completions, rows).micro_batch
     layer = next(m for m in trainer.actor.policy.modules() if isinstance(m, TokenDropout))
     trainer.model.train()
     trainer.actor.dropout.set_tokens(micro_batch)

@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification
 import train_ppo
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.models.packing import PackedMicroBatch
 from rlhf.models.reward_critic import critic_of_reward_model, disable_dropout, set_value_head
 from rlhf.rewards.rewards import Rewards
 from rlhf.utils.errors import UserError
@@ -112,7 +113,7 @@ def test_dropout_of_the_reward_model_is_off(build, calibrated):
     trainer.model.train()
     completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     trainer.model.train()
-    micro_batch = completions.micro_batch(range(4), True)
+    micro_batch = PackedMicroBatch(completions, range(4))
     passes = [trainer.actor(micro_batch, 1.0)[2] for _ in range(2)]
     assert torch.equal(*passes)
     module = torch.nn.Sequential(torch.nn.Dropout(0.3))

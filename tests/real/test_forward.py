@@ -14,6 +14,7 @@ from rlhf.data.prompts import ids_alone
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import Actor, ActorCritic, with_value_head
 from rlhf.models.device import autocast
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions
 from rlhf.trainer.passes import ForwardPasses
@@ -98,8 +99,8 @@ def test_packed_equals_padded(actor, completions):
     """Log-probs and values within 2e-4, and the gradient of every weight within 1e-4 of its norm. Padded rows run
     through transformers' own backbone."""
     found = []
-    for packed in (True, False):
-        micro_batch = completions.micro_batch(range(len(ANSWERS)), packed)
+    for form in (PackedMicroBatch, PaddedMicroBatch):
+        micro_batch = form(completions, range(len(ANSWERS)))
         actor.zero_grad()
         logprobs, _, values = actor(micro_batch, 0.7)
         weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
@@ -117,7 +118,7 @@ def test_packed_equals_padded(actor, completions):
 def test_bfloat16_stays_close_to_float32(plain_model, texts, completions):
     """The mean difference is at most 0.06 nats per token and the largest 0.5. Below 1e-4, bfloat16 was not used."""
     with torch.no_grad(), autocast(CPU, torch.bfloat16):
-        found = Actor(plain_model)(completions.micro_batch(range(len(ANSWERS)), True), 0.7)[0]
+        found = Actor(plain_model)(PackedMicroBatch(completions, range(len(ANSWERS))), 0.7)[0]
     with torch.no_grad():
         exact = [plain_forward(plain_model, *text, 0.7)[0] for text in texts]
     difference = torch.cat([found[row, : len(e)] - e for row, e in enumerate(exact)]).abs()

@@ -13,6 +13,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rollout import continuous_batching
 from rlhf.rollout.choice import choose_engine
 from rlhf.rollout.continuous_batching import ContinuousBatcher
@@ -128,8 +129,8 @@ def test_packed_and_padded_logprobs_agree_in_float32(model):
     model.float()
     completions = sample(model, "slots", 3)
     with torch.no_grad():
-        packed, _, _ = Actor(model)(completions.micro_batch(range(9), True), 1.0)
-        padded, _, _ = Actor(model)(completions.micro_batch(range(9), False), 1.0)
+        packed, _, _ = Actor(model)(PackedMicroBatch(completions, range(9)), 1.0)
+        padded, _, _ = Actor(model)(PaddedMicroBatch(completions, range(9)), 1.0)
     assert_close(packed, padded, rtol=0, atol=2e-6)
 
 
@@ -326,7 +327,7 @@ class FakeVLLMGeneration:
             self.policy, batch, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
         )
         with torch.no_grad():
-            logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(batch)), True), temperature)
+            logprobs, _, _ = Actor(self.policy)(PackedMicroBatch(completions, range(len(batch))), temperature)
         rows = completions.rows()
         reported = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
         return prompts, rows, reported, None

@@ -13,6 +13,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import ActorCritic, with_value_head
+from rlhf.models.packing import PackedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
@@ -174,7 +175,7 @@ def test_padding_does_not_change_logprobs_or_values(policy, tokenizer):
 def test_entropy_matches_a_plain_forward_pass(policy, tokenizer):
     """The entropy is that of the full distribution at the same positions."""
     completions = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampling_settings(4, 0.7))
-    _, entropy, _ = ActorCritic(with_value_head(policy))(completions.micro_batch([0], True), 0.7, entropy="value")
+    _, entropy, _ = ActorCritic(with_value_head(policy))(PackedMicroBatch(completions, [0]), 0.7, entropy="value")
     context = completions.prompt_ids.shape[1]
     with torch.no_grad():
         logp = (policy(completions.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)

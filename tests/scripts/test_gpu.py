@@ -23,6 +23,7 @@ from torch.testing import assert_close
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import BadLogits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise
 from rlhf.settings.training import SamplingSettings
@@ -74,12 +75,18 @@ def test_log_probs_equal_those_of_the_cpu(model):  # noqa: F811
         policy = copy.deepcopy(model).to(device)
         completions = sample_completions(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
         rows = range(len(completions.mask))
-        for packed in (True, False):
+        for form in (PackedMicroBatch, PaddedMicroBatch):
             with torch.no_grad():
-                logprobs, _, _ = Actor(policy)(completions.micro_batch(rows, packed), 1.0)
-            results[device.type, packed] = logprobs.cpu()
+                logprobs, _, _ = Actor(policy)(form(completions, rows), 1.0)
+            results[device.type, form.__name__] = logprobs.cpu()
     for key, logprobs in results.items():
-        assert_close(logprobs, results["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+        assert_close(
+            logprobs,
+            results["cpu", "PaddedMicroBatch"],
+            rtol=1e-4,
+            atol=1e-4,
+            msg=lambda text, key=key: f"{key}: {text}",
+        )
 
 
 def test_sampling_of_large_vocabularies_equals_the_cpu():

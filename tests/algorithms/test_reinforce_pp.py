@@ -74,7 +74,7 @@ def test_micro_batches_give_the_same_gradient(build, placement):
     for size in (1, 3, 4):
         flags = ("--kl-placement", placement, "--entropy-coef", 0.1, "--micro-batch-size", size)
         trainer = build(*flags, algorithm="reinforce_pp")
-        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+        rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.train()
         gradients.append(whole_gradient(trainer, batch)[1])

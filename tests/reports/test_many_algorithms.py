@@ -8,7 +8,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart, title
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import line_styles_of
+from rlhf.reports.plot_style import COLOURS, group_styles, line_styles_of
 from rlhf.reports.report_plots import colours_of
 from tests.reports.test_curve_plots import legend, line
 

@@ -94,7 +94,7 @@ def replayed(monkeypatch):
     """Returns a function that makes our trainer use the prompts and completions of a finished StockRun."""
 
     def replay(trainer, stock: StockRun):
-        def prompts_of(update):
+        def episodes_of(update):
             return [(i, stock.prompts[i]) for i in stock.orders[update - 1]]
 
         def sample(policy, prompts, uniform, sampling, *, eos, pad, **_):
@@ -102,7 +102,7 @@ def replayed(monkeypatch):
             completion = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
             return Completions.of(prompts, completion, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
-        monkeypatch.setattr(trainer, "prompts_of", prompts_of)
+        monkeypatch.setattr(trainer, "episodes_of", episodes_of)
         monkeypatch.setattr(collect, "sample_completions", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 

@@ -85,7 +85,7 @@ def test_ppo_and_grpo_log_the_same_kl_for_the_same_completions(build, tmp_path):
         for placement in ("reward", "loss", "none"):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
             trainer.load_model(tmp_path / "trained")
-            trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
+            trainer.episodes_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
             completions.append(trainer.collector.collect(trainer.episodes_of(1), 1).texts)
             trainer.update_step(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]

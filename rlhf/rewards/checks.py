@@ -41,9 +41,13 @@ def check_reward_folder(
         kind, place = (found.architectures or ["?"])[0], f"--rm-model {config.model.rm_model}"
         problem = reward_config_problem(kind, found.num_labels, found.pad_token_id, place)
         raise_if([problem] if problem else [])
-    examples, name = [p.example for p in (*prompts.train, *prompts.evaluation)], config.model.rm_model
-    check_reward_context(folder, examples, config.sampling.max_new_tokens, f"--rm-model {name}")
-    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+    rows, name, own = [*prompts.train, *prompts.evaluation], config.model.rm_model, load_tokenizer(folder)
+    # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
+    lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
+    check_reward_context(
+        folder, [p.example for p in rows], config.sampling.max_new_tokens, f"--rm-model {name}", lengths
+    )
+    if own.get_vocab() != tokenizer.get_vocab():
         screen.say(
             f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
             "Completions are decoded to text and encoded again with the reward model's tokenizer"
@@ -54,17 +58,33 @@ def check_reward_folder(
         check_leaks(record, prompts, screen)
 
 
-def check_reward_context(folder: str, examples: Sequence[Example], max_new_tokens: int, source: str) -> None:
+def encodes_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """True if both tokenizers make the same ids of every prompt: the same rules, tokens and chat template."""
+    if not (one.is_fast and other.is_fast) or one.chat_template != other.chat_template:
+        return False
+    same_special = one.special_tokens_map == other.special_tokens_map
+    return same_special and one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+
+
+def check_reward_context(
+    folder: str,
+    examples: Sequence[Example],
+    max_new_tokens: int,
+    source: str,
+    lengths: Sequence[int] | None = None,
+) -> None:
     """Raise UserError if prompts with completions of `max_new_tokens` tokens exceed a reward model's context.
 
-    Reads only the tokenizer and the configuration. If the tokenizer is not the start model's, completions may have
-    more tokens. `RewardModel.raw_scores` raises in that case.
+    `lengths` has the prompts' numbers of tokens (None: they are counted with the tokenizer in `folder`). Reads only
+    the tokenizer and the configuration. If the tokenizer is not the start model's, completions may have more tokens.
+    `RewardModel.raw_scores` raises in that case.
     """
     context = config_values(folder).get("max_position_embeddings")
     if context is None or not examples:
         return
-    tokenizer = load_tokenizer(folder)
-    lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
+    if lengths is None:
+        tokenizer = load_tokenizer(folder)
+        lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
     raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model"))
 
 

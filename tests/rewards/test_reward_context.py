@@ -11,7 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 import evaluate_generations
 import train_ppo
 from reward_model.train import main as train_reward
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards import checks
+from rlhf.rewards.checks import encodes_alike
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import RunError, UserError
 from tests.shapes import llama_config, smollm2_tokenizer
@@ -80,3 +83,13 @@ def test_pairs_beyond_the_base_models_context_are_skipped_and_counted(tmp_path, 
     )
     assert "pairs longer than 64 tokens (the base model's context)" in output
     assert (tmp_path / "judge" / "metrics.json").is_file()
+
+
+def test_prompts_are_encoded_again_only_for_another_tokenizer_or_chat_template(start_model, reward_folder):
+    start, same, other = (load_tokenizer(str(folder)) for folder in (start_model, reward_folder, reward_folder))
+    messages = ({"role": "user", "content": "the capital of France?"},)
+    assert encodes_alike(same, start) and encode_prompt(same, messages) == encode_prompt(start, messages)
+    other.chat_template = other.chat_template.replace("assistant", "helper")
+    assert not encodes_alike(other, start)
+    same.add_tokens(["capital"])
+    assert not encodes_alike(same, start)

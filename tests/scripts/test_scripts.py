@@ -89,8 +89,10 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
 
 
+@pytest.mark.ci
 def test_several_seeds_in_one_command(project, flags):
-    """Runs two seeds, then three: finished seeds are skipped, and the table has all of them."""
+    """Runs two seeds, then three: finished seeds are skipped, and the table has all of them. tests/run/test_seeds.py
+    and tests/run/test_resume.py run several seeds in one process."""
     few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
     done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
     assert done.returncode == 0, done.stderr

@@ -118,7 +118,7 @@ def ppo_advantages(kl: Tensor, scores: Tensor, values: Tensor, mask: Tensor) -> 
     advantage = value = torch.zeros(len(mask))  # of the next token
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + GAMMA * value - values[:, t]  # the part of the reward that the critic did not predict
-        advantage, value = delta + LAMBDA * advantage, values[:, t]
+        advantage, value = delta + GAMMA * LAMBDA * advantage, values[:, t]
         advantages[:, t] = advantage
     # Whitening, over all tokens of the update: the step size no longer depends on the unit of the score (detail 25).
     whitened = (advantages - advantages[mask].mean()) * torch.rsqrt(advantages[mask].var() + 1e-8)

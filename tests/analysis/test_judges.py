@@ -181,7 +181,7 @@ def test_function_without_the_columns_of_the_stored_completions(runs, rules, wan
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["at_equal"][0]["differences"][0]["by"] == "score"
-    (caveat,) = (line for line in report["caveats"] if "half" in line and "--prompts" in line)
+    (caveat,) = (line for line in report["caveats"] if line.startswith("at 8 episodes") and "--prompts" in line)
     assert "(half, " in report["verdict"][0]
     snapshot(caveat, varying=r"(?<=\): ).*")  # the figures of the runs
 

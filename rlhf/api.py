@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.training import Config
-from rlhf.utils.console import Screen, quiet_in_program
+from rlhf.utils.console import quiet_in_program
 from rlhf.utils.libraries import check_trackers
 from rlhf.utils.paths import local_path
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from rlhf.data.examples import GivenPrompt
     from rlhf.rewards.functions import RewardFunction
-    from rlhf.setup.build import Components
-    from rlhf.setup.pass_rates import PassRates
     from rlhf.setup.scan import Scan
     from rlhf.trainer.loop import OnPolicyLoop
 
@@ -60,35 +58,13 @@ def make_trainer(
             `config`, it resumes the run in that folder.
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
     """
-    from rlhf.algorithms.kl_control import with_horizon
-    from rlhf.data.sampler import planned_updates
-    from rlhf.distributed.group import agree, from_first
-    from rlhf.models.device import start_device
-    from rlhf.run.python_run import check_given, prepared, recorded
-    from rlhf.run.session import RunSession
-    from rlhf.setup.build import load_models
-    from rlhf.setup.fit import choose_settings
-    from rlhf.setup.load_inputs import load_inputs
-    from rlhf.setup.pass_rates import keep_by_pass_rate
+    from rlhf.run.python_run import check_given, trainer_of
 
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
-    screen, folder = Screen(), None if output is None else Path(local_path(output))
-    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
-
-    def load() -> tuple[Config, Components, PassRates | None]:
-        used = config
-        if folder is not None:
-            asked = recorded(config, folder, rewards, reward_weights, eval_functions)
-            used = from_first(lambda: prepared(asked, screen))
-        inputs = load_inputs(used, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-        used = used if used.run.resume else choose_settings(used, inputs, device, screen)
-        components = load_models(used, inputs, device, screen)
-        return used, *keep_by_pass_rate(used, components, screen, folder)
-
-    used, components, pass_rates = agree(load)
-    used = with_horizon(used, planned_updates(used, components.prompts.train))
-    trainer = RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
+    folder = None if output is None else Path(local_path(output))
+    given = (prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
+    trainer = trainer_of(config, given, folder, progress)
     for callback in callbacks:
         trainer.add_callback(callback)
     return trainer
@@ -103,21 +79,7 @@ def scan(
     """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
     topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
     `make_trainer`."""
-    from rlhf.distributed.group import agree
-    from rlhf.models.device import start_device
-    from rlhf.run.python_run import check_given
-    from rlhf.setup.build import load_models
-    from rlhf.setup.fit import choose_settings
-    from rlhf.setup.load_inputs import load_inputs
-    from rlhf.setup.scan import scan_prompts
+    from rlhf.run.python_run import check_given, scan_of
 
     check_given(config)
-    screen = Screen()
-    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
-
-    def load() -> tuple[Config, Components]:
-        inputs = load_inputs(config, screen, prompts, None, rewards, reward_weights)
-        fitted = choose_settings(config, inputs, device, screen)
-        return fitted, load_models(fitted, inputs, device, screen)
-
-    return scan_prompts(*agree(load), screen)
+    return scan_of(config, (prompts, None, rewards, reward_weights))

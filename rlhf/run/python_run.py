@@ -1,4 +1,4 @@
-"""Settings and arguments that a Python program or a notebook gives: what run.json stores, and what is refused."""
+"""A run that a Python program or a notebook starts: its settings, its trainer, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import RunRecord, flat_settings
+from rlhf.data.sampler import planned_updates
+from rlhf.distributed.group import agree, from_first
+from rlhf.models.device import start_device
 from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.resume import prepare_resume
 from rlhf.run.resume_checks import is_extended, with_choices_of
+from rlhf.run.session import RunSession
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
+from rlhf.setup.build import Components, load_models
+from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
-from rlhf.setup.load_inputs import given_weights
+from rlhf.setup.load_inputs import given_weights, load_inputs
+from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
+from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
@@ -112,3 +121,46 @@ def prepared(config: Config, screen: Screen) -> Config:
             f"load_model({output!r}), or train further with resume_anyway=True and a larger num_iterations"
         )
     return prepare_resume(config, screen)
+
+
+# --- trainer and scan ------------------------------------------------------------------------------------------------
+
+
+def trainer_of(config: Config, given: tuple, folder: Path | None, progress: bool) -> OnPolicyLoop:
+    """Return the trainer of a program, without its callbacks. Raises UserError.
+
+    Args:
+        config: the program's settings.
+        given: prompts, evaluation prompts, rewards, their weights, evaluation functions.
+        folder: the run's folder; None: nothing is written.
+        progress: print the lines of updates, evaluations and results.
+    """
+    screen = Screen()
+    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
+
+    def load() -> tuple[Config, Components, PassRates | None]:
+        used = config
+        if folder is not None:
+            asked = recorded(config, folder, *given[2:])
+            used = from_first(lambda: prepared(asked, screen))
+        inputs = load_inputs(used, screen, *given)
+        used = used if used.run.resume else choose_settings(used, inputs, device, screen)
+        components = load_models(used, inputs, device, screen)
+        return used, *keep_by_pass_rate(used, components, screen, folder)
+
+    used, components, pass_rates = agree(load)
+    used = with_horizon(used, planned_updates(used, components.prompts.train))
+    return RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
+
+
+def scan_of(config: Config, given: tuple) -> Scan:
+    """Return what can be learned from a program's prompts. `given` as in `trainer_of`. Raises UserError."""
+    screen = Screen()
+    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
+
+    def load() -> tuple[Config, Components]:
+        inputs = load_inputs(config, screen, *given)
+        fitted = choose_settings(config, inputs, device, screen)
+        return fitted, load_models(fitted, inputs, device, screen)
+
+    return scan_prompts(*agree(load), screen)

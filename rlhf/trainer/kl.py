@@ -64,7 +64,7 @@ class KLControl:
         )
 
     def after_skipped_update(self) -> None:
-        """Count an update without a KL: beta is unchanged, but the phases of the targets go on."""
+        """Count an update without a KL: beta is unchanged, but the phases of the targets continue."""
         if self.steered:
             self.controller.skip()
 

@@ -104,15 +104,11 @@ class OnPolicyLoop:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
         config, host, tokenizer = self.config, self.host, self.processing_class
         batch, model = config.batch, config.model
+        one_step = batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout)
         self.passes = passes = ForwardPasses(
-            host.actor,
-            self.reference,
-            config.sampling.temperature,
-            self.dtype,
-            packed=config.speed.packed,
-            max_rows=batch.micro_batch_size,
-            share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
-        )
+            host.actor, self.reference, config.sampling.temperature, self.dtype,
+            packed=config.speed.packed, max_rows=batch.micro_batch_size, share_first=one_step,
+        )  # fmt: skip
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes)
         self.learner = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.resampler = DynamicSampler(config, self.sampler, self.collector, self.progress)

@@ -1,6 +1,6 @@
 """PPO and GRPO for a language model in one file: plain PyTorch and transformers, no import of `rlhf`.
 
-    python examples/tiny_ppo.py                     # PPO, about a minute on two CPU cores
+    python examples/tiny_ppo.py                     # PPO, about a minute on one CPU core
     python examples/tiny_ppo.py --algorithm grpo
 
 The demo's start model, a Llama with 1M weights, learns to answer "Which of these is a fruit: goat, plum, hammer?".
@@ -127,9 +127,8 @@ def ppo_advantages(kl: Tensor, scores: Tensor, values: Tensor, mask: Tensor) -> 
 
 def grpo_advantages(kl: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
     """Returns one advantage per completion, for each of its tokens (B, T). Completions of a prompt are neighbours."""
-    # No critic: the baseline is the mean of the group (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2). The paper
-    # also divides by the group's standard deviation. Groups whose scores hardly differ would then get a large weight
-    # (Liu et al. 2025, arXiv 2503.20783; detail 26).
+    # No critic: the baseline is the mean of the group (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2). Its
+    # division by the group's standard deviation favours groups with nearly equal scores (arXiv 2503.20783; detail 26).
     rewards = (scores - BETA * kl.sum(1)).view(-1, GROUP["grpo"])
     return (rewards - rewards.mean(1, keepdim=True)).view(-1, 1) * mask
 
@@ -179,6 +178,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--model", default=START_MODEL, help="folder of a causal LM with chat template and pad token")
     parser.add_argument("--updates", type=int, default=40)
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # with a model this small, threads wait for each other
     torch.manual_seed(42)
     rng, group, means = random.Random(42), GROUP[args.algorithm], []
     # eval(), also during the optimizer steps: with dropout, the first ratio would not be 1 (detail 37)

@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from examples import tiny_ppo
@@ -141,6 +142,17 @@ def test_the_score_rises(algorithm, capsys):
     scores = tiny_ppo.main(["--algorithm", algorithm, "--updates", "12"])
     assert capsys.readouterr().out.count("| KL ") == 12
     assert sum(scores[-3:]) / 3 > sum(scores[:2]) / 2 + 0.15
+
+
+def test_sampled_completions_end_with_eos():
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_ppo.START_MODEL)
+    questions = [tiny_ppo.ask(random.Random(seed))[0] for seed in range(16)]
+    rollout = tiny_ppo.sample(tiny_ppo.Policy(tiny_ppo.START_MODEL).eval(), tokenizer, questions)
+    rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.mask, strict=True)]
+    assert len({len(row) for row in rows}) > 1
+    assert all(row.index(tokenizer.eos_token_id) == len(row) - 1 for row in rows if len(row) < tiny_ppo.LENGTH)
+    assert set(rollout.completion_ids[~rollout.mask].tolist()) == {tokenizer.pad_token_id}
 
 
 def test_the_command_prints_the_score_of_each_update(monkeypatch, capsys):

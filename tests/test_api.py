@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf import api
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer, scan
 from rlhf.callbacks.base import Callback
 from rlhf.config import make_config, parse_cli
 from rlhf.rewards.call import BadScore
+from rlhf.run import python_run
 from rlhf.run.python_run import OF_A_FOLDER, OF_THE_SCRIPTS
 from rlhf.setup import preflight
 from rlhf.setup.preflight import Check
@@ -265,7 +265,7 @@ class Watch:
     ],
 )
 def test_callbacks_that_cannot_be_called_are_refused_before_models_are_loaded(config, monkeypatch, callbacks, line):
-    monkeypatch.setattr(api, "load_inputs", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(python_run, "load_inputs", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match=line):
         make_trainer(config(), ["a cat?"], [words], callbacks=callbacks)
 

@@ -78,4 +78,5 @@ def test_runs_are_evaluated_plotted_and_compared(small):
     compare_runs.main([*RUNS, "--num-prompts", "8"])
     verdict = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))["verdict"]
     assert "by the judge (gold quality, not used in RL training)" in verdict[0]
-    assert len(verdict) == 6 and all("by the judge" in sentence for sentence in verdict)
+    assert len(verdict) == len(ALGORITHMS) * (len(ALGORITHMS) + 1) // 2  # pairs, and each against the start model
+    assert all("by the judge" in sentence for sentence in verdict)

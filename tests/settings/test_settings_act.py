@@ -428,7 +428,7 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
     )
     for slots in (0, 3):
         rows.clear()
-        build("--num-iterations", 1, "--rollout-slots", slots).update_step(1)
+        build("--num-iterations", 1, "--rollout-slots", slots).train()
         assert max(rows) == (slots or 6), "the evaluation has six prompts"
 
 

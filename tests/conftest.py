@@ -56,6 +56,7 @@ def attach(trainer) -> RunLog:
     output.mkdir(parents=True, exist_ok=True)
     trainer.session = session = OpenedSession(trainer.config, None, Screen(), folder=output)
     session.trainer, session.log = trainer, RunLog(output, **facts_of(trainer.config, trainer.updates))
+    trainer.passes.oom_hint = session.memory_advice
     for callback in session.callbacks(trainer, GracefulStop()):
         trainer.add_callback(callback)
     return session.log

@@ -392,11 +392,11 @@ def test_the_limit_of_tokens_includes_draws(settings, updates, most):
 
 def test_resume_of_a_run_that_has_spent_its_budget(run_flags, tmp_path, monkeypatch):
     """The process ends after the last checkpoint and before the run is finished."""
-    import rlhf.run.train as train
+    from rlhf.run import session
 
     flags = command_flags(run_flags, tmp_path, "--episodes", 40, "--dynamic-sampling", 3)
     with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(train, "finish_run", lambda *_: {}["killed"])
+        patch.setattr(session, "finish_run", lambda *_: {}["killed"])
         train_grpo.main(flags)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     train_grpo.main(["--resume", "--output", str(tmp_path / "run"), "--reward-func", f"{tmp_path / 'score.py'}:score"])

@@ -299,7 +299,7 @@ def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
 @pytest.mark.parametrize("drawn_again", [False, True])
 def test_replay_shapes_new_scores_as_the_run_did(build, tmp_path, drawn_again):
     """The update was skipped before its advantages. Its completions are from vLLM, whose log-probs differ."""
-    flags = ("--num-iterations", 3, "--normalize-scores", "--missing-eos-penalty", 2.5)
+    flags = ("--num-iterations", 3, "--normalize-scores", "--missing-eos-penalty", 2.5, "--kl-schedule", "fixed")
     trainer = build(*flags)
     trainer.update_step(1)
     rollout = trainer.collector.collect(trainer.episodes_of(2), 2)

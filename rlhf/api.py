@@ -63,8 +63,10 @@ def make_trainer(
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
     folder = None if output is None else Path(local_path(output))
-    given = (prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
-    trainer = trainer_of(config, given, folder, progress)
+    trainer = trainer_of(
+        config, folder, progress, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards,
+        reward_weights=reward_weights, eval_functions=eval_functions,
+    )  # fmt: skip
     for callback in callbacks:
         trainer.add_callback(callback)
     return trainer
@@ -82,4 +84,4 @@ def scan(
     from rlhf.run.python_run import check_given, scan_of
 
     check_given(config)
-    return scan_of(config, (prompts, None, rewards, reward_weights))
+    return scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights)

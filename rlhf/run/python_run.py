@@ -126,14 +126,14 @@ def prepared(config: Config, screen: Screen) -> Config:
 # --- trainer and scan ------------------------------------------------------------------------------------------------
 
 
-def trainer_of(config: Config, given: tuple, folder: Path | None, progress: bool) -> OnPolicyLoop:
+def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any) -> OnPolicyLoop:
     """Return the trainer of a program, without its callbacks. Raises UserError.
 
     Args:
         config: the program's settings.
-        given: prompts, evaluation prompts, rewards, their weights, evaluation functions.
         folder: the run's folder; None: nothing is written.
         progress: print the lines of updates, evaluations and results.
+        given: what the program gives in place of settings, as `load_inputs` takes it.
     """
     screen = Screen()
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
@@ -141,9 +141,10 @@ def trainer_of(config: Config, given: tuple, folder: Path | None, progress: bool
     def load() -> tuple[Config, Components, PassRates | None]:
         used = config
         if folder is not None:
-            asked = recorded(config, folder, *given[2:])
+            instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions")}
+            asked = recorded(config, folder, **instead)
             used = from_first(lambda: prepared(asked, screen))
-        inputs = load_inputs(used, screen, *given)
+        inputs = load_inputs(used, screen, **given)
         used = used if used.run.resume else choose_settings(used, inputs, device, screen)
         components = load_models(used, inputs, device, screen)
         return used, *keep_by_pass_rate(used, components, screen, folder)
@@ -153,13 +154,13 @@ def trainer_of(config: Config, given: tuple, folder: Path | None, progress: bool
     return RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
 
 
-def scan_of(config: Config, given: tuple) -> Scan:
+def scan_of(config: Config, **given: Any) -> Scan:
     """Return what can be learned from a program's prompts. `given` as in `trainer_of`. Raises UserError."""
     screen = Screen()
     device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
 
     def load() -> tuple[Config, Components]:
-        inputs = load_inputs(config, screen, *given)
+        inputs = load_inputs(config, screen, **given)
         fitted = choose_settings(config, inputs, device, screen)
         return fitted, load_models(fitted, inputs, device, screen)
 

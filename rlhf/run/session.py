@@ -38,10 +38,9 @@ from rlhf.setup.trial import check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError
 from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first
-from rlhf.utils.signals import GracefulStop
+from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
 class RunSession(Session):
@@ -163,7 +162,7 @@ class RunSession(Session):
         found = gather(self.checkpoints.stop.by) if self.checkpoints is not None else []
         return next((by for by in found if by is not None), None)
 
-    def interrupted(self, update: int, signal: Signals) -> RunError:
+    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
         return self.checkpoints.interrupted(update, signal)
 
     def roll_back(self, update: int) -> None:

@@ -236,6 +236,8 @@ class OnPolicyLoop:
                 stats = self.policy_optimizer.run(experience, update)
         except SkipUpdate as reason:
             return self.skip_update(update, reason.rollout or rollout, experience, reason)
+        finally:
+            self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
         self.progress.count_update(scores, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.session.advice)
         metrics = self.metrics_of(update, experience, scores, timer) | stats

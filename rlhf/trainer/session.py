@@ -9,7 +9,8 @@ from signal import Signals
 from typing import Any
 
 from rlhf.trainer.passes import default_oom_hint
-from rlhf.utils.errors import RunError, print_line
+from rlhf.utils.errors import print_line
+from rlhf.utils.signals import TrainingInterrupted
 
 
 class Session:
@@ -33,9 +34,9 @@ class Session:
         """Return the signal that stops the run after this update, the same in all processes; None: there is none."""
         return None
 
-    def interrupted(self, update: int, signal: Signals) -> RunError:
+    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
         """Return the error that ends a run which a signal stopped after an update."""
-        raise NotImplementedError  # without files no signal stops a run between two updates
+        return TrainingInterrupted(signal, f"stopped after update {update}")
 
     def roll_back(self, update: int) -> None:
         """Load the weights of the last checkpoint from before an update. Without files there is none."""

@@ -57,7 +57,7 @@ class RolloutCollector:
             purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
         """
         prompts = [prompt for _, prompt in episodes]
-        self.passes.clear()  # the pass of a skipped update: sampling needs its memory
+        self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
         completions = self.sample(episodes, update, purpose)
         release_gpu_cache()  # of sampling

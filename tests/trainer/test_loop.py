@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,6 @@ from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import Rollout
-from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.scores import Scores
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
@@ -186,19 +186,20 @@ def test_kept_pass_is_used_once_and_only_for_its_completions(build):
     assert kept(completions, order) and not kept(completions, order)
 
 
-def test_kept_pass_of_a_skipped_update_is_freed_before_the_next_sampling(build, monkeypatch):
-    trainer, kept, sample = build("--num-iterations", 3, "--eval-every", 100), [], RolloutCollector.sample
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_kept_pass_is_freed_after_a_skipped_update_and_after_an_error(build, error):
+    trainer, kept = build("--num-iterations", 3, "--eval-every", 100), []
 
-    def recorded(self, *of):
+    def bad(completions, **_):
         kept.append(trainer.passes._kept is not None)
-        return sample(self, *of)
+        if error is not None:
+            raise error("a test")
+        return [float("inf")] * len(completions)
 
-    monkeypatch.setattr(RolloutCollector, "sample", recorded)
-    trainer.rewards.functions[0] = lambda completions, **_: [float("inf")] * len(completions)
-    trainer.update_step(1)
-    assert trainer.passes._kept is not None, "scoring failed before the first optimizer step"
-    trainer.update_step(2)
-    assert kept == [False, False]
+    trainer.rewards.functions[0] = bad
+    with pytest.raises(RunError) if error is not None else nullcontext():
+        trainer.update_step(1)
+    assert kept[0] and trainer.passes._kept is None
 
 
 def test_loss_includes_eos_and_ignores_tokens_after_it(make):

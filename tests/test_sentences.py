@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def run_tests(tmp_path):
     def run(second: str, *flags: str) -> tuple[int, str]:
         (tmp_path / "tests" / "test_a.py").write_text(f"SECOND = {second!r}\n{TESTS}")
         words = [sys.executable, "-m", "pytest", "-q", "-p", "tests.sentences", "--rootdir", ".", *flags]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # the project need not be installed
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
         return done.returncode, done.stdout + done.stderr
 
     return run

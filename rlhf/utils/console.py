@@ -22,7 +22,7 @@ from rlhf.utils.processes import is_first, process_prefix, size
 from rlhf.utils.system import keep_ctrl_c
 
 LIBRARIES = ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes")
-ISSUERS = (*LIBRARIES, "torch", "tensorboard", "rlhf")  # modules that issue warnings of libraries
+ISSUERS = (*LIBRARIES, "torch", "tensorboard", "tqdm", "rlhf")  # modules that issue warnings of libraries
 SHOW_MESSAGES = "RLHF_LIBRARY_MESSAGES"  # 1: programs that import rlhf.api see the messages of libraries
 LINE_EVERY_S = 4  # seconds between progress lines in a file or a pipe: with the step in between, at most 5
 

@@ -54,7 +54,7 @@ def test_the_example_notebook_runs(tmp_path):
     assert shown.data["text/plain"].startswith("update 12/12 | score")
     (error,) = [output for cell in done.cells for output in cell.get("outputs", []) if output.output_type == "error"]
     assert error.traceback == [
-        "error: unknown setting max_completion_length: make_config(max_completion_length=). Use max_new_tokens"
+        "error: unknown setting max_new_token: make_config(max_new_token=). Did you mean max_new_tokens?"
     ]
     run = RunRecord.read(tmp_path / "notebook_run")
     assert run.status == "finished" and run.spent.updates == 15

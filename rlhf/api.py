@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.distributed.group import agree
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.training import Config
 from rlhf.utils.console import quiet_in_program
@@ -63,10 +64,14 @@ def make_trainer(
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
     folder = None if output is None else Path(local_path(output))
-    trainer = trainer_of(
-        config, folder, progress, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards,
-        reward_weights=reward_weights, eval_functions=eval_functions,
-    )  # fmt: skip
+    given = {
+        "prompts": prompts,
+        "evaluation_prompts": evaluation_prompts,
+        "rewards": rewards,
+        "reward_weights": reward_weights,
+        "eval_functions": eval_functions,
+    }
+    trainer = agree(lambda: trainer_of(config, folder, progress, **given))
     for callback in callbacks:
         trainer.add_callback(callback)
     return trainer
@@ -84,4 +89,4 @@ def scan(
     from rlhf.run.python_run import check_given, scan_of
 
     check_given(config)
-    return scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights)
+    return agree(lambda: scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights))

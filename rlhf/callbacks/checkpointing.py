@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
 from rlhf.config import usual_config
-from rlhf.distributed.group import agree, from_first, on_first
+from rlhf.distributed.group import from_first, on_first
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
@@ -23,15 +23,7 @@ from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
-from rlhf.utils.processes import size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
-
-
-def shares_of(trainer: OnPolicyLoop) -> dict[str, Any]:
-    """Return the number of processes, and the tokens that each has sampled and trained on since the start or the
-    resumption of the run."""
-    sampled, trained = trainer.collector.sampled_tokens, trainer.policy_optimizer.trained_tokens
-    return {"count": size(), "sampled_tokens": list(sampled), "trained_tokens": list(trained)}
 
 
 class BestCheckpoint(Callback):
@@ -133,7 +125,7 @@ class Checkpoints(Callback):
                 "--rollback-on-kl"
             )
             return
-        agree(lambda: load_weights(self.trainer, found.valid[max(before)]))
+        load_weights(self.trainer, found.valid[max(before)])
         self.screen.say(
             f"rolled back to the weights after update {max(before)}, because the KL was too high with the weights "
             f"after update {runaway}"
@@ -147,8 +139,6 @@ class Checkpoints(Callback):
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
         require_equal_weights(self.trainer.model, f"update {update}")
-        if size() > 1:
-            self.log.add(processes=shares_of(self.trainer))
         on_first(lambda: self.write(update))
         self.trainer.hosted.call("on_save")
 

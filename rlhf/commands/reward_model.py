@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.config import usual_config
+from rlhf.distributed.group import agree
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
@@ -36,7 +37,7 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
     with screen:
         if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
             screen.say(f"config.py: {edits}")
-        folder = train_reward_model(config, screen, start_device(screen), pairs)
+        folder = agree(lambda: train_reward_model(config, screen, start_device(screen), pairs))
     if not is_first():
         return
     why = refusal(config, folder, usual)

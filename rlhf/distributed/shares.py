@@ -1,19 +1,36 @@
-"""How the rows of a batch are shared between the processes. All functions are pure, so all processes agree."""
+"""How the rows of a batch are shared between the processes, and the work on a share."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
+
+from rlhf.distributed.group import agree
+from rlhf.utils.processes import rank, size
 
 T = TypeVar("T")
 
 
-def by_group(groups: Sequence[Hashable], processes: int) -> list[list[int]]:
-    """Return the rows of each process, in ascending order: about the same number, and rows of one group together.
+def own_rows(shares: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the rows of this process. `shares` are those of each process."""
+    return shares[rank()]
+
+
+def own_share(shares: Sequence[Sequence[int]], work: Callable[[Sequence[int]], T]) -> tuple[Sequence[int], T | None]:
+    """Return this process's rows and `work(rows)`; None if it has no rows. If `work` fails in one process, its error
+    is raised in all of them. `shares` are the rows of each process."""
+    rows = own_rows(shares)
+    return rows, agree(lambda: work(rows) if rows else None)
+
+
+def by_group(groups: Sequence[Hashable], processes: int | None = None) -> list[list[int]]:
+    """Return the rows of each process (None: all of the run), in ascending order: about the same number, and rows of
+    one group together.
 
     Groups are neighbouring rows with equal entries. If there are fewer groups than processes, they are divided.
     """
+    processes = processes or size()
     blocks: list[list[int]] = []
     for row, group in enumerate(groups):
         if blocks and groups[blocks[-1][-1]] == group:
@@ -35,7 +52,7 @@ def by_tokens(
     prompts: Sequence[int],
     completions: Sequence[int],
     groups: Sequence[int],
-    processes: int,
+    processes: int | None = None,
 ) -> list[list[int]]:
     """Return the rows of each process, in ascending order, with about the same number of tokens.
 
@@ -47,8 +64,9 @@ def by_tokens(
         prompts: prompt tokens of each row of the whole batch.
         completions: completion tokens of each row of the whole batch.
         groups: number of the prompt of each row of the whole batch.
-        processes: number of processes.
+        processes: number of processes; None: all of the run.
     """
+    processes = processes or size()
     if processes == 1:
         return [list(rows)]
     by_prompt: dict[int, list[int]] = {}

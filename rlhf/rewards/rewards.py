@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf.data.prompts import Prompt
-from rlhf.distributed.group import agree, gather
-from rlhf.distributed.shares import by_group, merge_rows
+from rlhf.distributed.group import gather
+from rlhf.distributed.shares import by_group, merge_rows, own_share
 from rlhf.rewards.arguments import (
     PER_CALL,
     PER_COMPLETION,
@@ -29,7 +29,6 @@ from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError
-from rlhf.utils.processes import rank, size
 
 
 @dataclass(frozen=True)
@@ -136,15 +135,18 @@ class Rewards:
         Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
         are as many prompts as processes. `log` receives what the functions log; None: it is ignored.
         """
-        rows = by_group([prompt.ids for prompt in prompts], size())[rank()]
-        own = RewardLog(len(rows))
-        given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
-        found = agree(lambda: self._call_functions(*given, self.columns_of(prompts), finite, own) if rows else {})
-        parts = gather((rows, found, own))
+
+        def call(rows: Sequence[int]) -> tuple[dict[str, list[float | None]], RewardLog]:
+            given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
+            own = RewardLog(len(rows))
+            return self._call_functions(*given, self.columns_of(prompts), finite, own), own
+
+        shares = gather(own_share(by_group([prompt.ids for prompt in prompts]), call))
+        parts = [(rows, *found) for rows, found in shares if found is not None]
         if log is not None:
-            log.join([(part_rows, part_log) for part_rows, _, part_log in parts])
-        by_name = {name: [(part_rows, part[name]) for part_rows, part, _ in parts if part] for name in self.names}
-        return {name: merge_rows(entries, len(texts)) for name, entries in by_name.items()}
+            log.join([(rows, part) for rows, _, part in parts])
+        scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
+        return {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
 
     def _call_functions(
         self,

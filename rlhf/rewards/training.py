@@ -38,8 +38,8 @@ from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
 from rlhf.distributed.gradients import GradientSum, exchange_rows
-from rlhf.distributed.group import agree, from_first, on_first, require_equal
-from rlhf.distributed.shares import by_tokens
+from rlhf.distributed.group import from_first, on_first, require_equal
+from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import check_weights
@@ -53,7 +53,7 @@ from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors, write_json
-from rlhf.utils.processes import rank, size
+from rlhf.utils.processes import size
 from rlhf.utils.system import remove_folder, sync_file
 
 FEW_PAIRS = 20
@@ -200,10 +200,11 @@ def _shared_outputs(
     if size() == 1:
         return outputs(input_ids=input_ids, attention_mask=attention_mask, **more)
     pairs, lengths = len(input_ids) // 2, attention_mask.sum(1).tolist()
-    share = by_tokens(range(pairs), lengths[:pairs], lengths[pairs:], range(pairs), size())[rank()]
-    rows = [*share, *(pairs + i for i in share)]
-    given = {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows], **more}
-    own = agree(lambda: outputs(**given) if rows else None)
+    by_pairs = by_tokens(range(pairs), lengths[:pairs], lengths[pairs:], range(pairs))
+    shares = [[*share, *(pairs + i for i in share)] for share in by_pairs]
+    rows, own = own_share(
+        shares, lambda rows: outputs(input_ids=input_ids[rows], attention_mask=attention_mask[rows], **more)
+    )
     logits = exchange_rows(None if own is None else own.logits.float(), rows, len(input_ids), input_ids.device)
     return SequenceClassifierOutputWithPast(logits=logits)
 

@@ -122,9 +122,9 @@ class Completions(TokenBatch):
             sampled_logprobs=chosen(self.sampled_logprobs),
         )
 
-    def shares(self, rows: Sequence[int], processes: int) -> list[list[int]]:
-        """Divide rows among processes, with about the same number of tokens each."""
-        return by_tokens(rows, self.prompt_lengths, self.completion_lengths, self.groups, processes)
+    def shares(self, rows: Sequence[int]) -> list[list[int]]:
+        """Divide rows among the processes, with about the same number of tokens each."""
+        return by_tokens(rows, self.prompt_lengths, self.completion_lengths, self.groups)
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Completes a rollout of which each process has computed some rows.
 
-Each row is computed by one process and is 0 in the others, so a sum over the processes gives the exact values.
+Each row is computed by one process and is 0 in the others, so a sum over the processes gives the exact values. With
+one process, the functions return its rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import add_up, gather
 from rlhf.rollout.completions import Completions, LogProbs
+from rlhf.utils.processes import size
 
 
 def exchange_completions(
@@ -34,6 +36,8 @@ def exchange_completions(
         length: largest number of tokens of a completion.
         device: device of the result.
     """
+    if size() == 1:
+        return share
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     kinds = gather(None if share is None else _kind(share))
     vocabulary, width, dtype = next(kind for kind in kinds if kind is not None)
@@ -69,6 +73,8 @@ def _kind(share: Completions) -> tuple[int, int | None, torch.dtype | None]:
 def exchange_logprobs(own: LogProbs | None, mask: Tensor) -> LogProbs:
     """Return the log-probs of all processes. `own` has those of this process, 0 in other rows; None: it has no rows.
     `mask` is (B, T)."""
+    if size() == 1:
+        return own
     kinds = gather(None if own is None else (own.logprobs.dtype, own.values is not None))
     dtype, has_values = next(kind for kind in kinds if kind is not None)
     if own is None:

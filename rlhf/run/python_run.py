@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import RunRecord, flat_settings
 from rlhf.data.sampler import planned_updates
-from rlhf.distributed.group import agree, from_first
+from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.resume import prepare_resume
@@ -19,11 +19,11 @@ from rlhf.run.session import RunSession
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
-from rlhf.setup.build import Components, load_models
+from rlhf.setup.build import load_models
 from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights, load_inputs
-from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
+from rlhf.setup.pass_rates import keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
@@ -136,20 +136,15 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
         given: what the program gives in place of settings, as `load_inputs` takes it.
     """
     screen = Screen()
-    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
-
-    def load() -> tuple[Config, Components, PassRates | None]:
-        used = config
-        if folder is not None:
-            instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions")}
-            asked = recorded(config, folder, **instead)
-            used = from_first(lambda: prepared(asked, screen))
-        inputs = load_inputs(used, screen, **given)
-        used = used if used.run.resume else choose_settings(used, inputs, device, screen)
-        components = load_models(used, inputs, device, screen)
-        return used, *keep_by_pass_rate(used, components, screen, folder)
-
-    used, components, pass_rates = agree(load)
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    used = config
+    if folder is not None:
+        instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions")}
+        asked = recorded(config, folder, **instead)
+        used = from_first(lambda: prepared(asked, screen))
+    inputs = load_inputs(used, screen, **given)
+    used = used if used.run.resume else choose_settings(used, inputs, device, screen)
+    components, pass_rates = keep_by_pass_rate(used, load_models(used, inputs, device, screen), screen, folder)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
     return RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
 
@@ -157,11 +152,7 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
 def scan_of(config: Config, **given: Any) -> Scan:
     """Return what can be learned from a program's prompts. `given` as in `trainer_of`. Raises UserError."""
     screen = Screen()
-    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
-
-    def load() -> tuple[Config, Components]:
-        inputs = load_inputs(config, screen, **given)
-        fitted = choose_settings(config, inputs, device, screen)
-        return fitted, load_models(fitted, inputs, device, screen)
-
-    return scan_prompts(*agree(load), screen)
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    inputs = load_inputs(config, screen, **given)
+    fitted = choose_settings(config, inputs, device, screen)
+    return scan_prompts(fitted, load_models(fitted, inputs, device, screen), screen)

@@ -24,6 +24,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
 from rlhf.utils.paths import is_gguf
+from rlhf.utils.processes import size
 
 
 def start_run(
@@ -33,7 +34,7 @@ def start_run(
     the existing run.json; raises UserError if its data differs."""
     data, folder = data_of(config, components), Path(config.run.output)
     require_equal(data, "Give all machines the same files")
-    began: list[RunLog] = []
+    processes, began = size(), []
 
     def begin() -> RunRecord:
         log = (
@@ -42,6 +43,7 @@ def start_run(
             else claimed(config, components, data, updates, screen)
         )
         began.append(log)
+        log.add(processes=processes)
         if pass_rates is not None and not config.run.resume:
             pass_rates.write(folder)
             log.add(pass_rates=pass_rates.counts)

@@ -21,7 +21,7 @@ from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOL
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Prompt
-from rlhf.distributed.group import agree, gather, on_first, require_equal
+from rlhf.distributed.group import gather, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.rewards.printing import printed_file
 from rlhf.run.export import export_run
@@ -74,8 +74,8 @@ class RunSession(Session):
 
     def build_trainer(self) -> OnPolicyLoop:
         """Check the start model, and return the trainer of this session. Raises UserError."""
-        agree(lambda: check_start(self.config, self.components, writes=self.folder is not None))
-        return agree(lambda: build_trainer(self.config, self.components, session=self))
+        check_start(self.config, self.components, writes=self.folder is not None)
+        return build_trainer(self.config, self.components, session=self)
 
     @contextmanager
     def opened(self, trainer: OnPolicyLoop) -> Iterator[None]:
@@ -128,7 +128,7 @@ class RunSession(Session):
         if self.folder is not None:
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))
-            agree(lambda: resume_run(trainer, config, self.log, self.screen))
+            resume_run(trainer, config, self.log, self.screen)
             require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
         if config.in_python or self.folder is None:
             self.shown.say(f"{config.title}: {budget_line(config, trainer.sampler.updates)}")

@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_record import environment
 from rlhf.data.prompts import Selection
 from rlhf.data.sampler import planned_updates
 from rlhf.demo.parts import gold_of
-from rlhf.distributed.group import agree, in_turn, require_equal
+from rlhf.distributed.group import in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
 from rlhf.settings.training import Config
@@ -30,8 +30,8 @@ from rlhf.utils.console import Screen
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
     """Train, save and summarize one run. With --check only check it, with --scan only print what can be learned.
     `selection` has the rows of the data, if they were read already."""
-    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
-    asked, components, pass_rates = agree(lambda: load_parts(config, screen, device, selection))
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    asked, components, pass_rates = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))
     if config.run.check:
         return check_run(config, components, screen)

@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
-from rlhf.distributed.group import agree
-from rlhf.distributed.shares import by_group
+from rlhf.distributed.shares import by_group, own_share
 from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
@@ -23,7 +22,6 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.processes import rank, size
 from rlhf.utils.system import release_gpu_cache
 
 
@@ -42,7 +40,6 @@ class RolloutCollector:
         self.rewards, self.passes = rewards, passes
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
-        self.sampled_tokens = [0] * size()  # completion tokens, by process
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -67,15 +64,9 @@ class RolloutCollector:
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
         prompts = [prompt for _, prompt in episodes]
-        shares = by_group([prompt.ids for prompt in prompts], size())
-        rows = shares[rank()]
-        own = agree(lambda: self._sample([episodes[row] for row in rows], update, purpose) if rows else None)
-        completions, length = own, self.sampling.max_new_tokens
-        if size() > 1:
-            completions = exchange_completions(own, rows, prompts, self.tokenizer, length, self.device)
-        for process, share in enumerate(shares):
-            self.sampled_tokens[process] += sum(completions.completion_lengths[row] for row in share)
-        return completions
+        shares = by_group([prompt.ids for prompt in prompts])
+        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose))
+        return exchange_completions(own, rows, prompts, self.tokenizer, self.sampling.max_new_tokens, self.device)
 
     def _sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rlhf.distributed.group import agree, gather
+from rlhf.distributed.group import gather
 from rlhf.utils.errors import UserError
 
 # in the order of a run; rlhf.callbacks.base.Callback documents each one
@@ -50,11 +50,7 @@ class Events:
                     callback.close()
 
     def call(self, event: str, *details: Any) -> None:
-        """Call the method `event` of every callback that has it. If a callback fails in one process, its error is
-        raised in all of them."""
-        agree(lambda: self._call(event, *details))
-
-    def _call(self, event: str, *details: Any) -> None:
+        """Call the method `event` of every callback that has it."""
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
             method = getattr(callback, event, callback if is_function else None)

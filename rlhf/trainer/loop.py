@@ -179,9 +179,12 @@ class OnPolicyLoop:
             raise UserError(refused_arguments(unexpected, named, name_table(settings_of(Config))))
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
+        return agree(self._train)
+
+    def _train(self) -> dict[str, float]:
         with self.session.opened(self), advise_on_bad_logits(self.state, self.session.advice):
             self.trained = True
-            return agree(self._run)
+            return self._run()
 
     def _run(self) -> dict[str, float]:
         self._begin()

@@ -12,17 +12,16 @@ from torch import Tensor
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.policy_gradient import PolicyOutputs
 from rlhf.distributed.gradients import GradientSum
+from rlhf.distributed.shares import own_rows
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, on_device
-from rlhf.rollout.completions import Completions
 from rlhf.settings.training import Config
 from rlhf.trainer.passes import ForwardPasses, Pass
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
 
 
@@ -32,7 +31,6 @@ class PolicyOptimizer:
     def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
         self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
         self.gradient_sum = GradientSum()
-        self.trained_tokens = [0] * size()  # completion tokens of the optimizer steps, by process
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -78,7 +76,7 @@ class PolicyOptimizer:
         chosen = on_device(self.passes.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
         tokens = learned.clamp(min=1)
-        own = self.share(completions, rows)
+        own = own_rows(completions.shares(rows))
 
         def all_micro_batches(passes: Iterator[Pass]) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
@@ -100,13 +98,6 @@ class PolicyOptimizer:
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
         ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
         return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
-
-    def share(self, completions: Completions, rows: Sequence[int]) -> list[int]:
-        """Return this process's share of some rows, with about the same number of tokens as the others' shares."""
-        shares = completions.shares(rows, size())
-        for process, share in enumerate(shares):
-            self.trained_tokens[process] += sum(completions.completion_lengths[row] for row in share)
-        return shares[rank()]
 
     def gradients(self, experience: Experience, forward: Pass, tokens: Tensor) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.

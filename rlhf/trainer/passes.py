@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rlhf.distributed.group import agree
+from rlhf.distributed.shares import own_share
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -24,7 +24,6 @@ from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, LogProbs
 from rlhf.rollout.exchange import exchange_logprobs
 from rlhf.utils.errors import RLHFWarning, RunError
-from rlhf.utils.processes import rank, size
 
 T = TypeVar("T")
 
@@ -87,9 +86,9 @@ class ForwardPasses:
         """
         self.actor.eval()
         self.clear()
-        rows = completions.shares(range(len(completions.mask)), size())[rank()]
-        own = agree(lambda: self._own_logprobs(completions, rows, keep_first) if rows else None)
-        return exchange_logprobs(own, completions.mask) if size() > 1 else own
+        shares = completions.shares(range(len(completions.mask)))
+        _, own = own_share(shares, lambda rows: self._own_logprobs(completions, rows, keep_first))
+        return exchange_logprobs(own, completions.mask)
 
     def _own_logprobs(self, completions: Completions, rows: Sequence[int], keep_first: bool) -> LogProbs:
         """Compute the log-probs of `rows`, as `logprobs` does. They are 0 in other rows."""

@@ -71,6 +71,26 @@ def gradients_are(change: Callable) -> Callable[[], None]:
     return install
 
 
+def callback_raises() -> None:
+    from rlhf.callbacks.checkpointing import Checkpoints
+    from rlhf.utils.errors import RunError
+
+    def fail(*_):
+        raise RunError("the callback failed on purpose: a test. Fix it")
+
+    at_update(AT, lambda: setattr(Checkpoints, "on_batch", fail))
+
+
+def loading_raises() -> None:
+    from rlhf.run import session
+    from rlhf.utils.errors import UserError
+
+    def fail(*_, **__):
+        raise UserError("loading failed on purpose: a test. Fix it")
+
+    session.check_start = fail
+
+
 def with_nan(optimizer, original, given):
     stats = original(optimizer, *given)
     next(w for w in optimizer.host.model.parameters() if w.grad is not None).grad.fill_(float("nan"))
@@ -177,6 +197,8 @@ FAULTS: dict[str, Callable[[int], None] | None] = {
     "none": None,
     "reward-raises": on_second(reward_raises),
     "bad-score": on_second(bad_score),
+    "callback-raises": on_second(callback_raises),
+    "loading-raises": on_second(loading_raises),
     "nan": on_second(gradients_are(with_nan)),
     "out-of-memory": on_second(gradients_are(out_of_memory)),
     "out-of-memory-if-large": on_second(gradients_are(out_of_memory_if_large)),

@@ -100,7 +100,6 @@ def uneven(trainer) -> None:
 def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: int) -> dict[str, Any]:
     """Train one case in this process, and return what the proof compares."""
 
-    from rlhf.callbacks.checkpointing import shares_of
     from rlhf.config import parse_cli
     from rlhf.models.device import start_device
     from rlhf.setup.build import build_trainer, load_components
@@ -136,7 +135,6 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
     found["evaluation"] = trainer.evaluate()
     found["weights"] = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
     found["zero"] = zero  # the value head and the B matrices of LoRA start at 0
-    found["processes"] = shares_of(trainer)
     return found
 
 
@@ -165,7 +163,6 @@ def both(name: str, count: int, inputs: Inputs, folder: Path, double: bool, upda
         "from_zero": largest_gap(alone["weights"], first["weights"], alone["weights"].keys() - alone["zero"]),
         "gradient_norm": sum(m["policy/grad_norm"] for m in first["metrics"]) / len(first["metrics"]),
         "lengths": len({len(row) for rows in alone["ids"] for row in rows}),
-        "processes": first["processes"],
         "updates": len(first["metrics"]),
         "resampled": sum(m.get("rewards/resampled_groups", 0) for m in first["metrics"]),
     }

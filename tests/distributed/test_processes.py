@@ -54,10 +54,6 @@ def check_proof(folder: Path, names: list[str], processes: int = 2) -> None:
             assert one["from_zero"] <= (1e-12 if precision == "float64" else 5e-5), which
         if name == "grpo-dynamic":
             assert case["float64"]["resampled"] > 0
-        share = case["float64"]["processes"]
-        assert share["count"] == processes and min(share["sampled_tokens"]) > 0, share
-        if name in ("grpo-dapo", "rloo"):  # 8 completions per minibatch; the others have too few for equal shares
-            assert min(share["trained_tokens"]) * 1.2 >= max(share["trained_tokens"]), share
 
 
 def test_two_processes_make_the_same_updates_as_one(tmp_path):
@@ -95,7 +91,7 @@ def test_every_loss_and_critic_is_a_case():
 def test_run_may_be_resumed_with_another_number_of_processes(tmp_path, algorithm):
     (found,) = driver("resumed", tmp_path, algorithm)
     assert found["statuses"] == [[0], [143, 143], [143], [0, 0]], found
-    assert found["status"] == "finished" and found["processes"]["count"] == 2
+    assert found["status"] == "finished" and found["processes"] == 2
     assert found["gap"] < 1e-5, found
 
 
@@ -106,6 +102,8 @@ EXPECTED = {
     "none": ([0, 0], [4, 5], None),
     "reward-raises": ([1, 1], [2], "failed on purpose: a test. Fix it (in process 1 of 2)"),
     "bad-score": ([0, 0], [4, 5], None),
+    "callback-raises": ([1, 1], [2], "the callback failed on purpose: a test. Fix it (in process 1 of 2)"),
+    "loading-raises": ([2, 2], [], "loading failed on purpose: a test"),
     "nan": ([0, 0], [4, 5], None),
     "out-of-memory": ([1, 1], [2], "out of memory with one completion at a time: the backward pass"),
     "out-of-memory-if-large": ([0, 0], [4, 5], None),
@@ -144,7 +142,7 @@ def test_faults_in_one_process_are_decided_by_all(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("names", [list(EXPECTED)[1:9], list(EXPECTED)[9:]], ids=["errors", "ends"])
+@pytest.mark.parametrize("names", [list(EXPECTED)[1:11], list(EXPECTED)[11:]], ids=["errors", "ends"])
 def test_every_fault_in_one_process_is_decided_by_all(tmp_path, names):
     check_faults(tmp_path, names)
 
@@ -200,7 +198,7 @@ def gap_to_one_process(folder: Path, launcher: str, *more: str) -> float:
         assert printed.count("update 5/5") == 1, "only the first process prints"
         assert ("processes" in printed) == (name != "alone")
     run = RunRecord.read(folder / launcher)
-    assert run.status == "finished" and run.processes["count"] == 2 and min(run.processes["trained_tokens"]) > 0
+    assert run.status == "finished" and run.processes == 2
     file = ADAPTER_FILE if "--use-lora" in more else "model.safetensors"
     return largest_gap(*(load_file(folder / name / file) for name in starts))
 

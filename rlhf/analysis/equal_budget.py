@@ -24,7 +24,7 @@ class EvalPoint:
     update: int
     episodes: int
     seconds: float
-    rows: list[dict[str, Any]]  # P x S: prompt, reply, score, kl in nats per sequence, ended
+    rows: list[dict[str, Any]]  # P x S: prompt, completion, score, kl in nats per sequence, ended
     judged: np.ndarray | None = None  # (P x S,); NaN, also in `scores`: no function applies
 
     @property

@@ -173,6 +173,6 @@ def rate_stored(
     if judge.is_function and None in examples:
         return None
     prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
-    texts, ended = [row["reply"] for row in rows], [row["ended"] for row in rows]
+    texts, ended = [row["completion"] for row in rows], [row["ended"] for row in rows]
     ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
     return as_array(judge.rewards.score(prompts, texts, ids, ended).total)

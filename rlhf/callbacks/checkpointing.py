@@ -169,7 +169,7 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
-        names = from_first(lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.proved))
+        names = from_first(lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.last_good_update))
         aside = ""
         if names:
             aside = (

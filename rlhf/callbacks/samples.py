@@ -78,7 +78,8 @@ class Samples(Callback):
             "w", encoding="utf-8", errors="backslashreplace"
         ) as file:
             for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True)):
-                row = {"prompt": prompt.example.messages, "reply": text, "score": None if math.isnan(score) else score}
+                known = None if math.isnan(score) else score
+                row = {"prompt": prompt.example.messages, "completion": text, "score": known}
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 

@@ -39,7 +39,7 @@ def evaluate_and_calibrate(
     model.calibration = Calibration(fmean(raw), std)
     return {
         **asdict(pair_accuracy(model, held_out)),
-        "calibration": {"scale": asdict(model.calibration), "replies": len(raw), "source": source},
+        "calibration": {"scale": asdict(model.calibration), "completions": len(raw), "source": source},
     }
 
 
@@ -96,6 +96,6 @@ def show_record(record: dict, screen: Screen) -> None:
         ("against baseline", wrong),
         ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
         *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
-        ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
+        ("calibrated on", f"{record['calibration']['completions']} {record['calibration']['source']}"),
     ]
     screen.facts(rows)

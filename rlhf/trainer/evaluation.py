@@ -106,7 +106,7 @@ class Evaluation:
         ) as file:
             columns = zip(rows, self.texts, self.scores, self.kl, self.ended, strict=True)
             for i, (prompt, text, score, kl, ended) in enumerate(columns):
-                row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}
+                row = {"prompt": prompt.example.messages, "completion": text, "score": score, "kl": kl, "ended": ended}
                 if self.values:
                     row["metrics"] = {name: values[i] for name, values in self.values.items()}
                 if self.extra:

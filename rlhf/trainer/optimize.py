@@ -62,7 +62,7 @@ class PolicyOptimizer:
         loss or the gradient norm is not finite, or the mean ratio is out of range."""
         stats = self.minibatch_gradients(experience, rows)
         check_step(stats, rows)
-        self.progress.proved = self.host.state.global_step
+        self.progress.last_good_update = self.host.state.global_step
         with self.passes.raise_on_oom("the optimizer step"):
             self.host.optimizer.step()
         self.host.optimizer.zero_grad()

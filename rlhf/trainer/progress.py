@@ -15,7 +15,7 @@ class Progress:
     completion_tokens: int = 0  # of all sampled completions
     resampled_episodes: int = 0  # completions that dynamic sampling drew in addition to the batches
     peak_memory: int = 0  # bytes
-    proved: int = 0  # number of the latest update whose weights gave finite gradients in the next update
+    last_good_update: int = 0  # number of the latest update whose weights gave finite gradients in the next update
     skipped: int = 0  # skipped updates
     skipped_in_a_row: int = 0
     scores: list[float] = field(default_factory=list)  # lowest and highest score so far

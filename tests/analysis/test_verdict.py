@@ -168,7 +168,7 @@ def test_contrast_matches_hand_computed_values():
 
 def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> EvalPoint:
     rows = [
-        {"prompt": [{"role": "user", "content": p}], "reply": "x", "score": s, "kl": update / 10, "ended": True}
+        {"prompt": [{"role": "user", "content": p}], "completion": "x", "score": s, "kl": update / 10, "ended": True}
         for p, s in zip(prompts, scores, strict=True)
     ]
     return EvalPoint(update, update * per_update, seconds, rows)

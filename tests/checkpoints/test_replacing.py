@@ -194,8 +194,8 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
     def train(config, screen, device):
         built.append("reward model")
         model = RewardModel.load(str(reward_folder), CPU, None)
-        record = {"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"replies": 1, "source": "x"}, "pairs": 1,
-                  "margin": 1.0, "accuracy_against_baseline": None, "by_flaw": {}}  # fmt: skip
+        record = {"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"completions": 1, "source": "x"},
+                  "pairs": 1, "margin": 1.0, "accuracy_against_baseline": None, "by_flaw": {}}  # fmt: skip
         save_reward_model(model, record, Path(config.training.rm_output))
 
     monkeypatch.setattr(ready, "WEIGHTS", start_model)

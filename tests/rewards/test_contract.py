@@ -164,10 +164,10 @@ def test_logged_columns_are_saved_next_to_the_completions(run_flags, tmp_path):
     for name in names:
         rows = [json.loads(line) for line in (samples / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         assert len(rows) == (4 if name.startswith("rollout") else 6)
-        assert rows[0]["score"] is None and rows[1]["score"] == len(rows[1]["reply"])
+        assert rows[0]["score"] is None and rows[1]["score"] == len(rows[1]["completion"])
         for row in rows:
-            upper = {"upper": row["reply"].upper()} if name.startswith("update") else {}
-            assert row["extra"] == {"length": len(row["reply"]), **upper}
+            upper = {"upper": row["completion"].upper()} if name.startswith("update") else {}
+            assert row["extra"] == {"length": len(row["completion"]), **upper}
 
 
 def test_logged_columns_become_what_a_json_file_can_store():

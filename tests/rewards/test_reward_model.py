@@ -174,7 +174,7 @@ def test_a_length_baseline_without_a_wrong_pair_is_explained(model, monkeypatch,
     monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(len(c)) for c in completions])
     found = pair_accuracy(model, [*[pair("a", "long", "b")] * 3, *[pair("a", "b", "c")] * 2])
     assert found.length_baseline == pytest.approx(0.8) and found.accuracy_against_baseline is None
-    show_record(dataclasses.asdict(found) | {"calibration": {"replies": 1, "source": "x"}}, Screen())
+    show_record(dataclasses.asdict(found) | {"calibration": {"completions": 1, "source": "x"}}, Screen())
     assert "no such pairs: 2 of 5 have equal lengths" in capsys.readouterr().out
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.clipping import Clip
 from rlhf.algorithms.experience import Experience, tokens_of_loss
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
-
-
-class PolicyOutputs(NamedTuple):
-    """Outputs of the current policy for n rows, each (n, T)."""
-
-    logprobs: Tensor  # nats
-    entropy: Tensor  # nats
-    values: Tensor | None  # score units; None without a critic
 
 
 class PolicyGradient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +93,14 @@ def set_adapter_dropout(actor: nn.Module, share: float, keys: DropoutKeys) -> No
                 keys.active = share > 0
 
 
+class PolicyOutputs(NamedTuple):
+    """Outputs of the current policy for R completions, each (R, T), 0 where the mask is False."""
+
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    values: Tensor | None  # score units; None without a critic
+
+
 class Actor(nn.Module):
     """A causal LM as a policy over completion tokens."""
 
@@ -109,11 +118,10 @@ class Actor(nn.Module):
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs and entropy (nats) and values of a micro-batch's completion tokens in one backbone pass.
+    ) -> PolicyOutputs:
+        """Computes the outputs for a micro-batch's completions in one backbone pass.
 
-        Each is (R, T), 0 where the mask is False. The values are None without a critic. `allowed` (M, V) and `entropy`
-        as in `token_logprobs`.
+        `allowed` (M, V) and `entropy` as in `token_logprobs`.
         """
         return self.forward_heads(
             self.forward_backbone(micro_batch), micro_batch.tokens, micro_batch.mask, temperature, allowed, entropy
@@ -134,15 +142,15 @@ class Actor(nn.Module):
         allowed: Tensor | None,
         entropy: str,
         fused: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs, entropy and values, as `forward` does, from hidden states (M, H).
+    ) -> PolicyOutputs:
+        """Computes the outputs, as `forward` does, from hidden states (M, H).
 
         `tokens` (M,) and `mask` (R, T) are those of the micro-batch; the other arguments are as in `token_logprobs`.
         """
         states = self.policy_hidden(hidden)
         found = *token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused), self.values(hidden)
         places = places_of(mask, len(tokens))
-        return tuple(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found)
+        return PolicyOutputs(*(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found))
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the part of the hidden states that the language-model head uses, (..., H)."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.policy_gradient import PolicyOutputs
 from rlhf.distributed.gradients import GradientSum
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
@@ -127,7 +126,7 @@ class PolicyOptimizer:
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
                     self.passes.temperature, limits, entropy, fused,
                 )  # fmt: skip
-            loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], PolicyOutputs(*outputs), tokens)
+            loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], outputs, tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
         if fused:

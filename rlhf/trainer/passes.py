@@ -109,10 +109,11 @@ class ForwardPasses:
         with autocast(self.device, self.dtype):
             for micro_batch, hidden in passes:
                 allowed = completions.allowed_mask(micro_batch)
-                logprobs, _, values = self.actor.forward_heads(
+                outputs = self.actor.forward_heads(
                     hidden.detach(), micro_batch.tokens, micro_batch.mask, self.temperature, allowed, "none"
                 )
-                found = logprobs, self.reference.logprobs(micro_batch, self.temperature, allowed), values
+                reference = self.reference.logprobs(micro_batch, self.temperature, allowed)
+                found = outputs.logprobs, reference, outputs.values
                 if whole is None:
                     whole = LogProbs(*(v if v is None else v.new_zeros(completions.mask.shape) for v in found))
                 for into, new in zip(whole, found, strict=True):

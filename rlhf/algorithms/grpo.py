@@ -47,6 +47,7 @@ class GRPO(PolicyGradient):
             loss_type,
             mask.sum(1),
             config.minibatch_size,
+            # detail 29: DAPO (arXiv 2503.14476). Otherwise a token counts more in a minibatch with fewer tokens.
             experience.loss_mask.sum().clamp(min=1) / config.batch.minibatches,
             config.sampling.max_new_tokens,
         )

@@ -21,12 +21,13 @@ def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLM
     """Returns TRL's container for the policy and a new value head.
 
     The weights of the head are 0, because calibrated scores have mean 0. It has no dropout: with TRL's default of 0.1
-    the first ratio would differ from 1. TRL receives a model object instead of a name, so it makes no hub request.
+    the values of two passes would differ. TRL receives a model object instead of a name, so it makes no hub request.
     """
     return AutoModelForCausalLMWithValueHead.from_pretrained(
         policy,
         summary_dropout_prob=0.0,
         v_head_init_strategy="normal",
+        # detail 23: values start at 0 (N details). With random weights, the first advantages would be noise.
         v_head_initializer_range=0.0,
         device_map={"": policy.device},  # its current device; without it TRL prints a warning for 4-bit models
     )
@@ -170,6 +171,7 @@ class ActorCritic(Actor):
 
     def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
         super().__init__(container.pretrained_model)  # TRL expects the policy in the attribute `policy`
+        # detail 22: two heads, one backbone (37 details, 13). A second one costs the memory and time of another model.
         self.value_head, self.critic = container.v_head, critic
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:

@@ -80,14 +80,15 @@ class ForwardPasses:
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:
         """Compute log-probs, reference log-probs and values of the completions, each (B, T).
 
-        The forward pass is that of training without dropout, not that of decoding. Therefore the first ratio of an
-        update is 1. With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first
-        optimizer step, if all completions fit into one pass. Each process computes its share of the completions, that
-        of an optimizer step over all of them, and receives the others'.
+        With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first optimizer step,
+        if all completions fit into one pass. Each process computes its share of the completions, that of an optimizer
+        step over all of them, and receives the others'.
         """
         self.actor.eval()
         self.clear()
         rows = completions.shares(range(len(completions.mask)), size())[rank()]
+        # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
+        # not 1.
         own = agree(lambda: self._own_logprobs(completions, rows, keep_first) if rows else None)
         return exchange_logprobs(own, completions.mask) if size() > 1 else own
 
@@ -96,6 +97,7 @@ class ForwardPasses:
         parts = self.split(completions, rows)
         if keep_first and self.share_first and len(parts) == 1:
             try:
+                # detail 10: also the first optimizer step's pass (this project). A second would only repeat it.
                 self._kept = completions, self.run(completions, parts[0])
                 return self.heads(completions, [self._kept[1]])
             except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory

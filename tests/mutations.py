@@ -3,7 +3,8 @@
     python -m tests.mutations FOLDER            one JSON file per mutation; the same command resumes
     python -m tests.mutations FOLDER --table    the results so far as a Markdown table
 
-The mutations depend only on SEED, on OPERATORS and on the code, whose unchanged tests must pass.
+The mutations depend only on SEED, on OPERATORS and on the code, whose unchanged tests must pass. After a change of the
+code, use an empty folder.
 """
 
 from __future__ import annotations
@@ -91,11 +92,9 @@ def drawn() -> list[Mutation]:
     return random.Random(SEED).sample(candidates, COUNT)
 
 
-def run_tests(folder: str, mutation: Mutation | None, limit: float | None) -> dict[str, object]:
-    """Run a folder's tests in a copy of the checkout. Return the first failed test, None without one, and the seconds.
-
-    If the tests have not ended after `limit` seconds, "time limit" is returned instead of a test.
-    """
+def run_tests(folder: str, mutation: Mutation | None, limit: float) -> dict[str, object]:
+    """Run a folder's tests in a copy of the checkout, for at most `limit` seconds. Return the first failed test, "time
+    limit" or None (all passed), and the seconds."""
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as output:
         copy = Path(place, "checkout")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))

@@ -347,8 +347,8 @@ def fused_head(context: Context, name: str) -> dict[str, Any]:
     def run(fused: bool) -> int:
         leaf = states.detach().requires_grad_()
         with context.autocast:
-            logprobs, _, _ = trainer.actor.forward_heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
-        (logprobs * weights).mean().backward()
+            outputs = trainer.actor.forward_heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
+        (outputs.logprobs * weights).mean().backward()
         head.grad = None
         return count
 

@@ -1,4 +1,4 @@
-"""RLHF Workstation: PPO, GRPO and RLOO.
+"""RLHF Workstation: PPO, GRPO, RLOO and REINFORCE++.
 
 A program imports the functions below from here. torch is imported when a trainer is made.
 """

@@ -93,6 +93,24 @@ def test_functions_named_after_a_link_to_a_file_are_in_that_file(page):
             assert set(name.split(".")) <= known, f"{target}: {name}"
 
 
+def details_of_the_page() -> dict[int, set[str]]:
+    """Return the files that each numbered implementation detail links to."""
+    section = (ROOT / "docs" / "how_it_works.md").read_text("utf-8").partition("## Implementation details")[2]
+    parts = re.split(r"^(\d+)\. \*\*", section, flags=re.MULTILINE)
+    links = [re.findall(r"\]\(\.\./(rlhf/[^)]+)\)", text) for text in parts[2::2]]
+    return dict(zip(map(int, parts[1::2]), map(set, links), strict=True))
+
+
+def test_every_detail_is_named_once_at_a_line_of_a_file_that_the_page_links_to():
+    details, named = details_of_the_page(), []
+    for path in (ROOT / "rlhf").rglob("*.py"):
+        file, lines = path.relative_to(ROOT).as_posix(), path.read_text("utf-8").splitlines()
+        named += [(int(number), file) for line in lines for number in re.findall(r"#.*\bdetail (\d+)\b", line)]
+    assert list(details) == list(range(1, len(details) + 1))
+    assert sorted(number for number, _ in named) == list(details)
+    assert [(number, file) for number, file in named if file not in details[number]] == []
+
+
 def test_every_test_that_a_page_names_exists():
     files = (ROOT / "tests").rglob("test_*.py")
     known = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}

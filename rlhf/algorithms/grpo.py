@@ -7,7 +7,8 @@ from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 
 
@@ -46,6 +47,7 @@ class GRPO(PolicyGradient):
             loss_type,
             mask.sum(1),
             config.minibatch_size,
+            # detail 29: DAPO (arXiv 2503.14476). Otherwise a token counts more in a minibatch with fewer tokens.
             experience.loss_mask.sum().clamp(min=1) / config.batch.minibatches,
             config.sampling.max_new_tokens,
         )

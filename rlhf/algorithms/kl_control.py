@@ -73,7 +73,8 @@ class KLController:
         """
         if self.horizon is not None:
             kl = kl_per_sequence if self.target.per == "sequence" else kl_per_token
-            # beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon)
+            # detail 18: beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon). Without the
+            # limits, one unusual KL changes beta by a large factor (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
             error = min(max(kl / self.target.nats - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.beta = max(self.beta * max(1 + error * episodes / self.horizon, 0.5), self.floor)
         self.done += 1

@@ -29,6 +29,7 @@ class ScoreNormalizer:
 
     def normalized(self, scores: Sequence[float]) -> list[float]:
         """Return (score - mean) / standard deviation with the present estimates, which must have seen a batch."""
+        # detail 16: as in Adam (arXiv 1412.6980). Otherwise the first estimates are too close to 0, where they start.
         bias_correction = 1 - self.decay**self.batches
         std = (self.var / bias_correction) ** 0.5 or 1.0
         return [(score - self.mean / bias_correction) / std for score in scores]

@@ -1,4 +1,4 @@
-"""The equations of PPO, GRPO and RLOO for text: pure functions of tensors and floats, without settings or trainer.
+"""The equations of the algorithms for text: pure functions of tensors and floats, without settings or trainer.
 
 Shapes: B episodes, T completion tokens, n rows of a micro-batch. `mask` (B, T) is True on a completion's tokens up to
 and including its EOS. Values where `mask` is False are ignored. Tensors are float32 unless noted.
@@ -16,8 +16,9 @@ def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = Non
     """Returns the mean of `values` (B, T) over the tokens where `mask` (B, T) is True, a scalar.
 
     `total` replaces the number of these tokens as the divisor. If every micro-batch divides by the tokens of its
-    minibatch, the results add up to the minibatch's mean: the micro-batch size changes memory, not the result.
+    minibatch, the results add up to the minibatch's mean.
     """
+    # detail 28: one divisor per minibatch (this project). Otherwise a token of a short micro-batch counts more.
     return values.masked_fill(~mask, 0.0).sum() / (mask.sum() if total is None else total)
 
 
@@ -69,10 +70,10 @@ def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tens
     """Returns the KL penalty of the loss per token, (p_new / p_old) * k3, (n, T) in nats, 0 where `mask` is False.
 
     Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new, an importance-weighted estimate of the gradient
-    of KL(policy || reference). This is the KL that is logged and controlled. The gradient of k3 alone would be that
-    of KL(reference || policy). docs/kl.md has the derivation.
+    of KL(policy || reference). This is the KL that is logged and controlled. docs/kl.md has the derivation.
     """
-    # (p_new / p_old) * (q / p_new - 1 - log(q / p_new))
+    # detail 20: (p_new / p_old) * (q / p_new - 1 - log(q / p_new)) (DeepSeek-V3.2, arXiv 2512.02556). Without the
+    # ratio, the gradient is that of KL(reference || policy).
     ratio = torch.exp(log_ratios(logprobs, old_logprobs, mask))
     return ratio * kl_k3(logprobs, ref_logprobs, mask)
 
@@ -102,7 +103,8 @@ def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_pena
     if kl_penalty_at == "eos":
         # r_T = score - beta * sum_t KL_t
         return torch.where(final, (scores - beta * kl.sum(1)).unsqueeze(1), 0.0)
-    # r_t = -beta * KL_t, and at the last token r_T = score - beta * KL_T
+    # detail 19: r_t = -beta * KL_t, and at EOS r_T = score - beta * KL_T (Ziegler et al. 2019, eq. 2). One position
+    # later, the critic would have one more target.
     return torch.where(mask, -beta * kl, 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
 
 
@@ -113,6 +115,7 @@ def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Te
     Source: Schulman et al. 2016, arXiv 1506.02438, section 3; Schulman et al. 2017, arXiv 1707.06347, eq. 12.
     """
     values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
+    # detail 24: 0 after the last token (37 details, 5). No reward follows that a value could predict.
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     # delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)
     return rewards + gamma * next_values - values
@@ -163,6 +166,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Te
     groups = scores.view(-1, group_size)
     # A_i = (score_i - mean of the group) / scale
     advantages = _centered(groups)
+    # detail 26: no division by default (arXiv 2503.20783). It favours groups whose completions hardly differ.
     if scale != "none":
         rows = groups if scale == "group" else scores.unsqueeze(0)
         freedom = ((~rows.isnan()).sum(1, keepdim=True) - 1).clamp(min=1)
@@ -195,7 +199,8 @@ def grpo_policy_loss(
         log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
     ratio = torch.exp(log_ratio)
     if loss_type == "cispo":
-        # -stop_gradient(min(r_t, 1 + high)) * A * log p_t
+        # detail 30: -stop_gradient(min(r_t, 1 + high)) * A * log p_t (MiniMax 2025). Clipped as in PPO, tokens with a
+        # large ratio would have no gradient.
         loss, is_clipped = -ratio.clamp(max=1 + clip.high).detach() * advantages * logprobs, ratio > 1 + clip.high
     else:
         loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
@@ -237,7 +242,7 @@ def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
     return torch.where(known & (others > 0), advantages, 0.0).flatten()
 
 
-LARGEST_LOG_RATIO = 20.0  # without a limit exp can overflow, even where the clip makes the gradient 0
+LARGEST_LOG_RATIO = 20.0  # nats
 
 
 def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -247,6 +252,7 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
     """
     # p_new(completion) / p_old(completion) = exp(sum_t log r_t)
     log_ratio = log_ratios(logprobs, old_logprobs, mask).sum(1)
+    # detail 31: the log ratio is limited (this project). Otherwise exp can overflow, even where the clip acts.
     return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
@@ -259,7 +265,8 @@ def clipped_value_loss(
     clipped branch is the larger one, both scalars.
     Source: the PPO implementation of Dhariwal et al. ("OpenAI Baselines", 2017); TRL has the same.
     """
-    # V_clip = clip(V, V_old - c, V_old + c);  L = 0.5 * mean(max((V - R)^2, (V_clip - R)^2))
+    # detail 27: V_clip = clip(V, V_old - c, V_old + c);  L = 0.5 * mean(max((V - R)^2, (V_clip - R)^2)) (Dhariwal et
+    # al. 2017). Without the clip, one update can move the values far.
     # the clipped error is the larger one only if V is outside the limits, so it has no gradient
     clipped = torch.clamp(values.detach(), old_values - clip_range, old_values + clip_range)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
@@ -280,7 +287,7 @@ def truncated_importance_weights(
     With `one_action`, all tokens of a completion have the ratio of the whole completion.
     Source: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    # min(p_train / p_sampler, cap)
+    # detail 12: min(p_train / p_sampler, cap) (Ionides 2008). Without it, the gradient is biased towards the sampler.
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
     gap = gap.sum(1, keepdim=True) if one_action else gap
     return torch.where(mask, gap.exp().clamp(max=cap), 0.0)

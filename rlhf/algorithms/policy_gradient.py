@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.clipping import Clip
 from rlhf.algorithms.experience import Experience, tokens_of_loss
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
-
-
-class PolicyOutputs(NamedTuple):
-    """Outputs of the current policy for n rows, each (n, T)."""
-
-    logprobs: Tensor  # nats
-    entropy: Tensor  # nats
-    values: Tensor | None  # score units; None without a critic
 
 
 class PolicyGradient:
@@ -50,6 +41,7 @@ class PolicyGradient:
         """Returns entropy_coef * mean entropy: the sum over the tokens of `mask` (n, T), divided by `total_tokens`,
         those of the minibatch. 0 without the coefficient."""
         coef = self.config.batch.entropy_coef
+        # detail 32: over the minibatch (37 details, 10). Otherwise the micro-batch size changes the result.
         return coef * objectives.masked_mean(outputs.entropy, mask, total_tokens) if coef else 0.0
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, scored_mask
-from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 
 
@@ -31,6 +32,7 @@ class PPO(PolicyGradient):
         advantages, returns = objectives.generalized_advantage_estimate(
             rewards, rollout.values, mask, critic.gamma, critic.lam
         )
+        # detail 25: over the whole update (N details). Otherwise the step size depends on the unit of the score.
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
             rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages,

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, scored_mask
-from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 
 

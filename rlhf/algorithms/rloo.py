@@ -8,7 +8,8 @@ from torch import Tensor
 from rlhf.algorithms import objectives
 from rlhf.algorithms.clipping import clipped_surrogate
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 
 

@@ -81,6 +81,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the ids of text from data or a model. They contain no special tokens, whatever the text is."""
+    # detail 2: a text gives ordinary tokens only (this project). Otherwise a message could end its own turn.
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
     return ids if _turn_ids(tokenizer).isdisjoint(ids) else _encode_by_pieces(tokenizer, text)
 

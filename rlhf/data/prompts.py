@@ -46,6 +46,7 @@ def encode_prompts(
     """Return the prompts of at most `longest` tokens, in order, and the number of skipped prompts. Prompts are never
     truncated."""
     prompts = _encoded(tokenizer, examples)
+    # detail 3: dropped, not truncated (this project). A truncated prompt would be another question.
     fitting = [p for p in prompts if len(p.ids) <= longest]
     return fitting, len(prompts) - len(fitting)
 

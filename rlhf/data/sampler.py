@@ -61,6 +61,7 @@ class PromptSampler:
         """Return the prompts of an update (counted from 1)."""
         number, before = self._position(update)
         prompts, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
+        # detail 4: a batch may span two passes (this project). Otherwise the last prompts of a pass are lost.
         positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
         return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
 

@@ -135,9 +135,8 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError if it has
     no EOS, or no token for padding.
 
-    A pad token that equals EOS (SmolLM2) is replaced: otherwise a mask `ids != pad` also masks EOS, and the model
-    never learns to stop. EOS becomes the token that ends completions: chat models of Gemma end them with
-    `<end_of_turn>`, but their tokenizer's EOS ends a document.
+    A pad token that equals EOS (SmolLM2) is replaced. EOS becomes the token that ends completions: chat models of
+    Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that includes its tokenizer"):
         check_no_code(name)
@@ -152,6 +151,7 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     end = end_of_turn(tokenizer)
     if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    # detail 1: pad is never EOS (N details). Otherwise masks of padding mask EOS, and the policy never learns to stop.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLM
     """Returns TRL's container for the policy and a new value head.
 
     The weights of the head are 0, because calibrated scores have mean 0. It has no dropout: with TRL's default of 0.1
-    the first ratio would differ from 1. TRL receives a model object instead of a name, so it makes no hub request.
+    the values of two passes would differ. TRL receives a model object instead of a name, so it makes no hub request.
     """
     return AutoModelForCausalLMWithValueHead.from_pretrained(
         policy,
         summary_dropout_prob=0.0,
         v_head_init_strategy="normal",
+        # detail 23: values start at 0 (N details). With random weights, the first advantages would be noise.
         v_head_initializer_range=0.0,
         device_map={"": policy.device},  # its current device; without it TRL prints a warning for 4-bit models
     )
@@ -92,6 +94,14 @@ def set_adapter_dropout(actor: nn.Module, share: float, keys: DropoutKeys) -> No
                 keys.active = share > 0
 
 
+class PolicyOutputs(NamedTuple):
+    """Outputs of the current policy for R completions, each (R, T), 0 where the mask is False."""
+
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    values: Tensor | None  # score units; None without a critic
+
+
 class Actor(nn.Module):
     """A causal LM as a policy over completion tokens."""
 
@@ -109,11 +119,10 @@ class Actor(nn.Module):
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs and entropy (nats) and values of a micro-batch's completion tokens in one backbone pass.
+    ) -> PolicyOutputs:
+        """Computes the outputs for a micro-batch's completions in one backbone pass.
 
-        Each is (R, T), 0 where the mask is False. The values are None without a critic. `allowed` (M, V) and `entropy`
-        as in `token_logprobs`.
+        `allowed` (M, V) and `entropy` as in `token_logprobs`.
         """
         return self.forward_heads(
             self.forward_backbone(micro_batch), micro_batch.tokens, micro_batch.mask, temperature, allowed, entropy
@@ -134,15 +143,15 @@ class Actor(nn.Module):
         allowed: Tensor | None,
         entropy: str,
         fused: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs, entropy and values, as `forward` does, from hidden states (M, H).
+    ) -> PolicyOutputs:
+        """Computes the outputs, as `forward` does, from hidden states (M, H).
 
         `tokens` (M,) and `mask` (R, T) are those of the micro-batch; the other arguments are as in `token_logprobs`.
         """
         states = self.policy_hidden(hidden)
         found = *token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused), self.values(hidden)
         places = places_of(mask, len(tokens))
-        return tuple(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found)
+        return PolicyOutputs(*(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found))
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the part of the hidden states that the language-model head uses, (..., H)."""
@@ -162,6 +171,7 @@ class ActorCritic(Actor):
 
     def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
         super().__init__(container.pretrained_model)  # TRL expects the policy in the attribute `policy`
+        # detail 22: two heads, one backbone (37 details, 13). A second one costs the memory and time of another model.
         self.value_head, self.critic = container.v_head, critic
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:

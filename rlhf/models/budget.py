@@ -25,13 +25,13 @@ class Budget:
     # completions sampled at a time, if --rollout-slots is 0. More are faster, but take memory
     rollout_slots: int
     # prompts sampled together in an evaluation or a calibration, and texts in one forward pass of the perplexity
-    eval_batch_size: int
+    eval_batch_size: int = 32
     # prompts with completions in one forward pass of the reward model
-    scoring_batch_size: int
+    scoring_batch_size: int = 32
     # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
-    generation_batch_size: int
+    generation_batch_size: int = 64
     # completions sampled at a time for the demo's preference pairs: many, because its model is tiny
-    demo_slots: int
+    demo_slots: int = 256
 
 
 VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
@@ -42,20 +42,12 @@ BUDGETS = {
         logits_per_chunk=2**25,
         floats_per_chunk=2**20,
         rollout_slots=64,
-        eval_batch_size=32,
-        scoring_batch_size=32,
-        generation_batch_size=64,
-        demo_slots=256,
     ),
     "cuda": Budget(
         tokens_per_micro_batch=16_384,
         logits_per_chunk=2**27,
         floats_per_chunk=2**27,
         rollout_slots=256,
-        eval_batch_size=32,
-        scoring_batch_size=32,
-        generation_batch_size=64,
-        demo_slots=256,
     ),
 }
 

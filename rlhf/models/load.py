@@ -186,11 +186,12 @@ def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
 
 
 def _disable_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout in the config to 0, because with dropout the first ratio would not be 1. TRL disables only
-    dropout modules; layers that call the dropout function read its probability from the config."""
+    """Set every dropout in the config to 0. TRL disables only dropout modules; layers that call the dropout function
+    read its probability from the config."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         if "drop" in name and isinstance(value, float):
+            # detail 37: layers without a dropout module, too (this project). With dropout, the first ratio is not 1.
             setattr(text, name, 0.0)
 
 

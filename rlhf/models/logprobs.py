@@ -36,6 +36,7 @@ def scaled_logits(policy: PreTrainedModel | PeftModel, hidden: Tensor, temperatu
     cap = _softcap(policy)
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
+    # detail 7: divided, as in sampling (N details). Otherwise these are the log-probs of another distribution.
     return logits / temperature
 
 

@@ -90,6 +90,7 @@ class PaddedMicroBatch(MicroBatch):
         return (np.array(self.rows)[:, None] * width + np.arange(width)).ravel()
 
     def forward(self, backbone: nn.Module) -> Tensor:
+        # detail 5: padding is not counted (N details). Otherwise a long prompt shifts the positions of the others.
         positions = (self.attention.long().cumsum(1) - 1).clamp(min=0)
         output = backbone(
             input_ids=self.ids, attention_mask=self.attention, position_ids=positions, use_cache=False

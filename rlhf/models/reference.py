@@ -67,6 +67,7 @@ def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype is not None and type(module) is nn.Linear:
             weights = list(module.parameters(recurse=False))
             if not any(w.requires_grad or id(w) in embeddings for w in weights):
+                # detail 11: only what autocast rounds anyway (this project). Otherwise the KL at the start is not 0.
                 module.to(dtype)
 
 

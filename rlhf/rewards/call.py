@@ -93,6 +93,7 @@ def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]
         return None, RunError
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
+    # detail 15: NaN skips the update (this project). Replaced or ignored, it would hide an error in the function.
     if not isinstance(score, Real) or (finite and not math.isfinite(score)):
         none = " (None means that the function does not apply)" if score != score else ""
         return f"score {score!r} is not a finite number{none}", BadScore

@@ -133,6 +133,7 @@ class RewardModel:
 
     def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
         """Return the ids of a prompt with its completion, rendered as in training."""
+        # detail 13: the text is tokenized again (this project). The policy's ids may be other words in this tokenizer.
         return [*self._prompt_ids(_key(messages)), *encode_completion(self.tokenizer, completion, ended)]
 
     @torch.no_grad()

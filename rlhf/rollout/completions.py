@@ -140,6 +140,7 @@ class Completions(TokenBatch):
         """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""
         if self.allowed_tokens is None:
             return None
+        # detail 8: log-probs over these tokens only (this project). Otherwise they are not those of the sampling.
         return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
     def rows(self) -> list[list[int]]:

@@ -19,6 +19,7 @@ def uniform_noise(seed: int, update: int, purpose: str, episodes: Sequence[int],
 
     A row depends on (seed, update, purpose) and on its episode number, not on the other rows.
     """
+    # detail 6: one generator per episode (this project). With one for all, a completion would depend on its batch.
     return torch.from_numpy(np.stack([rng_for(seed, update, purpose, e).random(length) for e in episodes]))
 
 

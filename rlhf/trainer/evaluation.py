@@ -235,6 +235,7 @@ class PolicyEvaluator:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
         self.fix_text()
         batches = self._batches(prompts, self.config.run.eval_samples)
+        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
         rollouts = [self.collector.collect(rows, 0, "evaluate") for rows in batches]
         with self.collector.passes.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)

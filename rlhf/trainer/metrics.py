@@ -26,6 +26,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     values = {
         "rewards/mean": raw.mean(),
         "rewards/std": raw.std(unbiased=False),
+        # detail 21: in every run (this project). Without it, a run without a penalty could drift unseen.
         "kl_divergence": batch.kl.sum(1).mean(),
         "kl_divergence/token": batch.kl.sum() / tokens,
         "kl_divergence/k3": k3.sum(1).mean(),

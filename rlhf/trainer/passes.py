@@ -79,14 +79,15 @@ class ForwardPasses:
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:
         """Compute log-probs, reference log-probs and values of the completions, each (B, T).
 
-        The forward pass is that of training without dropout, not that of decoding. Therefore the first ratio of an
-        update is 1. With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first
-        optimizer step, if all completions fit into one pass. Each process computes its share of the completions, that
-        of an optimizer step over all of them, and receives the others'.
+        With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first optimizer step,
+        if all completions fit into one pass. Each process computes its share of the completions, that of an optimizer
+        step over all of them, and receives the others'.
         """
         self.actor.eval()
         self.clear()
         shares = completions.shares(range(len(completions.mask)))
+        # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
+        # not 1.
         _, own = own_share(shares, lambda rows: self._own_logprobs(completions, rows, keep_first))
         return exchange_logprobs(own, completions.mask)
 
@@ -95,6 +96,7 @@ class ForwardPasses:
         parts = self.split(completions, rows)
         if keep_first and self.share_first and len(parts) == 1:
             try:
+                # detail 10: also the first optimizer step's pass (this project). A second would only repeat it.
                 self._kept = completions, self.run(completions, parts[0])
                 return self.heads(completions, [self._kept[1]])
             except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory
@@ -108,10 +110,11 @@ class ForwardPasses:
         with autocast(self.device, self.dtype):
             for micro_batch, hidden in passes:
                 allowed = completions.allowed_mask(micro_batch)
-                logprobs, _, values = self.actor.forward_heads(
+                outputs = self.actor.forward_heads(
                     hidden.detach(), micro_batch.tokens, micro_batch.mask, self.temperature, allowed, "none"
                 )
-                found = logprobs, self.reference.logprobs(micro_batch, self.temperature, allowed), values
+                reference = self.reference.logprobs(micro_batch, self.temperature, allowed)
+                found = outputs.logprobs, reference, outputs.values
                 if whole is None:
                     whole = LogProbs(*(v if v is None else v.new_zeros(completions.mask.shape) for v in found))
                 for into, new in zip(whole, found, strict=True):

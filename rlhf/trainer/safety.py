@@ -54,6 +54,7 @@ def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
     Synchronizes with the device once."""
     names = ("loss", "policy/grad_norm", "policy/ratio")
     values = dict(zip(names, torch.stack([stats[name].float() for name in names]).tolist(), strict=True))
+    # detail 36: no step with bad numbers (TRL's first PPO). After one step with a NaN, all weights would be NaN.
     for name in names[:2]:
         if not abs(values[name]) < float("inf"):
             raise SkipUpdate(f"{name} is {values[name]}", rows)

@@ -96,6 +96,7 @@ def shaped(
             estimates of the first ones: a second step of the estimates would give a few completions the weight of a
             whole batch.
     """
+    # detail 17: 0 by default (N details). Without a penalty, only the reward can teach the policy to stop.
     scores = raw - missing_eos_penalty * (~ended).float()
     known = scores.isfinite().nonzero().flatten()  # the scores of an update are finite, those of a replay may not be
     if normalizer is not None and len(known):

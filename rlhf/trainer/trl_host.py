@@ -31,8 +31,9 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.processes import is_first
 
 
-def optimizer_arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments of transformers' TrainingArguments for the optimizer and its schedule.
+def shared_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of transformers' TrainingArguments of both hosts: the optimizer with its schedule, and what
+    the training loop does itself.
 
     The schedule advances once per update, so it counts updates. Of transformers' schedules, `constant` ignores a
     warm-up, which is `constant_with_warmup`.
@@ -40,11 +41,17 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
     settings = config.optimizer
     warms_up = settings.lr_schedule == "constant" and settings.warmup_steps > 0
     return {
+        "output_dir": config.run.output,
+        "seed": config.run.seed,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
         "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if warms_up else settings.lr_schedule,
         "warmup_steps": settings.warmup_steps,
         "weight_decay": settings.weight_decay,
-        **({} if settings.optim == "adamw" else {"optim": settings.optim}),  # AdamW is transformers' default
+        # detail 35: AdamW as in transformers (37 details, 3). torch's weight decay of 0.01 would shrink the weights.
+        **({} if settings.optim == "adamw" else {"optim": settings.optim}),
     }
 
 
@@ -103,16 +110,11 @@ class PPOHost(PPOTrainer):
         self._critic = second_network(config, policy, self._container.v_head, rewards)
         super().__init__(
             args=PPOConfig(
-                output_dir=config.run.output,
                 per_device_train_batch_size=config.batch.batch_size,
                 total_episodes=updates * config.batch.batch_size,
-                seed=config.run.seed,
                 stop_token="eos",
-                bf16=False,
-                gradient_checkpointing=False,
                 num_sample_generations=0,
-                report_to="none",
-                **optimizer_arguments(config),
+                **shared_arguments(config),
             ),
             processing_class=tokenizer,
             model=policy,
@@ -149,20 +151,15 @@ class GRPOHost(GRPOTrainer):
             model=policy,
             reward_funcs=[no_reward],
             args=GRPOConfig(
-                output_dir=config.run.output,
                 per_device_train_batch_size=2,  # TRL requires a group of 2; the training loop makes the minibatches
                 num_generations=2,
                 max_completion_length=config.sampling.max_new_tokens,
                 temperature=config.sampling.temperature,
                 num_iterations=1,  # the training loop repeats epochs over a rollout
                 beta=0.0,  # otherwise TRL loads a second reference model
-                seed=config.run.seed,
                 max_steps=updates,
-                bf16=False,
-                gradient_checkpointing=False,
                 disable_dropout=True,
-                report_to="none",
-                **optimizer_arguments(config),
+                **shared_arguments(config),
             ),
             train_dataset=Dataset.from_list([{"prompt": ""}]),  # TRL requires one; the training loop has the prompts
             processing_class=tokenizer,

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from rlhf.algorithms import objectives as o
 from rlhf.algorithms.clipping import Clip, clipped_surrogate
-from rlhf.algorithms.policy_gradient import PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import policy_stats
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 

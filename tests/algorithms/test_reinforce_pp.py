@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlhf.algorithms.policy_gradient import PolicyOutputs
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 from tests.conftest import whole_gradient
 

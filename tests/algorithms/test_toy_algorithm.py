@@ -20,11 +20,12 @@ import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.policy_gradient import PolicyGradient, PolicyOutputs, policy_stats
+from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
 from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.api import make_trainer
 from rlhf.commands.train import train_command
 from rlhf.config import make_config, parse_cli
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.utils.signals import TrainingInterrupted

@@ -114,7 +114,7 @@ def test_dropout_of_the_reward_model_is_off(build, calibrated):
     completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     trainer.model.train()
     micro_batch = PackedMicroBatch(completions, range(4))
-    passes = [trainer.actor(micro_batch, 1.0)[2] for _ in range(2)]
+    passes = [trainer.actor(micro_batch, 1.0).values for _ in range(2)]
     assert torch.equal(*passes)
     module = torch.nn.Sequential(torch.nn.Dropout(0.3))
     module[0].attention_dropout = 0.2

@@ -118,7 +118,7 @@ def test_packed_equals_padded(actor, completions):
 def test_bfloat16_stays_close_to_float32(plain_model, texts, completions):
     """The mean difference is at most 0.06 nats per token and the largest 0.5. Below 1e-4, bfloat16 was not used."""
     with torch.no_grad(), autocast(CPU, torch.bfloat16):
-        found = Actor(plain_model)(PackedMicroBatch(completions, range(len(ANSWERS))), 0.7)[0]
+        found = Actor(plain_model)(PackedMicroBatch(completions, range(len(ANSWERS))), 0.7).logprobs
     with torch.no_grad():
         exact = [plain_forward(plain_model, *text, 0.7)[0] for text in texts]
     difference = torch.cat([found[row, : len(e)] - e for row, e in enumerate(exact)]).abs()

@@ -312,7 +312,7 @@ def test_run_of_another_format_can_be_replaced_or_moved(tmp_path):
     check_output(folder, overwrite=True, is_default=False)
     lock, line = claim_output(folder, overwrite=False, is_default=True)
     lock.close()
-    assert line == f"moved the finished run in {folder} to {folder}_1"
+    assert line == f"moved the old run in {folder} to {folder}_1"
 
 
 BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"

@@ -720,12 +720,6 @@ class RecordSettings:
         False,
         "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",
     )
-    record_format: str = setting(
-        "jsonl",
-        "format of the token record: one JSON object per line, or a Parquet table",
-        choices=("jsonl", "parquet"),
-        needs="record_tokens",
-    )
     record_every: int = setting(
         50, "updates between token records; the first update is always recorded", ge=1, needs="record_tokens"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.callbacks.base import Callback
-from rlhf.callbacks.findings import EXAMPLES, Examples, short_fields, show_run_findings
+from rlhf.callbacks.findings import short_fields, show_run_findings
 from rlhf.data.sampler import shorten
 from rlhf.settings.types import kl_text
 from rlhf.trainer.eval_metrics import shown
@@ -124,15 +123,7 @@ class FindingsWarning(Callback):
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
         self.trainer, self.screen = trainer, screen
-        self.examples: Examples = []
-
-    def on_batch(self, update, batch, scores):
-        if update == SOME_UPDATES:
-            texts = batch.completions.texts(self.trainer.processing_class)
-            step = max(1, len(texts) // EXAMPLES)  # of different prompts, also if a prompt has several completions
-            known = [None if math.isnan(score) else score for score in scores.raw.tolist()]
-            self.examples = list(zip(texts, known, strict=True))[::step][:EXAMPLES]
 
     def on_update_end(self, update, metrics):
         if update == SOME_UPDATES < self.trainer.updates:
-            show_run_findings(self.trainer, self.screen, self.examples)
+            show_run_findings(self.trainer, self.screen)

@@ -86,7 +86,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
 
     again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # an encoding of Windows consoles
-    assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
+    assert again.returncode == 0 and f"moved the old run in {name} to {name}_1" in again.stdout
 
 
 @pytest.mark.ci

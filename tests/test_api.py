@@ -199,7 +199,7 @@ def test_settings_that_only_the_scripts_use_are_refused(config, settings):
 )  # fmt: skip
 def test_settings_about_files_are_refused_without_a_folder(config, settings):
     given = config(**settings)
-    with pytest.raises(UserError, match=r"without a run folder has no .*\. Add output=") as refused:
+    with pytest.raises(UserError, match="Add output=") as refused:
         make_trainer(given, ["a cat?"], [words])
     assert [name for name in OF_A_FOLDER if f"make_config({name}=)" in str(refused.value)] == [
         name for name in OF_A_FOLDER if name in settings

@@ -32,8 +32,7 @@ class BestCheckpoint(Callback):
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog):
         self.trainer, self.config, self.log = trainer, config, log
         self.candidates: list[Candidate] = []
-        self.memory: list[float] = []
-        self.episodes: list[int] = []
+        self.costs: list[dict[str, float]] = []  # of each evaluation: episodes until then, peak memory in GiB
 
     def on_evaluation(self, evaluation):
         metrics, run = evaluation.metrics(), self.config.run
@@ -48,8 +47,8 @@ class BestCheckpoint(Callback):
                 metrics=evaluation.figures,
             )
         )
-        self.memory.append(self.trainer.progress.peak_memory / 2**30)
-        self.episodes.append(self.trainer.episodes)
+        memory = self.trainer.progress.peak_memory / 2**30
+        self.costs.append({"episodes": self.trainer.episodes, "peak_memory_gib": memory})
         learned, by_start = self.trainer.rewards.has_model, self.trainer.evaluator.text.by_start
         limit = perplexity_limit(run.perplexity_gate, learned, by_start, self.config.kl.steered)
         best, why = choose(self.candidates, run.best_rule, limit)
@@ -63,19 +62,16 @@ class BestCheckpoint(Callback):
                 rule=run.best_rule,
                 kl_unit=f"nats/{target.per}",
                 perplexity_text=self.trainer.evaluator.text.source,
-                evaluations=[
-                    {**asdict(c), "episodes": episodes, "peak_memory_gib": gib}
-                    for c, episodes, gib in zip(self.candidates, self.episodes, self.memory, strict=True)
-                ],
+                evaluations=[asdict(c) | cost for c, cost in zip(self.candidates, self.costs, strict=True)],
             )
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory, "episodes": self.episodes}
+        return {"candidates": [asdict(c) for c in self.candidates], "costs": self.costs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.candidates = [Candidate(**c) for c in state["candidates"]]
-        self.memory, self.episodes = state["memory"], state["episodes"]
+        self.costs = state["costs"]
 
 
 class Checkpoints(Callback):

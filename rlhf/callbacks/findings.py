@@ -160,16 +160,14 @@ def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
     )
 
 
-def show_run_findings(trainer: OnPolicyLoop, screen: Screen, examples: Examples = ()) -> None:
-    """Print the findings of a run as warnings. Without `examples`, completions of the last evaluation are printed if a
-    reward function never fires."""
+def show_run_findings(trainer: OnPolicyLoop, screen: Screen) -> None:
+    """Print the findings of a run as warnings, with completions of the last evaluation if a reward function never
+    fires."""
     figures = run_figures(trainer)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
-    if not examples and trainer.evaluations:
-        last, seed = trainer.evaluations[-1], trainer.config.run.seed
-        drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]
-        examples = [(last.texts[i], last.scores[i]) for i in drawn]
-    show_findings(found, examples, screen)
+    last, seed = trainer.evaluations[-1], trainer.config.run.seed
+    drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]
+    show_findings(found, [(last.texts[i], last.scores[i]) for i in drawn], screen)
 
 
 def show_findings(found: Sequence[Finding], examples: Examples, screen: Screen) -> None:

@@ -23,12 +23,12 @@ PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
     """Raise UserError if a new run may not use `folder`.
 
-    Allowed are a new or empty folder, the default folder with a finished run (which will be moved aside), and with
-    `overwrite` a folder with a run.
+    Allowed are a new or empty folder, and a folder whose run may be moved aside: a finished run in the default folder,
+    and with `overwrite` any run.
 
     Args:
         folder: the output folder.
-        overwrite: the run in `folder` may be replaced.
+        overwrite: the run in `folder` may be moved aside.
         is_default: `folder` is the default output folder of the command.
         flag: the flag of the folder. Another flag than --output means a reward model's folder.
     """
@@ -84,45 +84,29 @@ def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = 
 def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO[bytes], str | None]:
     """Lock `folder` and make it empty for a new run. Returns the lock, and a message if an older run was moved.
 
-    Raises UserError as `check_output`. A finished run in the default folder is moved to FOLDER_1, FOLDER_2. With
-    `overwrite` a run is moved to FOLDER.replaced, and removed when the new run is finished (`RunLog`).
+    Raises UserError as `check_output`. The older run is moved to FOLDER_1, FOLDER_2.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_run(folder)
     _check_content(folder, overwrite, is_default)  # again: another run may have started there before the lock
-    done = None
-    if _content(folder):
-        try:
-            if overwrite:
-                place = _move_to(folder, replacing.set_aside(folder))
-                done = f"moved the old run in {folder} to {place}; it is removed when this run is finished"
-            else:
-                done = f"moved the finished run in {folder} to {_move_aside(folder)}"
-        except OSError as error:  # on Windows, if another program uses a file in it
-            raise UserError(
-                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}"
-                f"{replacing.users_of(folder)}). Close the programs that use it, such as TensorBoard"
-            ) from None
-    return lock, done
-
-
-def move_aside(folder: Path) -> str:
-    """Move the content of `folder` aside. Returns a message with its new place. Raises UserError if a live process has
-    a run in it."""
-    with lock_run(folder):
-        return f"moved the content of {folder} to {_move_aside(folder)}"
+    if not _content(folder):
+        return lock, None
+    try:
+        return lock, f"moved the old run in {folder} to {_move_to(folder, replacing.numbered_name(folder))}"
+    except OSError as error:  # on Windows, if another program uses a file in it
+        programs = system.programs_using(folder)
+        users = f"; it is used by {', '.join(programs)}" if programs else ""
+        raise UserError(
+            f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}{users}). Close the "
+            "programs that use it, such as TensorBoard"
+        ) from None
 
 
 def _content(folder: Path) -> list[Path]:
     """Return the content of a folder without the lock file, run.json last."""
     there = folder.iterdir() if folder.exists() else ()
     return sorted((path for path in there if path.name != LOCK_FILE), key=lambda path: path.name == RUN_FILE)
-
-
-def _move_aside(folder: Path) -> Path:
-    """Move the content of `folder` to the first free of FOLDER_1, FOLDER_2, and return that path."""
-    return _move_to(folder, replacing.numbered_name(folder))
 
 
 def _move_to(folder: Path, aside: Path) -> Path:

@@ -7,16 +7,14 @@ import errno
 import json
 import os
 import time
-import warnings
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
-from rlhf.utils.errors import RLHFWarning, RunError, UserError
+from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.system import cpu_seconds
 
@@ -85,8 +83,6 @@ class RunLog:
             error.problems[-1] += f"; its inputs are saved in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
-            for line in replacing.remove_replaced(self.folder):
-                warnings.warn(line, RLHFWarning, stacklevel=2)
         elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
             self._found.write(self.folder)  # nothing was trained in this session: restore the record
         else:

@@ -21,15 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
-from rlhf.checkpoints.replacing import (
-    check_inputs_outside,
-    numbered_name,
-    remove_replaced,
-    remove_unfinished,
-    replace_dir,
-    restore_replaced,
-    unfinished_name,
-)
+from rlhf.checkpoints.replacing import check_inputs_outside, replace_dir
 from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.data.examples import Example, load_examples
@@ -38,7 +30,7 @@ from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
 from rlhf.distributed.gradients import GradientSum, exchange_rows
-from rlhf.distributed.group import from_first, on_first, require_equal
+from rlhf.distributed.group import on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
@@ -52,7 +44,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import saving_tensors, write_json
+from rlhf.utils.files import saving_tensors, staging_name, write_json
 from rlhf.utils.processes import size
 from rlhf.utils.system import remove_folder, sync_file
 
@@ -78,8 +70,6 @@ def train_reward_model(
     inputs += [("--actor-model", config.calibration.actor_model)] if config.calibration.actor_model else []
     check_inputs_outside(str(folder), inputs, "--rm-output")
     require_equal({**environment()["versions"], **flat_settings(to_dict(config))}, "Give all machines the same")
-    if from_first(lambda: restore_replaced(folder)):
-        screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
     on_first(lambda: check_output(folder, **placing))
     if pairs is None:
         pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
@@ -92,20 +82,16 @@ def train_reward_model(
     record = evaluate_and_calibrate(model, held_out, completions, source)
     show_record(record, screen)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
-    on_first(lambda: _place(model, record, folder, config, placing, screen))
+    on_first(lambda: _place(model, record, folder, placing, screen))
     return folder
 
 
-def _place(model: RewardModel, record: dict, folder: Path, config: RewardModelConfig, placing: dict, screen: Screen):
-    """Save the reward model in its folder. A model that is there is moved aside, or replaced with --rm-overwrite."""
+def _place(model: RewardModel, record: dict, folder: Path, placing: dict, screen: Screen) -> None:
+    """Save the reward model in its folder. A model that is there is moved aside."""
     check_output(folder, **placing)  # again, because the folder may have changed during training
-    holds_a_model = folder.is_dir() and any(folder.iterdir())
-    keep = numbered_name(folder) if holds_a_model and not config.training.rm_overwrite else None
-    save_reward_model(model, record, folder, keep)
-    if keep is not None:
-        screen.say(f"moved the reward model that was in {folder} to {keep}")
-    for line in remove_replaced(folder):
-        screen.say(line)
+    older = save_reward_model(model, record, folder)
+    if older is not None:
+        screen.say(f"moved the reward model that was in {folder} to {older}")
     screen.say(f"reward model saved in {folder}")
 
 
@@ -262,15 +248,13 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
         )
 
 
-def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:
-    """Write the model into a staging folder, then replace `folder` with it.
+def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | None:
+    """Write the model into a staging folder, then replace `folder` with it. Returns where the old model was moved.
 
-    An interruption leaves either the new or the old model complete. The old one is renamed to `keep`, or to
-    NAME.replaced if `keep` is None.
+    An interruption leaves the old model complete, in `folder` or where it was moved.
     """
     folder = folder.resolve()
-    remove_unfinished(folder)
-    staging = unfinished_name(folder)
+    staging = staging_name(folder.with_name(folder.name + ".new"))
     try:
         with saving_tensors(staging):
             model.model.save_pretrained(staging)
@@ -283,4 +267,4 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path
     except BaseException:
         remove_folder(staging, ignore_errors=True)
         raise
-    replace_dir(staging, folder, keep)
+    return replace_dir(staging, folder)

@@ -26,12 +26,12 @@ from rlhf.checkpoints.model_folder import (
     find_base,
     read_object,
 )
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import ONE_FILE
-from rlhf.run.model_card import CARD_FILE, Saved, model_card, shortest_prompt
+from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import PUSH
@@ -66,14 +66,13 @@ def export_run(config: Config, screen: Screen) -> None:
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
     """Return the models of a finished run that still exist, by name: "final", "best", "merged"."""
-    prompt = shortest_prompt(folder / SAMPLES_FOLDER)
     found = {
-        "final": Saved(folder, "final", run.spent.updates, prompt=prompt),
-        "best": Saved(folder / BEST_FOLDER, "best", run.best.update, prompt=prompt),
+        "final": Saved(folder, "final", run.spent.updates),
+        "best": Saved(folder / BEST_FOLDER, "best", run.best.update),
     }
     if run.merged is not None:
         merged = run.merged
-        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, merged.which, merged.update, merged=True, prompt=prompt)
+        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, merged.which, merged.update, merged=True)
     return {name: one for name, one in found.items() if one.is_adapter or (one.folder / WEIGHTS_FILE).is_file()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
-from rlhf.data.messages import Message
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import CONTROL_MEANS, Config
@@ -34,7 +32,6 @@ class Saved:
     which: str  # "final" or "best"
     update: int  # the weights are those after this update
     merged: bool = False
-    prompt: list[Message] | None = None  # one of the run's evaluation prompts; None: its samples were removed
 
     @property
     def is_adapter(self) -> bool:
@@ -61,7 +58,6 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         control=title_of(run) if control_of(run) != "none" else None,
         control_means=CONTROL_MEANS,
         chat=chat,
-        prompt=example_prompt(saved.prompt, chat),
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),
@@ -76,20 +72,6 @@ def model_card_command(words: Sequence[str]) -> str:
     """Return the command that started a run, on one line, from the words in its run.json."""
     program = () if words[0] == CONSOLE_COMMAND else ("python",)
     return command(*program, *words).replace("\n", " ")
-
-
-def shortest_prompt(folder: Path) -> list[Message] | None:
-    """Return the shortest prompt among the completions of a run's last evaluation; None if there are none."""
-    files = sorted(folder.glob("update-*.jsonl"))
-    lines = files[-1].read_text(encoding="utf-8").split("\n")[:-1] if files else []
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    return min(prompts, key=lambda messages: sum(len(m["content"]) for m in messages), default=None)
-
-
-def example_prompt(prompt: list[Message] | None, chat: bool) -> str:
-    """Return a prompt as a Python literal: the messages, or for a tokenizer without a chat template their text."""
-    messages = prompt or [{"role": "user", "content": "Write your prompt here."}]
-    return repr(messages if chat else "\n\n".join(m["content"] for m in messages))
 
 
 def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:

@@ -31,7 +31,6 @@ from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.system import available_cores, new_process_group, send_stop, stop_signals
 
 POLL_S, END_S = 0.2, 10.0
-LOGS_PRINTED = 4
 STOPPED = [128 + which for which in stop_signals()]  # exit statuses of a run that a signal stopped
 # what a child process runs: it imports from the same folders as this process, wherever that was started
 CHILD = "import sys; sys.path[:] = {path!r}; from rlhf.run.parallel_seeds import child; child()"
@@ -213,9 +212,8 @@ class Processes:
         """Train all runs. Returns those that were started, when all have ended."""
         places = ", ".join(dict.fromkeys(slot.name for slot in self.free))
         self.screen.say(f"training {len(self.waiting)} runs, at most {len(self.free)} at a time, each on: {places}")
-        logs = [str(log_of(config)) for config in self.waiting.values()]
-        more = [f"and {len(logs) - LOGS_PRINTED} more"] if len(logs) > LOGS_PRINTED else []
-        self.screen.say(f"their output: {', '.join([*logs[:LOGS_PRINTED], *more])}")
+        first = next(iter(self.waiting.values()))
+        self.screen.say(f"their output is beside each run folder, such as {log_of(first)}")
         try:
             while self.running or (self.waiting and self.stop.by is None):
                 try:

@@ -33,27 +33,8 @@ from rlhf.utils.errors import UserError, raise_if
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
 
-# settings that only the scripts use -> what a program does instead
-OF_THE_SCRIPTS = {
-    "check": "Remove it: make_trainer() checks everything that it can check before the first update",
-    "dry_run": "Remove it, or print the plan with the script",
-    "scan": "Remove it, and call rlhf.api.scan(config, prompts)",
-    "replay": "Repeat the update with the script",
-    "seeds": "Make one trainer per seed, with make_config(seed=) and its own output",
-    "sweep": "Make one trainer per combination, each with its own output",
-    "parallel": "Start one program per run",
-}
-
-
-# settings about the files of a run folder -> what they need
-OF_A_FOLDER = {
-    "resume": "run to resume",
-    "overwrite": "files to replace",
-    "rollback_on_kl": "checkpoints",
-    "record_tokens": "files for tokens",
-    "merge_lora": "saved adapter",
-    "push_to_hub": "model to upload",
-}
+OF_THE_SCRIPTS = ("check", "dry_run", "scan", "replay", "seeds", "sweep", "parallel")
+OF_A_FOLDER = ("resume", "overwrite", "rollback_on_kl", "record_tokens", "merge_lora", "push_to_hub")
 
 
 # --- the settings of a run with a folder -----------------------------------------------------------------------------
@@ -89,13 +70,13 @@ def check_given(config: Config, callbacks: Sequence = (), without_folder: bool =
         raise UserError(f"not a configuration: config, {config!r:.60}. Make it with make_config()")
     values = flat_settings(to_dict(config))
     problems = [
-        f"only the scripts use {name}: make_config({name}=). {fix}"
-        for name, fix in OF_THE_SCRIPTS.items()
+        f"only the scripts use {name}: make_config({name}=). Remove it, or use the script"
+        for name in OF_THE_SCRIPTS
         if values[name]
     ]
     problems += [
-        f"a trainer without a run folder has no {what}: make_config({name}=). Add output='./folder' to make_trainer()"
-        for name, what in OF_A_FOLDER.items()
+        f"only a trainer with a run folder uses {name}: make_config({name}=). Add output='./folder' to make_trainer()"
+        for name in OF_A_FOLDER
         if without_folder and values[name]
     ]
     raise_if(problems)

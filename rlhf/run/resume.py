@@ -9,7 +9,7 @@ import torch
 
 from rlhf.checkpoints.manifest import CheckpointScan, find_checkpoints
 from rlhf.checkpoints.replacing import check_inputs_outside
-from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
+from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.run.export import export_run
@@ -31,7 +31,7 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     run.
 
     A finished run is exported as the settings request (merged adapter, model card, upload). A run without a checkpoint
-    is moved aside and starts again. Raises UserError if there is no run, if its settings or versions differ, or if
+    starts again. Raises UserError if there is no run, if its settings or versions differ, or if
     none of its checkpoints is valid.
     """
     output = config.run.output
@@ -59,13 +59,12 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
 
 
 def start_again(config: Config, screen: Screen) -> Config:
-    """Move the files of a run without checkpoints aside. Return the configuration that trains from the start."""
+    """Return the configuration that trains a run without checkpoints from the start."""
     screen.say(
         f"this run stopped before its first checkpoint: {config.run.output}. Training starts from the beginning"
     )
     if not config.run.only_looks:
         check_inputs_outside(config.run.output, inputs_of(config), "--output")
-        screen.say(move_aside(Path(config.run.output)))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
 
 

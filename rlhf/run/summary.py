@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
-from rlhf.algorithms.table import ALGORITHMS, label_of
+from rlhf.algorithms.kl_control import in_band, kl_controller
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
-from rlhf.config import resolve_cli, usual_config
+from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
 from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
-from rlhf.settings.fields import replaced, settings_of, to_dict, unmet, values_in
-from rlhf.settings.next_commands import code_words, flag_words
+from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
-from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, counted, number
-from rlhf.utils.errors import UserError
+from rlhf.utils.console import Screen, number
 from rlhf.utils.intervals import interval
-
-STEPS = ("ppo_epochs", "minibatches")  # their product is the number of optimizer steps of an update
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
@@ -202,85 +195,7 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
             *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
             ("plot the training curves", command(*script_words("plot"), output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
-            *same_budget_commands(config, run.spent),
             ("compare; add other runs after this one", command(*script_words("compare"), output, *code)),
             ("chat with the model", command(*script_words("evaluate"), "--chat", "--model-path", output)),
         ]
     )
-
-
-def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
-    """Return rows of (label, command) that train the other algorithms with the same settings and number of episodes.
-    An algorithm without such a command is omitted. There are none for a run that was started in Python."""
-    if config.in_python:
-        return []
-    found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
-    return [
-        (f"train {label_of(name)}, same {what_is_equal(config, name)}", line)
-        for name, line in found.items()
-        if line is not None
-    ]
-
-
-def what_is_equal(config: Config, other: str) -> str:
-    """Return what the command for `other` has in common with the run."""
-    if config.group.dynamic_sampling:  # the drawn episodes have no optimizer steps
-        return "episodes"
-    own, its = config.optimizer_steps(1), steps_per_update(config, other)
-    return "budget" if own == its else f"episodes, {counted(its, 'optimizer step')} per update instead of {own}"
-
-
-def steps_per_update(config: Config, other: str) -> int:
-    """Return the optimizer steps per update of the command for `other`: those of the run. But if the run has those of
-    its recipe, it is the recipe's number for `other`, because the recipe has a reason: with four, RLOO's ratio leaves
-    the limits in smollm2-sums."""
-    own, its = (usual_config(config.recipe, config.user_file, a).optimizer_steps(1) for a in (config.algorithm, other))
-    return its if config.optimizer_steps(1) == own else config.optimizer_steps(1)
-
-
-def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
-    """Return the command that trains `other` on as many episodes, with as many episodes in each update and the
-    `steps_per_update`; None if the settings do not allow it."""
-    try:
-        plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
-    except UserError:  # the recipe's file was removed
-        return None
-    row, config = ALGORITHMS[other], without_derived_horizon(config, plain, spent)
-    differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
-    settings = {name: setting for name, setting in settings_of(Config).items() if setting.group not in row.foreign}
-    used = values_in(config)
-    kept = [name for name in differ if name in settings and not unmet(settings[name], used)]
-    carried = {name: getattr(getattr(config, settings[name].group), name) for name in kept}
-    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
-    words += [word for name, value in carried.items() for word in flag_words(name, value)]
-    if of_other.run.output != row.defaults["output"]:  # config.py or the recipe sets this run's folder
-        words += ["--output", row.defaults["output"]]
-    if of_other.run.seeds is not None:
-        words += ["--seeds", "none"]
-    episodes = group_words(config.episodes_per_update, carried.get("K", of_other.group_size))
-    steps = [w for name in STEPS if name not in carried for w in flag_words(name, getattr(config.batch, name))]
-    of_update = config.episodes_per_update, steps_per_update(config, other)
-    for more in ([], episodes, [*episodes, *steps]):
-        try:
-            made = resolve_cli([*words, *more], other, config.user_file)
-        except UserError:
-            continue
-        if (made.episodes_per_update, made.optimizer_steps(1)) == of_update:
-            return command(*script_words(other), *words, *more)
-    return None
-
-
-def without_derived_horizon(config: Config, plain: Config, spent: Spent) -> Config:
-    """Return the settings without a kl_horizon that follows from the length of the run, as it does for the other
-    algorithm. `plain` are those without flags."""
-    planned = spent.updates if config.run.episodes is None else config.updates(0)  # dynamic sampling may end earlier
-    unset = replaced(config, kl_horizon=None)
-    return unset if plain.kl.kl_horizon is None and with_horizon(unset, planned) == config else config
-
-
-def group_words(episodes: int, size: int) -> list[str]:
-    """Return the arguments for an update of `episodes`, in groups of `size`, or of the nearest size that divides
-    them."""
-    sizes = [n for n in range(min(size, 2), episodes + 1) if episodes % n == 0]
-    used = min(sizes, key=lambda n: (abs(n - size), n), default=size)
-    return ["--batch-size", str(max(1, episodes // used)), *(["--K", str(used)] if used != size else [])]

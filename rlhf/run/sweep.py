@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import itertools
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +26,7 @@ from rlhf.setup.inputs import check_inputs
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import atomic_write, write_json
+from rlhf.utils.files import write_json
 from rlhf.utils.libraries import check_libraries, check_trackers
 
 LONGEST_PART = 120  # characters of the settings in a folder's name
@@ -209,7 +206,7 @@ def results_of(point: Point) -> dict[str, Any]:
 
 
 def show_sweep(points: Sequence[Point], config: Config, screen: Screen) -> None:
-    """Print the table of a sweep, save it as JSON and CSV, and print the next commands."""
+    """Print the table of a sweep, save it as JSON, and print the next commands."""
     results = [results_of(point) for point in points]
     shown = _columns(results)
     rows = []
@@ -224,36 +221,13 @@ def show_sweep(points: Sequence[Point], config: Config, screen: Screen) -> None:
             f"note: the best of {len(points)} combinations is partly chance. Train it and the one to beat with new "
             "seeds, and compare these two"
         )
-    files = table_files(Path(config.run.output), results)
-    write_json(files[0], {"algorithm": config.algorithm, "recipe": config.recipe, "combinations": results})
-    atomic_write(files[1], lambda staging: write_csv(results, staging))
-    screen.say(f"saved: {files[0]} and {files[1]}")
+    file = Path(f"{Path(config.run.output)}_sweep.json")
+    write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "combinations": results})
+    screen.say(f"saved: {file}")
     runs = [run for found in results for run in found["runs"].values()]
     folders = [run["output"] for run in runs if run["status"] == "finished"]
     if folders:
         show_next(folders, config, screen, [name for name in points[0].settings if name in MEASURED_WITH])
-
-
-def table_files(output: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
-    """Return the JSON and CSV file of a sweep's table: OUTPUT_sweep, or if these are the files of a sweep with other
-    runs OUTPUT_sweep2 and so on."""
-    for number in itertools.count(1):
-        name = f"{output.name}_sweep{number if number > 1 else ''}"
-        file, table = (output.with_name(f"{name}.{suffix}") for suffix in ("json", "csv"))
-        if not file.exists() or _folders_in(file) == _folders_of(results):
-            return [file, table]
-
-
-def _folders_of(results: Sequence[dict[str, Any]]) -> set[str]:
-    return {run["output"] for found in results for run in found["runs"].values()}
-
-
-def _folders_in(file: Path) -> set[str] | None:
-    """Return the run folders in the JSON file of a sweep's table; None if it is another file."""
-    try:
-        return _folders_of(json.loads(file.read_text(encoding="utf-8"))["combinations"])
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _columns(results: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -279,17 +253,3 @@ def _cell(found: dict[str, Any] | None, name: str) -> str:
         return "-"
     show = clock if name == TIME else "{:+z.2f}".format if name == SCORE else "{:.3f}".format
     return show(found["mean"]) + ("" if found["sd"] is None else f" ({show(found['sd']).lstrip('+')})")
-
-
-def write_csv(results: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write one row per combination: its settings, the number of finished seeds, and mean and standard deviation of
-    every figure. A cell is empty if a seed does not have the figure."""
-    names = list(dict.fromkeys(name for found in results for name in found["figures"]))
-    head = [*results[0]["settings"], "finished", *(f"{name}_{of}" for name in names for of in ("mean", "sd"))]
-    rows = []
-    for found in results:
-        figures = [found["figures"].get(name, {}).get(of) for name in names for of in ("mean", "sd")]
-        finished = sum(run["status"] == "finished" for run in found["runs"].values())
-        rows.append([*found["settings"].values(), finished, *("" if value is None else value for value in figures)])
-    with file.open("w", newline="", encoding="utf-8") as opened:
-        csv.writer(opened).writerows([head, *rows])

@@ -119,7 +119,6 @@ class TrainingSettings(TypedDict, total=False):
     scan_prompts: int
     report_to: Sequence[str] | str | None
     record_tokens: bool
-    record_format: Literal["jsonl", "parquet"]
     record_every: int
     record_prompts: int
     merge_lora: bool

@@ -60,9 +60,9 @@ class RewardTrainingSettings:
     )
     rm_overwrite: bool = setting(
         False,
-        "replace the reward model in the output folder",
+        "use the output folder also if it has a reward model; the old one is moved to RM_OUTPUT_1 and so on",
         aliases=("overwrite",),
-        brief="replace the reward model in that folder",
+        brief="use that folder also if it has a reward model, which is moved",
     )
     rm_learning_rate: float = setting(
         2e-5,

@@ -636,7 +636,7 @@ class RunSettings:
     )
     output: PathName = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(
-        False, "replace the run in the output folder; the old run is removed when the new run is finished"
+        False, "use the output folder also if it has a run; the old run is moved to OUTPUT_1, OUTPUT_2 and so on"
     )
     save_every: int = setting(50, "updates between checkpoints; the last update is always saved", ge=1)
     keep: int = setting(2, "number of checkpoints to keep, the newest ones", ge=1, aliases=("save_total_limit",))
@@ -719,12 +719,6 @@ class RecordSettings:
     record_tokens: bool = setting(
         False,
         "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",
-    )
-    record_format: str = setting(
-        "jsonl",
-        "format of the token record: one JSON object per line, or a Parquet table",
-        choices=("jsonl", "parquet"),
-        needs="record_tokens",
     )
     record_every: int = setting(
         50, "updates between token records; the first update is always recorded", ge=1, needs="record_tokens"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
-from rlhf.checkpoints.replacing import check_inputs_outside, restore_replaced
+from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import Selection, select_examples
@@ -16,7 +16,7 @@ from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import exists, is_path, missing_path, resolve_path
+from rlhf.utils.paths import exists, is_path, missing_path
 from rlhf.utils.processes import is_first
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _check_missing(config: Config, built: Container[str]) -> None:
             continue
         if flag != "--rm-model":
             problems += _missing(flag, name)
-        elif not restore_replaced(resolve_path(name)):  # otherwise its replacement was interrupted
+        else:
             problems.append(
                 f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}, or use only reward "
                 "functions: --rm-model none --reward-func ..."

@@ -1,9 +1,8 @@
-"""Tests that an old output is removed only after its replacement is complete, and that inputs are never removed. A
-killed build can be repeated."""
+"""Tests that an old output is moved aside and never deleted, and that inputs stay where they are. A killed build can
+be repeated."""
 
 from __future__ import annotations
 
-import json
 import runpy
 import shutil
 import sys
@@ -14,21 +13,17 @@ import torch
 
 import reward_model.train
 import train_ppo
-from rlhf.api import make_trainer
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_folder import lock_run
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.config import make_config
 from rlhf.demo import parts, ready
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.training import save_reward_model, train_reward_model
-from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.rewards.training import save_reward_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, run_command
 from tests.conftest import typed
-from tests.systems import make_link
 from tests.trainer.test_nan import nan_rule, run
 
 CPU = torch.device("cpu")
@@ -42,26 +37,20 @@ def started(folder: Path) -> str:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_old_run_is_kept_until_the_new_run_is_finished(run_flags, tmp_path):
-    """If a run fails, the run that it replaces is kept. The next run that finishes removes both."""
-    folder, replaced = tmp_path / "run", tmp_path / "run.replaced"
+def test_overwrite_moves_the_old_run_aside_with_all_its_files(run_flags, tmp_path):
+    """Whether the new run finishes or fails, and also if the user has files in the folder."""
+    folder = tmp_path / "run"
     run(run_flags(*FAST))
     first = started(folder)
+    (folder / "my_notes.txt").write_text("mine")
     rule = nan_rule(tmp_path, 1)
     run(run_flags(*FAST, "--rm-model", "none", "--reward-func", rule, "--overwrite"), 1)
-    assert started(replaced) == first and (replaced / "model.safetensors").is_file()
-    assert RunRecord.read(folder).status == "failed"
+    assert started(tmp_path / "run_1") == first and (tmp_path / "run_1" / "model.safetensors").is_file()
+    assert (tmp_path / "run_1" / "my_notes.txt").read_text() == "mine"
+    failed = started(folder)
     run(run_flags(*FAST, "--overwrite"))
-    assert RunRecord.read(folder).status == "finished" and started(folder) != first
-    assert not list(tmp_path.glob("run.replaced*"))
-
-
-def test_replaced_run_with_unknown_files_is_kept(run_flags, tmp_path, capsys):
-    run(run_flags(*FAST))
-    (tmp_path / "run" / "my_notes.txt").write_text("mine")
-    run(run_flags(*FAST, "--overwrite"))
-    assert (tmp_path / "run.replaced" / "my_notes.txt").read_text() == "mine"
-    assert "was not removed: it contains my_notes.txt" in capsys.readouterr().err
+    assert RunRecord.read(folder).status == "finished" and started(folder) not in (first, failed)
+    assert (started(tmp_path / "run_1"), started(tmp_path / "run_2")) == (first, failed)
 
 
 @pytest.mark.parametrize("flag", ["--prompts", "--eval-text", "--reward-func", "--actor-model", "--rm-model"])
@@ -115,13 +104,15 @@ def test_full_disk_keeps_the_old_reward_model(reward_words, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["judge"], "no temporary folders must be left"
     reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"])
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() != before
-    assert [path.name for path in tmp_path.iterdir()] == ["judge"]
+    assert (tmp_path / "judge_1" / METRICS_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_path, monkeypatch, renames):
-    """Killed before, between and after the two renames. The next start uses or replaces the folders that exist."""
+    """Killed before, between and after the two renames. The old model stays complete, and the next start trains a new
+    one."""
     reward_model.train.main(reward_words)
+    before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
     original, done = replacing.system.replace, []
 
     class Killed(BaseException):
@@ -133,15 +124,22 @@ def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_p
         original(source, target)
         done.append(target)
 
+    def ends(*_):
+        raise Killed
+
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(replacing.system, "replace", replace)
+        patch.setattr(replacing.system, "sync_folder", ends)
         patch.setattr(training, "remove_folder", lambda *_, **__: None)  # a killed process does not clean up
-        patch.setattr(training, "remove_replaced", lambda *_: (_ for _ in ()).throw(Killed))
-        reward_model.train.main([*reward_words, "--rm-overwrite"])
-    monkeypatch.setattr(replacing, "HOUR_S", -1)  # the unfinished folder of the killed process counts as old
+        reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"])
+    kept = tmp_path / ("judge_1" if renames else "judge")
+    assert (kept / METRICS_FILE).read_bytes() == before
     reward_model.train.main([*reward_words, "--rm-overwrite"])
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["judge"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "judge",
+        *(f"judge_{n + 1}" for n in range(1 + renames // 2)),
+    }
 
 
 @pytest.mark.parametrize("flag", ["--pairs", "--base-model", "--actor-model"])
@@ -204,20 +202,6 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
     return built
 
 
-def test_incomplete_reward_model_of_the_demo_is_built_again(demo, tmp_path, start_model, reward_folder, capsys):
-    """An older release left a model without run.json, and no stamp.json."""
-    folder = tmp_path / "demo_parts"
-    shutil.copytree(start_model, folder / "start_model")
-    (folder / "reward_model").mkdir()
-    shutil.copy(reward_folder / "model.safetensors", folder / "reward_model")
-    shutil.copy(reward_folder / "config.json", folder / "reward_model")
-    parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"] and (folder / "stamp.json").is_file()
-    assert "removed an incomplete reward model" in capsys.readouterr().out
-    parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"], "the second call must use the cache"
-
-
 @pytest.mark.parametrize("missing", ["reward_model/metrics.json", "reward_model/model.safetensors", "pairs.jsonl",
                                   "start_model/model.safetensors"])  # fmt: skip
 def test_missing_demo_part_is_built_again(demo, tmp_path, missing):
@@ -225,15 +209,6 @@ def test_missing_demo_part_is_built_again(demo, tmp_path, missing):
     (tmp_path / "demo_parts" / missing).unlink()
     parts.prepare_demo(Screen(), CPU)
     assert demo == ["reward model"] * 2 and (tmp_path / "demo_parts" / missing).is_file()
-
-
-def test_unknown_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
-    folder = tmp_path / "demo_parts" / "reward_model"
-    folder.mkdir(parents=True)
-    (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"unknown files in the folder of the demo's reward model \(thesis.txt\)"):
-        parts.prepare_demo(Screen(), CPU)
-    assert (folder / "thesis.txt").is_file()
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -257,120 +232,6 @@ def test_failed_export_is_repeated_by_the_next_command(run_flags, tmp_path, monk
 # --- folders of the user ---------------------------------------------------------------------------------------------
 
 
-def test_replaced_folder_that_is_not_a_run_is_never_removed(tmp_path):
-    (tmp_path / "run.replaced").mkdir()
-    (tmp_path / "run.replaced" / "a").write_text("mine")
-    assert replacing.remove_replaced(tmp_path / "run") == []
-    assert (tmp_path / "run.replaced" / "a").is_file()
-    assert replacing.set_aside(tmp_path / "run") == tmp_path / "run.replaced_1"
-
-
-def test_no_file_written_by_the_commands_counts_as_unknown(runs, reward_words, tmp_path):
-    """If a file of this project counted as unknown, the replaced folder would never be removed."""
-    for folder in runs.values():
-        assert replacing.foreign_files(folder) == []
-    folder = train_reward_model(parse_reward_cli(reward_words), Screen(), CPU)
-    assert replacing.foreign_files(folder) == []
-    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
-
-
-REWARDS = """
-def logs_a_column(completions, log_extra, **_):
-    print("printed by the function")
-    log_extra("length", [len(text) for text in completions])
-    return [float(len(text) % 5) for text in completions]
-
-def fails(completions, trainer_state, **_):
-    if trainer_state.global_step:
-        raise ValueError("it fails")
-    return [1.0] * len(completions)
-
-def passes(completions, **_):
-    return [float(len(text) % 2) for text in completions]
-"""
-
-
-def test_everything_that_runs_write_is_in_the_list(run_flags, start_model, tmp_path):
-    """Tiny runs with every feature that writes a file. A file that is not in the list keeps its folder forever."""
-    (tmp_path / "functions.py").write_text(REWARDS)
-    rules = {name: ("--rm-model", "none", "--reward-func", f"{tmp_path}/functions.py:{name}")
-             for name in ("logs_a_column", "fails", "passes")}  # fmt: skip
-    kept = ("--keep-pass-rate", 0, 1, "--scan-samples", 2, "--save-every", 1)
-    run(run_flags(*FAST, *rules["passes"], *kept, "--critic", "separate", "--output", tmp_path / "critic"))
-    logged = ("--use-lora", "--merge-lora", "--record-tokens", "--output", tmp_path / "lora")
-    run(run_flags(*FAST, *rules["logs_a_column"], *logged))
-    nan = ("--rm-model", "none", "--reward-func", nan_rule(tmp_path, 2))
-    run(run_flags("--num-iterations", 5, *nan, "--output", tmp_path / "nan"), 1)
-    run(run_flags(*FAST, *rules["fails"], "--output", tmp_path / "failed"), 1)
-    config = make_config(actor_model=str(start_model), rm_model="none", reward_func=["length_penalty"], batch_size=2,
-                         max_new_tokens=4, num_iterations=1, ppo_epochs=1)  # fmt: skip
-    make_trainer(config, ["a cat?", "a dog?"], output=tmp_path / "python", progress=False).train()
-    written = set()
-    for name in ("critic", "lora", "nan", "failed", "python"):
-        assert replacing.foreign_files(tmp_path / name) == [], name
-        written |= {path.name for path in (tmp_path / name).rglob("*")}
-    features = "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl reward_output.txt"
-    features += " failed_inputs.json prompts train.jsonl incidents batch.jsonl checkpoint-1 training.json README.md"
-    assert set(features.split()) <= written
-
-
-def test_files_of_an_interrupted_write_are_in_the_list(runs, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(runs["ppo", 1], folder)
-    for end in (".unfinished", ".unfinished_1", ".torn", ".torn_2", ".suspect"):
-        shutil.copytree(folder / "checkpoint-2", folder / f"checkpoint-2{end}")
-    shutil.copytree(folder / "best", folder / "best.new")
-    for name in (
-        "run.json.new",
-        "checkpoint-2/manifest.going",
-        "reward_output_process3.txt",
-        "tokens/update-000001.parquet",
-    ):
-        (folder / name).write_text("")
-    assert replacing.foreign_files(folder) == []
-
-
-# file of a user -> the name that is printed
-FOREIGN = {
-    "checkpoint-50-good/model.safetensors": "checkpoint-50-good",
-    "checkpoint-007/model.safetensors": "checkpoint-007",
-    "samples/mine/important.txt": "samples/mine",
-    "merged/merged/config.json": "merged/merged",
-    **{name: name for name in (
-        "checkpoint-2/notes.txt", "samples/update-7.jsonl", "logs/important.csv", "logs/events.out.tfevents.mine",
-        "my.model", "mine.safetensors", "best/best.gguf", "tokens/update-000001.csv", "prompts/train.csv", "notes.new",
-        "incidents/why.md", "incidents/update-000001/why.md", "run.json.bak",
-    )},
-}  # fmt: skip
-
-
-def test_every_file_of_the_user_keeps_the_folder_and_is_named(runs, tmp_path):
-    """At every depth, also with a name that is like one of ours."""
-    older = tmp_path / "run.replaced"
-    shutil.copytree(runs["ppo", 1], older)
-    assert replacing.foreign_files(older) == []
-    for name, named in FOREIGN.items():
-        file = older / name
-        created = next(path for path in (*reversed(file.parents), file) if not path.exists())
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("mine")
-        assert replacing.foreign_files(older) == [named]
-        (line,) = replacing.remove_replaced(tmp_path / "run")
-        assert f"{older} was not removed: it contains {named}." in line and file.read_text() == "mine"
-        shutil.rmtree(created) if created.is_dir() else created.unlink()
-    (older / "mine").mkdir()
-    assert replacing.foreign_files(older) == ["mine"], "an empty folder"
-    (older / "mine").rmdir()
-    assert replacing.remove_replaced(tmp_path / "run") == [] and not older.exists()
-
-
-def test_a_link_in_a_replaced_folder_is_a_file_of_the_user(runs, tmp_path):
-    shutil.copytree(runs["ppo", 1], tmp_path / "run")
-    (tmp_path / "data").mkdir()
-    make_link(tmp_path / "run" / "merged", tmp_path / "data")
-    assert replacing.foreign_files(tmp_path / "run") == ["merged"]
-
-
 @pytest.mark.parametrize("output", ["/", "."])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_a_dry_run_refuses_a_folder_that_a_run_never_replaces(run_flags, tmp_path, monkeypatch, output, more):
@@ -385,14 +246,6 @@ def test_a_dry_run_of_a_folder_with_a_run_prints_the_plan(runs, run_flags, capsy
     with lock_run(runs["ppo", 1]):
         train_ppo.main(run_flags("--dry-run", "--output", runs["ppo", 1]))
     assert "optimizer steps" in capsys.readouterr().out
-
-
-def test_input_in_the_replaced_folder_is_refused(run_flags, reward_words, tmp_path, start_model):
-    """The folder of the replaced run is removed at the end. A model in it would be removed, too."""
-    run(run_flags(*FAST))
-    (tmp_path / "run").rename(tmp_path / "run.replaced")
-    with pytest.raises(UserError, match="contains an input: --actor-model"):
-        train_ppo.main(run_flags(*FAST, "--actor-model", tmp_path / "run.replaced"))
 
 
 def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
@@ -449,13 +302,6 @@ def test_current_folder_as_output_is_refused(reward_words, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError, match="cannot replace the current folder or its parents: --rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", name])
-
-
-def test_training_restores_a_reward_model_after_an_interrupted_rename(run_flags, reward_folder, tmp_path):
-    shutil.copytree(reward_folder, tmp_path / "judge.replaced")
-    (tmp_path / "judge.replaced" / "run.json").write_text('{"status": "finished"}')
-    run(run_flags(*FAST, "--rm-model", tmp_path / "judge"))
-    assert (tmp_path / "judge" / "model.safetensors").is_file()
 
 
 def test_empty_output_folder_is_used_directly(reward_words, tmp_path):

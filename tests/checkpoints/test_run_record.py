@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.callbacks.checkpointing import Checkpoints
-from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
+from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
 from rlhf.config import make_config
@@ -34,7 +34,7 @@ def test_finished_run_in_the_default_folder_is_moved(tmp_path):
     for n in (1, 2):
         finished(folder) if not folder.exists() else None
         lock, line = claim_output(folder, overwrite=False, is_default=True)
-        assert line == f"moved the finished run in {folder} to {folder}_{n}"
+        assert line == f"moved the old run in {folder} to {folder}_{n}"
         with RunLog(folder, lock, **facts_of(seed=n)):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1
@@ -57,9 +57,7 @@ def test_folder_with_an_unfinished_run_is_refused(tmp_path, is_default):
     with pytest.raises(UserError, match="already contains an unfinished run: .*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     lock, line = claim_output(folder, overwrite=True, is_default=is_default)
-    assert f"to {folder}.replaced; it is removed when" in line and [path.name for path in folder.iterdir()] == [
-        LOCK_FILE
-    ]
+    assert line.endswith(f" to {folder}_1") and [path.name for path in folder.iterdir()] == [LOCK_FILE]
     lock.close()
 
 
@@ -112,7 +110,8 @@ def test_only_one_of_several_processes_can_claim_a_folder(tmp_path):
 def test_moved_run_folder_is_complete(tmp_path):
     finished(tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    line = move_aside(tmp_path / "run")
+    lock, line = claim_output(tmp_path / "run", overwrite=True, is_default=False)
+    lock.close()
     assert line.endswith("run_1") and (tmp_path / "run_1" / "notes.txt").read_text() == "mine"
     assert read_status(tmp_path / "run_1") == "finished" and read_status(tmp_path / "run") is None
 
@@ -313,7 +312,7 @@ def test_run_of_another_format_can_be_replaced_or_moved(tmp_path):
     check_output(folder, overwrite=True, is_default=False)
     lock, line = claim_output(folder, overwrite=False, is_default=True)
     lock.close()
-    assert line == f"moved the finished run in {folder} to {folder}_1"
+    assert line == f"moved the old run in {folder} to {folder}_1"
 
 
 BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"

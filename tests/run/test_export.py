@@ -6,7 +6,6 @@ Uploads use a fake hub.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import re
@@ -279,22 +278,6 @@ def test_content_of_model_cards(finished):
     )
     best = (run / "best" / "README.md").read_text()
     assert f"These are the best weights (after update {content['best']['update']} of 2)" in best
-
-
-def test_the_prompt_of_a_model_card_is_the_shortest_of_the_last_evaluation(finished):
-    run = finished("ppo")
-    rows = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").read_text("utf-8").splitlines()]
-    shortest = min((row["prompt"] for row in rows), key=lambda chat: sum(len(m["content"]) for m in chat))
-    assert f"messages = {shortest!r}\n" in (run / "README.md").read_text(encoding="utf-8")
-    record = RunRecord.read(run)
-    hostile = [{"role": "user", "content": "```\n# '\"{{ x }} \u202e \ud800"}]
-    line = json.dumps({"prompt": hostile}) + "\n"
-    (run / "samples" / "update-000010.jsonl").write_text(line, encoding="utf-8")
-    card = model_card(record, saved_models(run, record)["best"], "me/mine")
-    (written,) = re.findall(r"^messages = (.*)$", card, flags=re.MULTILINE)
-    assert ast.literal_eval(written) == hostile and written.isprintable()
-    shutil.rmtree(run / "samples")
-    assert "Write your prompt here." in model_card(record, saved_models(run, record)["final"], "me/mine")
 
 
 def test_model_card_links_base_model_and_data_on_the_hub(finished):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import json
 import os
 import random
@@ -208,7 +206,7 @@ def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(p
     assert printed.count("already finished") == 3 and "learning_rate 2e-05, seed 2: finished" in printed
 
 
-def test_table_json_and_csv_have_means_over_seeds(pretended, capsys, monkeypatch):
+def test_table_and_json_have_means_over_seeds(pretended, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(RunError):
         pretended()
@@ -222,24 +220,10 @@ def test_table_json_and_csv_have_means_over_seeds(pretended, capsys, monkeypatch
     }  # fmt: skip
     assert other["runs"]["2"] == {"output": "out_learning_rate=2e-05_seed2", "status": "failed"}
     assert other["figures"]["score_rise_in_start_sd"] == {"by_seed": {"1": 2.0}, "mean": 2.0, "sd": None}
-    with open("out_sweep.csv", newline="", encoding="utf-8") as file:
-        first, second = csv.DictReader(file)
-    assert (first["learning_rate"], first["finished"], second["finished"]) == ("1e-05", "2", "1")
-    assert float(first["gold_after_mean"]) == 0.5 and second["gold_after_sd"] == ""
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│ 1e-05" in line]
     assert cells[-1][:3] == ["1e-05", "2 of 2", "+1.50 (0.71)"] and "1:00 (0 s)" in cells[-1][-1]
     folders = "out_learning_rate=1e-05_seed1 out_learning_rate=1e-05_seed2 out_learning_rate=2e-05_seed1"
     assert len(re.findall(rf"(?:compare|plot)\S* {re.escape(folders)}\n", printed)) == 2
-
-
-def test_the_table_of_other_runs_is_kept(pretended):
-    for flags in ((), ("--resume",), ("--sweep", "gamma=0.9", "--resume")):
-        with contextlib.suppress(RunError):
-            pretended(*flags)
-    names = sorted(path.name for path in Path().glob("*_sweep*"))
-    assert names == ["out_sweep.csv", "out_sweep.json", "out_sweep2.csv", "out_sweep2.json"]
-    assert "gamma" not in Path("out_sweep.json").read_text(encoding="utf-8")
-    assert "gamma" in Path("out_sweep2.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_smollm2_orca_commands(orca, capsys):
     assert run.status == "finished" and run.recipe == "smollm2-orca"
 
     train_ppo.main(["--use-lora", *SMALL])
-    assert "moved the finished run" in capsys.readouterr().out
+    assert "moved the old run" in capsys.readouterr().out
     assert (output / "adapter_model.safetensors").is_file() and not (output / "model.safetensors").exists()
     train_grpo.main([*SMALL, "--batch-size", "2"])
 

@@ -68,7 +68,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
                   "3 updates x 4 = 12 episodes, 12 optimizer steps, at most 96 completion tokens",
                   "update 3/3 | score", "/sequence (target 6) | beta", "tokens/s", "evaluation after update 0",
                   "random evaluation prompts", "before -> after", "tensorboard --logdir",
-                  "same budget", "add other runs after this one"):  # fmt: skip
+                  "add other runs after this one"):  # fmt: skip
         assert words in done.stdout
     output = project / name
     log = json.loads((output / "run.json").read_text())
@@ -86,7 +86,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
 
     again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # an encoding of Windows consoles
-    assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
+    assert again.returncode == 0 and f"moved the old run in {name} to {name}_1" in again.stdout
 
 
 @pytest.mark.ci

@@ -481,7 +481,6 @@ RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_re
 GUARDED = {"replay", "rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {
     "record_tokens",
-    "record_format",
     "record_every",
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py

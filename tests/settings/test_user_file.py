@@ -13,9 +13,8 @@ import pytest
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import RunRecord, Spent
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli, usual_config
-from rlhf.run.summary import same_budget_command
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.user_file import read_user_file
@@ -302,12 +301,9 @@ def test_reward_model_uses_the_settings_that_both_commands_have(write, tmp_path)
 
 
 def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
-    """A setting that a flag resets to the default is in the command. Both commands use the settings of the file."""
+    """Both commands use the settings of the file."""
     file = write("clip_range = 0.1\nactor_model = './start'\nsplit = '60/30/10'\nprompts = './pairs.jsonl'\n")
     config = parse_cli(["--clip-range", "0.2", "--split", "45/45/10"], user_file=file)
-    line = same_budget_command(config, spent_on(10), "grpo")
-    other = parse_cli(typed(line), "grpo", file)
-    assert other.batch.clip_range == 0.2 and str(other.data.split) == "45/45/10"
     made = parse_reward_cli(words_of(reward_model_command(config))[3:], file)
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
     assert str(made.data.split) == "45/45/10"
@@ -337,20 +333,9 @@ def test_reward_model_command_includes_flags_that_replace_the_file(write, text, 
     assert made.training.rm_output == config.model.rm_model
 
 
-def test_command_for_another_algorithm_uses_another_folder(write):
-    file = write("output = './run2'\nseeds = [1, 2]\n")
-    config = parse_cli(["--seeds", "none"], user_file=file)
-    other = parse_cli(typed(same_budget_command(config, spent_on(10), "grpo")), "grpo", file)
-    assert (other.run.output, other.run.seeds) == ("./grpo_training_output", None)
-
-
 def test_file_with_group_settings_works_for_the_reward_model(write):
     """The minibatches divide GRPO's 32 episodes but not PPO's 4."""
     file = write("batch_size = 4\nK = 8\nminibatches = 16\n")
     assert parse_cli([], "grpo", file).batch.minibatches == 16
     made = parse_reward_cli([], file)
     assert training_command(made, usual_config(made.recipe, made.user_file)) == "python train_ppo.py"
-
-
-def spent_on(updates: int) -> Spent:
-    return Spent(updates, 4 * updates, optimizer_steps=0, completion_tokens=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -11,9 +12,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.findings import short_fields, show_run_findings
+from rlhf.callbacks.samples import markdown, sample_table, table_text
+from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.sampler import shorten
-from rlhf.settings.types import kl_text
-from rlhf.trainer.eval_metrics import shown
+from rlhf.settings.fields import as_text, to_dict
+from rlhf.settings.types import KL_METRICS, kl_text
+from rlhf.trainer.eval_metrics import shown, tag_of
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number, one_line
@@ -21,8 +25,25 @@ from rlhf.utils.console import Screen, clock, number, one_line
 SOME_UPDATES = 10  # findings over this many updates are not a coincidence
 
 
+def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
+    """Return the charts of TensorBoard's tab "Custom Scalars": title -> tags in it."""
+    per = trainer.kl.controller.targets[0].per
+    target = ["kl_divergence/target"] if trainer.config.kl.steered else []
+    functions = trainer.evaluator.functions
+    unseen = [tag_of(name, "value") for name in functions.names] if functions is not None else []
+    unseen += ["eval/gold"] if trainer.evaluator.gold is not None else []
+    return {
+        "score": ["rewards/mean", "eval/score"],
+        **({"metrics that training never sees": unseen} if unseen else {}),
+        f"KL{' and its target' if target else ''}, nats per {per}": [KL_METRICS[per], *target],
+        "entropy, nats per token": ["policy/entropy"],
+        "completion length, tokens": ["completions/mean_length", "eval/length"],
+    }
+
+
 class TensorBoardLog(Callback):
-    """Writes every metric to TensorBoard. The x axis counts updates."""
+    """Writes every metric to TensorBoard, the settings, and some samples of every evaluation. The x axis counts
+    updates."""
 
     def __init__(self, folder: Path, time_of_event: Callable[[], float]):
         """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
@@ -30,6 +51,14 @@ class TensorBoardLog(Callback):
 
     def on_train_begin(self, trainer):
         self.done, self.trainer = trainer.state.global_step, trainer
+        charts = {
+            title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts_of(trainer).items()
+        }
+        self.writer.add_custom_scalars({"most important": charts})
+        settings = flat_settings(to_dict(trainer.config))
+        first = ("recipe", "algorithm")
+        rows = [[name, as_text(settings[name])] for name in dict.fromkeys((*first, *settings))]
+        self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done, self.time_of_event())
 
     @cached_property
     def writer(self) -> SummaryWriter:
@@ -49,10 +78,18 @@ class TensorBoardLog(Callback):
             self.writer.add_scalar(name, value, update, time_of_event)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, self.time_of_event())
+        time_of_event = self.time_of_event()
+        self.writer.add_text("skipped", markdown(str(reason)), update, time_of_event)
+        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, time_of_event)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
+        prompts = self.trainer.evaluation_prompts
+        columns, rows = sample_table(evaluation, prompts)
+        width = columns.index("kl")  # in a wider table TensorBoard breaks the numbers
+        drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)
+        some = [rows[i * evaluation.samples][:width] for i in drawn]
+        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update, self.time_of_event())
 
     def on_train_end(self):
         self.close()

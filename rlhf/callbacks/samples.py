@@ -1,17 +1,21 @@
-"""Saves completions: those of every evaluation, and of updates whose reward functions log columns; a table of them."""
+"""Saves completions: those of every evaluation, and of updates whose reward functions log columns; tables of them."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
 from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.errors import visible
 
 
 def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[list[str], list[list]]:
@@ -30,9 +34,29 @@ def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[lis
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
+LONGEST_CELL = 1_000  # characters of a text in a Markdown table
+_SPECIAL = re.compile(r"([\\`*_\[\]#|])")
+
+
 def as_utf8(text: str) -> str:
     """Return the text with lone surrogates, which a data file can contain, as escape sequences."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def markdown(text: str) -> str:
+    """Return text as one line of Markdown that is shown as it is, also in a cell of a table. A long text is cut."""
+    shown = visible(as_utf8(text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ..."))
+    return _SPECIAL.sub(r"\\\1", html.escape(shown, quote=False)).replace("\n", "<br>").replace("\t", " ")
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table. Numbers have two decimals."""
+
+    def cell(value: Any) -> str:
+        return markdown(f"{value:.2f}" if isinstance(value, float) else str(value))
+
+    lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Samples(Callback):

@@ -91,8 +91,7 @@ class DataSettings:
 
     prompts: PathName = setting(
         "Intel/orca_dpo_pairs",
-        "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub "
-        "dataset",
+        "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet), a folder or a hub dataset",
         aliases=("dataset", "dataset_name"),
         brief="prompts: a data file, a folder or a hub dataset",
     )

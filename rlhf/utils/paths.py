@@ -20,7 +20,7 @@ def is_path(name: str) -> bool:
         name.startswith((".", "/", "~", os.sep, PACKAGE))
         or "\\" in name
         or name.count("/") > 1
-        or Path(name).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", GGUF_SUFFIX)
+        or Path(name).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", GGUF_SUFFIX)
     )
 
 

@@ -401,7 +401,7 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
     except UserError as error:
         for problem in error.problems:
             assert re.search(
-                r"rows\.jsonl(:\d+|, byte \d+)|^(a|an|not) .*: .*rows\.jsonl\. ", problem
+                r"rows\.jsonl(:\d+|, byte \d+| row \d+)|^(a|an|not) .*: .*rows\.jsonl\. ", problem
             ) or problem.startswith("no rows: "), problem
             assert "\n" not in problem
         return

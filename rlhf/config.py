@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,7 +18,7 @@ from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import LENGTHS, ambiguous_names, hint, only
+from rlhf.settings.translate import LENGTHS, hint, only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
@@ -44,8 +43,7 @@ def make_config(
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = lower_layers(recipe, row, {}, "make_config")
     given = layer.keys()
-    config = _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
-    return replace(config, written=ambiguous_names([layer]))
+    return _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
 
 
 OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
@@ -144,8 +142,7 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
     named = {*given.layers[1], *combination}
     first = name_table(settings_of(Config))
     varied = {first[name] for name in combination}  # another combination may meet a condition on them
-    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
-    return replace(config, written=ambiguous_names(given.layers))
+    return _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
 
 
 # settings of the command that resumes a run, which are not restored from the run

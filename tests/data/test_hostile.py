@@ -499,11 +499,6 @@ def test_recursive_or_deep_yaml_is_refused(tmp_path, case):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
-def test_yaml_alias_of_a_value_is_accepted(tmp_path):
-    (tmp_path / "a.yaml").write_text("gamma: &g 0.5\nlam: *g\n")
-    assert parse_cli(["--config", str(tmp_path / "a.yaml")]).critic.lam == 0.5
-
-
 class CreatesFile:
     """Unpickling this object creates a file."""
 

@@ -92,4 +92,4 @@ class TokenRecord(Callback):
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
             gamma = self.config.critic.gamma
             rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, gamma)
-            write_tokens(self.folder, update, rows, record.record_format)
+            write_tokens(self.folder, update, rows)

@@ -69,7 +69,7 @@ OURS = MODEL | _tree(
     **{f"checkpoint-<n> {ASIDE}": CHECKPOINT},
     logs=_tree("events.out.tfevents.<time>.<host>.<n>.<count>"),
     samples=_tree("update-<update>.jsonl rollout-<update>.jsonl"),
-    tokens=_tree("update-<update>.jsonl update-<update>.parquet"),
+    tokens=_tree("update-<update>.jsonl"),
     prompts=_tree("train.jsonl evaluation.jsonl"),
     incidents=_tree("", **{"update-<update>": INCIDENT}),
 )

@@ -23,8 +23,8 @@ RUN_FILE = "run.json"
 FORMAT = 3  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
-    *("resume_anyway", "record_tokens", "record_format", "record_every", "record_prompts", "sweep"),
-    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay", "scan", "scan_prompts", "report_to"),
+    *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
+    *("merge_lora", "export_from", "push_to_hub", "replay", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned

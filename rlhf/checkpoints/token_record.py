@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import atomic_write, write_text
+from rlhf.utils.files import write_text
 
 TOKENS_FOLDER = "tokens"
 # quantity -> description and unit. Algorithms without a critic have no value and TD error, those with one reward per
@@ -32,23 +29,17 @@ ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state
           "logprob", "ref_logprob", "kl", "advantage", "weight"}  # fmt: skip
 
 
-def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form: str) -> Path:
-    """Write the rows of one update to `update-N.jsonl` or `update-N.parquet` (`form`) atomically, and return the
-    file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"update-{update:06d}.{form}"
-    if form == "parquet":
-        table = pyarrow.Table.from_pylist(list(rows))
-        atomic_write(file, lambda staging: pyarrow.parquet.write_table(table, staging))
-    else:
-        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write the rows of one update to `update-N.jsonl` atomically, and return the file."""
+    file = folder / f"update-{update:06d}.jsonl"
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file
 
 
 def recorded_updates(run: Path, flag: str) -> list[Path]:
     """Return the files of a run's token records, sorted by update. Raises UserError if there are none."""
     RunRecord.require(run, flag)
-    files = sorted(f for f in (run / TOKENS_FOLDER).glob("update-*") if f.suffix in (".jsonl", ".parquet"))
+    files = sorted((run / TOKENS_FOLDER).glob("update-*.jsonl"))
     if not files:
         raise UserError(f"this run has no recorded tokens: {flag} {run}. Train with --record-tokens")
     return files
@@ -57,11 +48,8 @@ def recorded_updates(run: Path, flag: str) -> list[Path]:
 def read_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the rows of one update. Raises UserError if the file is corrupted, empty, or has incomplete rows."""
     try:
-        if file.suffix == ".parquet":
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        else:
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read this token record: {file} ({str(error).splitlines()[0]:.120}). Delete the file"
         ) from None

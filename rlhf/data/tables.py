@@ -77,11 +77,7 @@ def read_parquet(file: Path) -> list[tuple[str, Any]]:
         import pyarrow.parquet
         from datasets import Dataset
 
-        table = pyarrow.parquet.ParquetFile(file).read()
-        for column in table.schema:
-            if pyarrow.types.is_map(column.type):  # `datasets` has no such type
-                raise UserError(f"the column {column.name!r} is a map: {file}. Remove it, or write it as a struct")
-        return Dataset(table)
+        return Dataset(pyarrow.parquet.ParquetFile(file).read())
 
     return _read(read, file, "Parquet")
 
@@ -136,7 +132,7 @@ def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str
     """Return the rows of a dataset. Raises UserError with one line if the data is broken."""
     try:
         return _rows(place, read())
-    except (MemoryError, UserError):
+    except MemoryError:
         raise
     except Exception as error:  # as in `read_hub`
         raise UserError(f"not {kind} ({_reason(error)}): {place}. Correct the file, or write it again") from None

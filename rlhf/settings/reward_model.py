@@ -147,7 +147,6 @@ LINE = CommandLine(
         ("--pairs FILE.jsonl --base-model MODEL", "on your pairs"),
         ("--recipe qwen3-tldr", "for another recipe"),
     ),
-    of_training=name_table(settings_of(Config)).keys() - name_table(settings_of(RewardModelConfig)).keys(),
     recipes=shipped_recipes(),
 )
 

@@ -718,12 +718,6 @@ class RecordSettings:
         False,
         "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",
     )
-    record_format: str = setting(
-        "jsonl",
-        "format of the token record: one JSON object per line, or a Parquet table",
-        choices=("jsonl", "parquet"),
-        needs="record_tokens",
-    )
     record_every: int = setting(
         50, "updates between token records; the first update is always recorded", ge=1, needs="record_tokens"
     )
@@ -751,14 +745,8 @@ class ExportSettings:
     push_to_hub: HubName | None = setting(
         None,
         "upload weights (the merged model with --merge-lora), tokenizer, model card and run.json to the Hugging Face "
-        "hub, as owner/name",
+        "hub, as owner/name; a new repository is private",
         aliases=("hub_model_id",),
-    )
-    hub_private: bool = setting(
-        True,
-        "create the repository of --push-to-hub as private; an existing repository is not changed",
-        aliases=("hub_private_repo",),
-        needs="push_to_hub",
     )
 
 

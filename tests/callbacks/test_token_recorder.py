@@ -28,16 +28,15 @@ class BatchRecorder:
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm, form):
-    trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-prompts", 2,
+def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm):
+    trainer = build("--record-tokens", "--record-every", 2, "--record-prompts", 2,
                     "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)  # fmt: skip
     attach(trainer)
     recorder = BatchRecorder()
     trainer.add_callback(recorder)
     trainer.train()
     files = sorted((tmp_path / "run" / TOKENS_FOLDER).iterdir())
-    assert [f.name for f in files] == [f"update-{n:06d}.{form}" for n in (1, 2)], (
+    assert [f.name for f in files] == [f"update-{n:06d}.jsonl" for n in (1, 2)], (
         "the first update and every second update are recorded"
     )
     for update, file in zip((1, 2), files, strict=True):
@@ -107,8 +106,8 @@ def test_missing_token_records_are_an_error(runs, tmp_path):
         recorded_updates(tmp_path / "nowhere", "--tokens")
 
 
-@pytest.mark.parametrize("name", ["update-000001.jsonl", "update-000001.parquet"])
-def test_incomplete_token_record_is_an_error_with_its_file_name(tmp_path, name):
+def test_incomplete_token_record_is_an_error_with_its_file_name(tmp_path):
+    name = "update-000001.jsonl"
     (tmp_path / name).write_bytes(b'{"update": 1, "tok')
     with pytest.raises(UserError, match=f"cannot read this token record: .*{name}"):
         read_tokens(tmp_path / name)

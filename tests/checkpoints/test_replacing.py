@@ -324,7 +324,7 @@ def test_files_of_an_interrupted_write_are_in_the_list(runs, tmp_path):
         "run.json.new",
         "checkpoint-2/manifest.going",
         "reward_output_process3.txt",
-        "tokens/update-000001.parquet",
+        "tokens/update-000001.jsonl",
     ):
         (folder / name).write_text("")
     assert replacing.foreign_files(folder) == []

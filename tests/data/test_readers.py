@@ -392,7 +392,7 @@ def test_saved_dataset_without_the_end_of_a_file_is_incomplete(tmp_path, user_er
 def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
     scores = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
     pa.parquet.write_table(pa.table({"prompt": ["a"], "scores": scores}), tmp_path / "a.parquet")
-    with user_error("'scores'", "a.parquet"):
+    with user_error("map", "a.parquet"):
         load_examples(str(tmp_path / "a.parquet"))
 
 

@@ -192,14 +192,13 @@ def test_markdown_cell_escapes_special_characters(text, cell):
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_token_page_escapes_hostile_tokens(runs, tmp_path, form):
+def test_token_page_escapes_hostile_tokens(runs, tmp_path):
     row = read_tokens(recorded_updates(runs["ppo", 1], "--tokens")[0])[0]
     rows = [{**row, "step": i, "token": text, "state": text, "prompt": text} for i, text in enumerate(HOSTILE)]
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text((runs["ppo", 1] / "run.json").read_text())
-    assert read_tokens(write_tokens(run / "tokens", 1, rows, form)) == rows
+    assert read_tokens(write_tokens(run / "tokens", 1, rows)) == rows
     write_token_page(str(run), str(tmp_path / "out"), Screen())
     page = Page(tmp_path / "out" / "tokens.html")
     check_page_is_safe(page)

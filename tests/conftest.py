@@ -181,7 +181,6 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
     import train_ppo
 
     more = {"ppo": ["--batch-size", 4], "grpo": ["--batch-size", 2, "--K", 2, "--use-lora"]}
-    more["grpo"] += ["--record-format", "parquet"]
     for algorithm, script in (("ppo", train_ppo), ("grpo", train_grpo)):
         for seed in (1, 2):
             words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,

@@ -53,8 +53,9 @@ class CommandLine:
         try:
             " ".join(argv).encode()
             given, unknown = parser.parse_known_args(argv)
-        except UnicodeEncodeError:
-            return {}, [f"not valid text: command line, {argv!a:.200}. Use only characters of this system's encoding"]
+        except UnicodeEncodeError as error:
+            wrong = error.object[error.start]
+            return {}, [f"not valid text: command line, {wrong!a}. Use only characters of this system's encoding"]
         except UserError as error:
             return {}, list(error.problems)
         layer = given.layer if "layer" in given else {}

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import folders_of
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, flat_settings
 from rlhf.settings.fields import Layer, at_commas, name_table, settings_of
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import LENGTHS, ambiguous_names, hint, only
+from rlhf.settings.translate import LENGTHS, hint, only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
@@ -28,9 +27,7 @@ from rlhf.utils.errors import UserError, raise_if
 # --- from Python -----------------------------------------------------------------------------------------------------
 
 
-def make_config(
-    recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM, **settings: Unpack[TrainingSettings]
-) -> Config:
+def make_config(recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM, **settings: Any) -> Config:
     """Return a configuration from a recipe, by name or file, and settings by their names. Does not read config.py.
     Raises UserError for the same errors as the command line."""
     row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_settings(algorithm)
@@ -44,9 +41,21 @@ def make_config(
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = lower_layers(recipe, row, {}, "make_config")
     given = layer.keys()
-    config = _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
-    return replace(config, written=ambiguous_names([layer]))
+    return _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
 
+
+def _signature_with_settings(function: Callable[..., Config]) -> inspect.Signature:
+    """Return the signature of a function with all settings in place of its `**settings`, for help() and for the
+    completion in notebooks."""
+    *own, _ = inspect.signature(function).parameters.values()
+    named = [
+        inspect.Parameter(s.name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=s.type)
+        for s in settings_of(Config).values()
+    ]
+    return inspect.Signature([*own, *named], return_annotation=Config)
+
+
+vars(make_config)["__signature__"] = _signature_with_settings(make_config)
 
 OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
 
@@ -144,8 +153,7 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
     named = {*given.layers[1], *combination}
     first = name_table(settings_of(Config))
     varied = {first[name] for name in combination}  # another combination may meet a condition on them
-    config = _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
-    return replace(config, written=ambiguous_names(given.layers))
+    return _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
 
 
 # settings of the command that resumes a run, which are not restored from the run
@@ -207,14 +215,7 @@ def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> s
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
-# names that are no settings of a run, or do not change what is learned -> what to do instead
-NOT_SWEPT = {
-    "seed": "Give several seeds with --seeds",
-    "seeds": "Give several seeds with the flag: --seeds 1 2",
-    "output": "Each run has a folder whose name starts with --output",
-    "recipe": "Start one sweep with each recipe",
-    "config": "Start one sweep with each file",
-}
+NOT_SWEPT = ("seed", "seeds", "output", "recipe", "config")  # they have flags of the whole sweep
 
 
 def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = None) -> list[Layer]:
@@ -238,8 +239,8 @@ def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = Non
         if not equals or not all(values):
             problems.append(f"{word!r} is not NAME=VALUE,VALUE: --sweep. Write for example learning_rate=1e-5,3e-5")
         elif first in (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS) or name in NOT_SWEPT:
-            other = NOT_SWEPT.get(first or name, "It does not change what is learned: remove it")
-            problems.append(f"{name} cannot be swept: {where}. {other}")
+            fix = "Give it once, as a flag" if name in NOT_SWEPT else "It does not change what is learned: remove it"
+            problems.append(f"{name} cannot be swept: {where}. {fix}")
         elif first is None:
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
         elif name in foreign:

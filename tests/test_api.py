@@ -364,17 +364,6 @@ def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
         assert ("warning: 1 training prompt for batches of 2" in capsys.readouterr().out) == warned
 
 
-def test_train_refuses_arguments_and_names_their_place(config):
-    trainer = make_trainer(config(), ["a cat?"], [words])
-    with pytest.raises(UserError, match=r"train\(\) takes no arguments: prompts, num_epochs, callbacks\. ") as caught:
-        trainer.train(["a cat?"], num_epochs=10, callbacks=[print])
-    assert "make_config(num_epochs=...), and prompts, rewards and callbacks to make_trainer" in str(caught.value)
-    for given in ({"resume_from_checkpoint": False}, {"progress": False}, {"trial": 1}):
-        with pytest.raises(UserError, match="Give settings to make_config, and prompts"):
-            trainer.train(**given)
-    assert trainer.train()["eval/score"] > 0, "a refused call changes nothing"
-
-
 def test_metrics_have_the_names_of_the_token_level_ppo_too(config):
     epochs = []
     trainer = make_trainer(

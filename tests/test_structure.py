@@ -256,7 +256,6 @@ MAY_NAME_ALGORITHMS = {
     "rlhf.trainer.trl_host",
     "rlhf.models.trl_ppo",
     "rlhf.settings.training",
-    "rlhf.settings.keywords",
 }
 
 

@@ -24,7 +24,7 @@ FORMAT = 3  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
-    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay", "scan", "scan_prompts", "report_to"),
+    *("merge_lora", "export_from", "push_to_hub", "replay", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned
@@ -106,7 +106,7 @@ class RunRecord:
     ended: str | None = None  # UTC
     reason: str | None = None  # why the run stopped or failed
     sessions: list | None = None  # dicts of start, process and environment, one per --resume
-    processes: int = 1  # their number, since the start or the resumption of the run
+    processes: dict | None = None  # their number, and by process the sampled tokens and the trained tokens
     unknown: dict | None = None  # keys that the user added to the file; they are preserved
 
     @property

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,8 @@ from functools import partial
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.utils.command_lines import CONSOLE_COMMAND, console_words
-from rlhf.utils.errors import UserError, print_line, run_command
+from rlhf.utils.errors import UserError, did_you_mean, print_line, run_command
 from rlhf.utils.libraries import project
-
-NEAR = 0.6  # difflib ratio
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,7 @@ def refuse(name: str) -> None:
     known = f"Commands: {', '.join(COMMANDS)}"
     if name.startswith("-"):
         raise UserError(f"no command before {name}: {program()}. Write a command first. {known}")
-    plain = name.lower().replace("_", "-")
-    parts = [command for command in COMMANDS if command in plain or plain in command]
-    near = parts or difflib.get_close_matches(plain, COMMANDS, n=1, cutoff=NEAR)
-    raise UserError(f"unknown command {name!r}: {program()}. {f'Did you mean {near[0]}? ' if near else ''}{known}")
+    raise UserError(f"unknown command {name!r}: {program()}. {did_you_mean(name, COMMANDS)}{known}")
 
 
 def help_text() -> str:

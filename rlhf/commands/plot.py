@@ -60,14 +60,13 @@ def run_folders(config: PlotConfig) -> list[Path]:
 
 
 def show_runs(chart, screen) -> None:
-    """Print the groups if there are several settings, the progress of each run, its final values, and remarks on
-    differences between the runs."""
+    """Print the groups if there are several settings, the progress of each run, its final values, and remarks."""
     if any(group.name != label_of(group.algorithm) for group in chart.groups):
         screen.say("groups:")
         screen.facts([(group.name, ", ".join(str(run.folder) for run in group.runs)) for group in chart.groups])
     screen.say(f"at the end ({chart.averaged}):")
     screen.facts([(str(run.folder), final_values(run, chart)) for run in chart.runs])
-    for line in [*(line for run in chart.runs for line in run.remarks), *differences_between(chart)]:
+    for line in [line for run in chart.runs for line in run.remarks]:
         screen.say(line)
 
 
@@ -85,30 +84,3 @@ def final_values(run, chart) -> str:
         remarks.append(f"{panel.tag} {value}")
     aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
     return ", ".join([*remarks, aim])
-
-
-def differences_between(chart) -> list[str]:
-    """Return one line for each difference between runs that affects the comparison of their curves."""
-    from rlhf.utils.console import clock
-
-    remarks = []
-    recipes = sorted({run.config.recipe for run in chart.runs})
-    if len(recipes) > 1:
-        remarks.append(f"the runs use different recipes: {', '.join(recipes)}")
-    if len(chart.aims) > 1:
-        drawn = "that of each group is a dotted line"
-        if not chart.same_unit:
-            drawn = "none is drawn; the KL is shown in nats per sequence"
-        remarks.append(f"the runs have different KL targets: {', '.join(chart.aims)}; {drawn}")
-    for group in chart.groups:
-        updates = [run.last_update for run in group.runs]
-        times = [run.seconds for run in group.runs]
-        lengths = f"{min(updates):,} to {max(updates):,} updates" if len(set(updates)) > 1 else None
-        if chart.x == "time" and clock(min(times)) != clock(max(times)):
-            lengths = f"{clock(min(times))} to {clock(max(times))}"
-        if lengths:
-            remarks.append(
-                f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and the "
-                "rest is not drawn"
-            )
-    return remarks

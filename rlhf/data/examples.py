@@ -5,12 +5,11 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
 from rlhf.data.messages import check_text, shown
-from rlhf.data.notices import note_message_keys, print_notes, report_bad_rows
+from rlhf.data.notices import print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.settings.types import Renaming
@@ -62,7 +61,7 @@ def load_examples(
         topics: if True, every row needs a "topic".
     """
     source = DataSource(source) if isinstance(source, str) else source
-    rows = _renamed(read_rows(source, say), source)
+    rows = _renamed(read_rows(source), source)
     examples, problems = _checked(rows, pairs, topics)
     if problems:
         report_bad_rows(problems, len(rows), source, say)
@@ -206,20 +205,14 @@ def examples_of(
         report_bad_rows(problems, len(rows), source, say)
     else:
         raise_if(problems)
-    note_message_keys(examples, source, say)
     return examples
 
 
 def _check_container(prompts: Any) -> None:
     """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its column names."""
-    if isinstance(prompts, (str, bytes, Path)):
-        fix = 'Give a list, such as ["What is 1 + 1?"]. To read a file, use the setting prompts (--prompts FILE)'
-    elif hasattr(prompts, "iterrows"):
-        fix = 'Give its rows: prompts.to_dict("records")'
-    elif isinstance(prompts, Mapping):
-        fix = "Give a list of rows: [row]. Of a dict of splits, give one split"
-    elif not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
-        fix = "Give a list: list(prompts)"
-    else:
-        return
-    raise UserError(f"not a list of prompts but a {type(prompts).__name__}: prompts. {fix}")
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not hasattr(prompts, "iterrows")
+    if not is_list or isinstance(prompts, (str, bytes, Mapping)):
+        raise UserError(
+            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, "
+            'for example DataFrame.to_dict("records"). To read a file, use the setting prompts (--prompts FILE)'
+        )

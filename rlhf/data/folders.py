@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import UserError, did_you_mean
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 OF_MODELS = ("config.json", "adapter_config.json", "run.json")  # files of a model or a run
@@ -47,9 +45,9 @@ def choose_split(splits: list[str], source: DataSource) -> str:
     return wanted
 
 
-def files_of_split(folder: Path, source: DataSource, say: Callable[[str], None]) -> list[Path]:
+def files_of_split(folder: Path, source: DataSource) -> list[Path]:
     """Return the data files of the chosen split in a folder and the folders in it, by name. If no file name contains
-    the name of a split, all files belong to "train". Prints the number of ignored files."""
+    the name of a split, all files belong to "train"."""
     found = [name for name in OF_MODELS if (folder / name).is_file()]
     if found:
         raise UserError(
@@ -70,18 +68,14 @@ def files_of_split(folder: Path, source: DataSource, say: Callable[[str], None])
             f"belongs to {split!r}, {ignored[0].name} to none. Add --dataset-split {split} to read only files with "
             "that name, or rename or move files"
         )
-    chosen = choose_split([str(name) for name in splits], source)
-    if ignored:
-        say(
-            f"note: ignored {len(ignored)} files without the name of a split, such as {ignored[0]}, because other "
-            f"files of {source.name} have one"
-        )
-    return splits[chosen]
+    return splits[choose_split([str(name) for name in splits], source)]
 
 
 def _data_files(folder: Path, source: DataSource) -> list[Path]:
-    """Return the data files in a folder. Raises UserError if there are none, or if some are compressed."""
-    everything = _files_in(folder)
+    """Return the data files in a folder and in the folders inside it, without hidden ones. Raises UserError if there
+    are none, or if some are compressed."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    everything = sorted(path for path in paths if not any(part.startswith((".", "__")) for part in path.parts))
     packed = [file for file in everything if file.suffix in COMPRESSED and Path(file.stem).suffix in SUFFIXES]
     if packed:
         raise UserError([f"a compressed data file: {folder / file}. Unpack it, or move it away" for file in packed])
@@ -91,25 +85,6 @@ def _data_files(folder: Path, source: DataSource) -> list[Path]:
             f"no data files in this folder: {source.flag} {source.name}. Data files end with {', '.join(SUFFIXES)}"
         )
     return files
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the paths of all files inside a folder, relative to it, without hidden files. Links to folders are
-    followed, each folder once."""
-    found, seen = [], set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        folders[:] = [] if real in seen else sorted(name for name in folders if not _is_hidden(name))
-        if real in seen:
-            continue
-        seen.add(real)
-        paths = [Path(place, name) for name in names if not _is_hidden(name)]
-        found += [path.relative_to(folder) for path in paths if path.is_file()]
-    return sorted(found)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "__"))
 
 
 def split_of(file: Path) -> str | None:

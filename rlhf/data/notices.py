@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
+from rlhf.data.formats import columns_flag
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import MAX_PRINTED, UserError
 
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
     from rlhf.data.examples import Example
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
-# keys of a message that are read, or refused if they have a value
-MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls")
 # columns that other trainers add to the prompt -> how to use them here
 UNUSED = {
     "system_prompt": f"If it is a system message, add {columns_flag('system', 'system_prompt')}",
@@ -46,8 +42,6 @@ def report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Cal
 
 def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
     """Print notes on prompts that may be incomplete, and a warning if many rows are duplicates."""
-    _note_implicit_prompts(examples, source, say)
-    note_message_keys(examples, source, say)
     for name, fix in UNUSED.items():
         count = sum(_is_unused(name, e) for e in examples)
         if count:
@@ -55,33 +49,9 @@ def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[
                 f"note: the column {name!r} is not part of the prompt ({count:,} rows have it): {source.flag} "
                 f"{source.name}. {fix}"
             )
-    copies = {json.dumps((e.messages, e.chosen, e.rejected)): e for e in examples}
-    if len(copies) < len(examples):
-        repeated = len(examples) - len({repr(e.columns) for e in examples})
-        if repeated > REPEATED_SHARE * len(examples):
-            say(
-                f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if "
-                "unintended"
-            )
-
-
-def note_message_keys(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
-    """Print a note if messages have keys that are not used, such as name, weight and reasoning_content."""
-    chats = [e.columns.get(name) for e in examples for name in (*PROMPT_COLUMNS, "chosen", "rejected")]
-    messages = [m for chat in chats for m in (chat if isinstance(chat, (list, tuple)) else [chat])]
-    counts = Counter(
-        key
-        for message in messages
-        if isinstance(message, dict)
-        for key, value in message.items()
-        if key not in MESSAGE_KEYS and value is not None and not (isinstance(value, (str, list, dict)) and not value)
-    )
-    if counts:
-        found = ", ".join(f"{key!r} ({count:,} messages)" for key, count in counts.most_common())
-        say(
-            f"note: keys of messages that are not used: {found}: {source.flag} {source.name}. If the model must read "
-            "them, write them into the content"
-        )
+    repeated = len(examples) - len({repr(e.columns) for e in examples})
+    if repeated > REPEATED_SHARE * len(examples):
+        say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if unintended")
 
 
 def warn_about_lost_rows(lost: Sequence[tuple[Example, Example, list[str]]], say: Callable[[str], None]) -> None:
@@ -104,19 +74,3 @@ def _is_unused(name: str, example: Example) -> bool:
     if name == "system_prompt" and any(m["role"] == "system" for m in example.messages):
         return False
     return isinstance(row.get(name), (str, list)) and len(row[name]) > 0
-
-
-def _note_implicit_prompts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
-    """Print a note if the prompts are the common beginnings of texts: the data may have the prompts elsewhere."""
-    found = [
-        e
-        for e in examples
-        if e.chosen is not None
-        and not e.conversational
-        and all(e.columns.get(name) is None for name in PROMPT_COLUMNS)
-    ]
-    if found:
-        say(
-            f"note: {len(found):,} rows have no prompt column, so the prompt is the common beginning of chosen and "
-            f"rejected, such as {found[0].messages[-1]['content'][:60]!r}: {source.flag} {source.name}"
-        )

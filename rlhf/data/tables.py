@@ -1,4 +1,4 @@
-"""CSV, Parquet and Arrow files, saved datasets and hub datasets.
+"""CSV and Parquet files, saved datasets and hub datasets.
 
 All but CSV are read with `datasets`, which is imported only here.
 
@@ -77,31 +77,9 @@ def read_parquet(file: Path) -> list[tuple[str, Any]]:
         import pyarrow.parquet
         from datasets import Dataset
 
-        table = pyarrow.parquet.ParquetFile(file).read()
-        for column in table.schema:
-            if pyarrow.types.is_map(column.type):  # `datasets` has no such type
-                raise UserError(f"the column {column.name!r} is a map: {file}. Remove it, or write it as a struct")
-        return Dataset(table)
+        return Dataset(pyarrow.parquet.ParquetFile(file).read())
 
     return _read(read, file, "Parquet")
-
-
-def read_arrow(file: Path) -> list[tuple[str, Any]]:
-    """Return the rows of an Arrow file: the stream format, which `datasets` writes, or the file format."""
-
-    def read() -> Dataset:
-        import pyarrow
-        from datasets import Dataset
-
-        with pyarrow.memory_map(str(file)) as stream:
-            is_file = stream.read(6) == b"ARROW1"
-            stream.seek(0)
-            if not is_file:
-                _check_end(file)
-            reader = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
-            return Dataset(reader.read_all())
-
-    return _read(read, file, "Arrow")
 
 
 def _check_end(file: Path) -> None:
@@ -146,40 +124,15 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
         given = "".join(f", {flag} {value}" for flag, value in flags if value is not None)
         raise UserError(
             f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. "
-            f"{_choices(place, source)}"
+            "Give a --dataset-config and a --dataset-split that it has"
         ) from None
-
-
-def _choices(place: str, source: DataSource) -> str:
-    """Return what --dataset-config and --dataset-split can be for a hub dataset, as far as that can be found."""
-    from datasets import get_dataset_config_names, get_dataset_split_names
-
-    def names(of: Callable[..., list[str]], *arguments: str | None) -> list[str]:
-        try:
-            return of(place, *arguments)
-        except Exception:  # as in `read_hub`; a hint must not hide the error
-            return []
-
-    configs = names(get_dataset_config_names)
-    if (source.dataset_config is None and len(configs) > 1) or (
-        configs and source.dataset_config not in (None, *configs)
-    ):
-        return f"Choose --dataset-config from {', '.join(configs)}"
-    splits = names(get_dataset_split_names, source.dataset_config)
-    if splits and (source.dataset_split or source.usual_split) not in splits:
-        if source.usual_split != "train":
-            return (
-                f"It has no split {source.usual_split!r}. Save one of {', '.join(splits)} to a file and give that file"
-            )
-        return f"Choose --dataset-split from {', '.join(splits)}"
-    return "Check the dataset on the hub"
 
 
 def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str, Any]]:
     """Return the rows of a dataset. Raises UserError with one line if the data is broken."""
     try:
         return _rows(place, read())
-    except (MemoryError, UserError):
+    except MemoryError:
         raise
     except Exception as error:  # as in `read_hub`
         raise UserError(f"not {kind} ({_reason(error)}): {place}. Correct the file, or write it again") from None

@@ -148,7 +148,7 @@ def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     files[CARD_FILE] = model_card(run, saved, name).encode()
     message = f"{title_of(run)}, {saved.what}"
     try:
-        url = push_files(name, files, WEIGHTS, config.export.hub_private, message)
+        url = push_files(name, files, WEIGHTS, message)
     except Exception as error:  # the exception classes of the hub's HTTP library change between releases
         raise push_failed(error, name, PUSH, saved.folder, command_to_push(config)) from None
     screen.say(f"uploaded: {', '.join(sorted(files))}")
@@ -169,5 +169,4 @@ def command_to_push(config: Config) -> str:
     words = [*script_words(config.algorithm), "--resume", PUSH, export.push_to_hub]
     words += ["--merge-lora"] if export.merge_lora else []
     words += ["--export-from", export.export_from] if export.export_from != "final" else []
-    words += [] if export.hub_private else ["--no-hub-private"]
     return command(*words, "--output", config.run.output)

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.settings.fields import (
-    FALSE_WORDS,
-    TRUE_WORDS,
-    UNSET_WORDS,
     Layer,
     Setting,
     as_text,
@@ -35,7 +32,7 @@ REPEATABLE = ("sweep",)  # settings whose flag adds to the values of the same fl
 @dataclass(frozen=True)
 class CommandLine:
     """The flags of a command: one for each setting of its configuration class, under all names of the setting, with
-    dashes or underscores. Booleans accept --x, --no-x and --x false."""
+    dashes or underscores. Booleans accept --x and --no-x, and --x false if the command has no words without a flag."""
 
     config_class: type
     name: str  # after `rlhf`; the name of the script is in rlhf.utils.command_lines
@@ -44,7 +41,6 @@ class CommandLine:
     # group of settings that the command does not use -> commands that use it
     foreign: dict[str, str] = field(default_factory=dict)
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
-    of_training: Collection[str] = ()  # names of settings that only the training scripts have
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -53,34 +49,31 @@ class CommandLine:
     def read(self, argv: list[str]) -> tuple[Layer, list[str]]:
         """Return the given flags as a layer, typed name -> (text, flag), and a list of errors: unknown flags, flags of
         other commands, words without a flag."""
-        wrong = [
-            f"not valid text: command line, {word!a}. Use only characters of this system's encoding"
-            for word in argv
-            if not _is_text(word)
-        ]
         parser = self._parser({})
         try:
-            given, unknown = parser.parse_known_args(self._with_plain_booleans([w for w in argv if _is_text(w)]))
+            " ".join(argv).encode()
+            given, unknown = parser.parse_known_args(argv)
+        except UnicodeEncodeError as error:
+            wrong = error.object[error.start]
+            return {}, [f"not valid text: command line, {wrong!a}. Use only characters of this system's encoding"]
         except UserError as error:
-            return {}, [*wrong, *error.problems]
+            return {}, list(error.problems)
         layer = given.layer if "layer" in given else {}
         words = [word for word in unknown if not word.startswith("--")]
         for s in self.settings.values():
             if s.positional and words:  # words after a flag
                 layer[s.name], words = ([*layer.get(s.name, ([],))[0], *words], "command line"), []
         flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
-        return layer, [*wrong, *self._wrong_flags(flags, parser), *([] if flags else self._wrong_words(words, parser))]
+        return layer, self._wrong_flags(flags, parser) or self._wrong_words(words, parser)
 
     def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
         """Return one error line for each flag that the command does not have."""
-        known, foreign, of_training = _flags_of(parser), self._foreign_flags(), spellings(self.of_training)
+        known, foreign = _flags_of(parser), self._foreign_flags()
 
         def line(flag: str) -> str:
             if flag in foreign:
                 fix = "Remove it here (a shared --config file may set it)"
                 return f"{flag} belongs to {foreign[flag]}: command line. {fix}"
-            if flag in of_training:
-                return f"{flag} belongs to the training scripts: command line. Remove it here"
             return f"unknown flag {flag}: command line. {hint(flag, known)}"
 
         return [line(flag) for flag in flags]
@@ -95,18 +88,6 @@ class CommandLine:
             fix = fix or "--help-all prints them"
             lines.append(f"unexpected word {word!r}: command line. Settings are given as flags. {fix}")
         return lines
-
-    def _with_plain_booleans(self, argv: list[str]) -> list[str]:
-        """If the command has a positional setting, replace `--x` by `--x=true` before a word that is not a boolean
-        value."""
-        if not any(s.positional for s in self.settings.values()):
-            return argv
-        booleans = {flag for s in self.settings.values() if s.is_bool for flag in spellings(s.names)}
-        values = TRUE_WORDS | FALSE_WORDS | UNSET_WORDS
-        return [
-            f"{word}=true" if word in booleans and next_word.lower() not in values else word
-            for word, next_word in zip(argv, [*argv, ""][1:], strict=True)
-        ]
 
     def _foreign_flags(self) -> dict[str, str]:
         """Return the flags of the settings that only other commands use -> these commands."""
@@ -134,11 +115,13 @@ class CommandLine:
         parser.add_argument(*HELP_ALL, action="store_true", help="print all settings")
         groups: dict[str, Any] = {}
         hints, settings = typing.get_type_hints(self.config_class), self.settings
+        has_words = any(s.positional for s in settings.values())
         for s in settings.values():
             if s.group not in groups:
                 groups[s.group] = parser.add_argument_group(hints[s.group].__doc__.strip().rstrip("."))
             text = s.help + dependence(s, settings)
-            _add_flag(groups[s.group], dataclasses.replace(s, help=text, default=values.get(s.name, s.default)))
+            shown = dataclasses.replace(s, help=text, default=values.get(s.name, s.default))
+            _add_flag(groups[s.group], shown, 0 if has_words else "?")
         return parser
 
     @property
@@ -217,14 +200,16 @@ class _Given(argparse.Action):
         namespace.layer = layer
 
 
-def _add_flag(group, s: Setting) -> None:
+def _add_flag(group, s: Setting, values_of_bool: int | str) -> None:
+    """Add the flag of a setting. `values_of_bool`: argparse's nargs of a boolean; 0 if the command has words without a
+    flag, which would be taken for its value."""
     bounds = f", {range_text(s)}" if any(v is not None for v in s.bounds.values()) else ""
     text = f"{s.help} (default: {as_text(s.default)}{bounds})".replace("%", "%%")
     if s.positional:
         group.add_argument(s.name, metavar=s.name.upper(), help=text, nargs="*", action=_Given)
     elif s.is_bool:
-        group.add_argument(*spellings(s.names), dest=s.name, nargs="?", const="true", metavar="true|false", help=text,
-                           action=_Given)  # fmt: skip
+        group.add_argument(*spellings(s.names), dest=s.name, nargs=values_of_bool, const="true", metavar="true|false",
+                           help=text, action=_Given)  # fmt: skip
         negative = spellings(NEGATIVE + name for name in s.names)
         group.add_argument(*negative, dest=s.name, nargs=0, const="false", help=argparse.SUPPRESS, action=_Given)
     else:
@@ -277,12 +262,3 @@ def flags_of_booleans(*settings: Setting) -> set[str]:
 def wants_help(argv: Collection[str]) -> str | None:
     """Return "help" or "help_all" if the command line requests one of them, otherwise None."""
     return "help_all" if set(argv) & set(HELP_ALL) else "help" if set(argv) & set(HELP) else None
-
-
-def _is_text(word: str) -> bool:
-    """True if a word of the command line can be written to a UTF-8 file."""
-    try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in word

@@ -88,13 +88,13 @@ def _shipped(name: str) -> Recipe:
 
 def _read(path: str) -> Recipe:
     tree = read_tree(path, "--recipe")
-    top = _unique(tree, path, (KIND, ALGORITHMS, REWARD_MODEL))
+    top = _by_key(tree, path)
     if getattr(top.get(KIND), "value", None) != "recipe":
         raise UserError(
             f"not a recipe: {path}. Add a line `kind: recipe`, or pass the file with --config if it has only settings"
         )
     per_algorithm = _block(top, ALGORITHMS, path)
-    blocks = _unique(per_algorithm, path)
+    blocks = _by_key(per_algorithm, path)
     return Recipe(
         training=settings_in(tree, path, without=(KIND, ALGORITHMS, REWARD_MODEL)),
         algorithms={key: settings_in(_block(blocks, key, path), path) for key in blocks},
@@ -103,14 +103,13 @@ def _read(path: str) -> Recipe:
     )
 
 
-def _unique(tree: yaml.MappingNode, path: str, names: Collection[str] | None = None) -> dict[str, yaml.Node]:
-    """Return the keys and values of a mapping. Raises UserError if one of `names` (None: any name) appears twice."""
+def _by_key(tree: yaml.MappingNode, path: str) -> dict[str, yaml.Node]:
+    """Return the keys and values of a mapping. Raises UserError if a key appears twice."""
     found: dict[str, yaml.Node] = {}
     for key, value in tree.value:
-        name = str(key.value)
-        if name in found and (names is None or name in names):
-            raise UserError(f"{name} appears twice: {path}:{key.start_mark.line + 1}. Keep one")
-        found[name] = value
+        if str(key.value) in found:
+            raise UserError(f"{key.value} appears twice: {path}:{key.start_mark.line + 1}. Keep one")
+        found[str(key.value)] = value
     return found
 
 

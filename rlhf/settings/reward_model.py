@@ -26,7 +26,7 @@ class RewardDataSettings:
 
     pairs: PathName = setting(
         "Intel/orca_dpo_pairs",
-        "preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub dataset",
+        "preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet), a folder or a hub dataset",
         aliases=("prompts", "dataset", "dataset_name"),
         brief="preference pairs: a data file, a folder or a hub dataset",
     )
@@ -147,7 +147,6 @@ LINE = CommandLine(
         ("--pairs FILE.jsonl --base-model MODEL", "on your pairs"),
         ("--recipe qwen3-tldr", "for another recipe"),
     ),
-    of_training=name_table(settings_of(Config)).keys() - name_table(settings_of(RewardModelConfig)).keys(),
     recipes=shipped_recipes(),
 )
 
@@ -196,7 +195,7 @@ def may_have_pairs(source: str, columns: Any = ()) -> bool:
     """True if data may contain preference pairs: the beginning of a JSON or CSV file has the column "chosen", or the
     one that `columns` (the setting, as written) renames to it. Always True for data of other kinds."""
     file = Path(local_path(source))
-    if not file.is_file() or file.suffix.lower() in (".parquet", ".arrow"):
+    if not file.is_file() or file.suffix.lower() == ".parquet":
         return True
     words = [f"{new}={old}" for new, old in columns.items()] if isinstance(columns, dict) else columns
     words = words.split(",") if isinstance(words, str) else words

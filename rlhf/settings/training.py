@@ -13,7 +13,6 @@ from rlhf.algorithms.table import label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.translate import meanings
 from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, SweepWord
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
@@ -91,8 +90,7 @@ class DataSettings:
 
     prompts: PathName = setting(
         "Intel/orca_dpo_pairs",
-        "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub "
-        "dataset",
+        "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet), a folder or a hub dataset",
         aliases=("dataset", "dataset_name"),
         brief="prompts: a data file, a folder or a hub dataset",
     )
@@ -747,14 +745,8 @@ class ExportSettings:
     push_to_hub: HubName | None = setting(
         None,
         "upload weights (the merged model with --merge-lora), tokenizer, model card and run.json to the Hugging Face "
-        "hub, as owner/name",
+        "hub, as owner/name; a new repository is private",
         aliases=("hub_model_id",),
-    )
-    hub_private: bool = setting(
-        True,
-        "create the repository of --push-to-hub as private; an existing repository is not changed",
-        aliases=("hub_private_repo",),
-        needs="push_to_hub",
     )
 
 
@@ -765,8 +757,6 @@ class Config(Command):
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
-    # names with another meaning in TRL that the user wrote -> their spelling
-    written: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -788,12 +778,6 @@ class Config(Command):
     def title(self) -> str:
         """The algorithm's name in texts, with the control: `GRPO control (scores shuffled)`."""
         return name_with_control(label_of(self.algorithm), self.reward.control)
-
-    @property
-    def meanings(self) -> list[str]:
-        """Notes on the names in `written` whose values are in effect."""
-        values = {"num_iterations": self.run.num_iterations, "per_device_train_batch_size": self.batch.batch_size}
-        return meanings(self.written, values)
 
     @property
     def separate_critic(self) -> bool:

@@ -5,7 +5,7 @@ TRL 1.12, transformers, OpenRLHF, verl, LLaMA-Factory, Unsloth and CleanRL. docs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_unset, name_table
@@ -84,56 +84,6 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
         else:
             known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
     return known, problems
-
-
-# --- the same name with another meaning ------------------------------------------------------------------------------
-
-# name -> its meaning here and in TRL, and the setting with TRL's meaning
-OTHER_MEANINGS = {
-    "num_iterations": ("updates here. In TRL it would be the passes over each rollout", "ppo_epochs"),
-    "per_device_train_batch_size": (
-        "prompts per update here. In TRL it would be the completions per forward pass",
-        "micro_batch_size",
-    ),
-}
-
-
-def ambiguous_names(layers: Iterable[Layer]) -> dict[str, str]:
-    """Return the names in these layers that mean something else in TRL -> as they were written. A name in a later
-    layer replaces other names of its setting in earlier ones."""
-    return {
-        name: f"--{name.replace('_', '-')}" if str(where).startswith("--") else name
-        for layer in layers
-        for name, (value, where) in layer.items()
-        if name in OTHER_MEANINGS and not is_unset(value)
-    }
-
-
-def meanings(written: dict[str, str], values: dict[str, Any]) -> list[str]:
-    """Return one note for each of the `ambiguous_names`: its meaning here, and the setting with TRL's meaning.
-    `values` are the values in effect by these names; without a value, there is no note."""
-    notes = []
-    for name, spelled in written.items():
-        if values[name] is not None:
-            meaning, other = OTHER_MEANINGS[name]
-            setting = "--" + other.replace("_", "-") if spelled[:2] == "--" else other
-            notes.append(f"{spelled} {values[name]} means {values[name]:,} {meaning}, which {setting} sets")
-    return notes
-
-
-# --- arguments of train() --------------------------------------------------------------------------------------------
-
-
-def refused_arguments(unexpected: Sequence[Any], named: dict[str, Any], known: Collection[str]) -> str:
-    """Return the error for arguments of train(). Arguments without a name are prompts. `known` are all names of
-    settings."""
-    given = [*("prompts", "rewards")[: len(unexpected)], *named]
-    settings = [name for name in given if name in known and name != "prompts"]
-    config = f", for example make_config({', '.join(f'{name}=...' for name in settings)})" if settings else ""
-    return (
-        f"train() takes no arguments: {', '.join(given)}. Give settings to make_config{config}, and prompts, "
-        "rewards and callbacks to make_trainer. Then write train()"
-    )
 
 
 # --- unknown names ---------------------------------------------------------------------------------------------------

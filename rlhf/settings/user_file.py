@@ -41,8 +41,9 @@ def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         kind = "not Python" if isinstance(error, SyntaxError) else type(error).__name__
         return _unreadable(f"{kind} ({getattr(error, 'msg', error)}): {shown}:{line}. Correct that line", shown)
-    assigned, lines = _assigned(tree), _lines(tree)
-    names = [n for n in values if n in settings or (n in assigned and not isinstance(values[n], NO_VALUES))]
+    lines = _assigned(tree)
+    public = {n for n in lines if not n.startswith("_") and not isinstance(values.get(n), NO_VALUES)}
+    names = [name for name in values if name in settings or name in public]
     return {name: (values[name], f"{shown}:{lines[name]}" if name in lines else shown) for name in names}
 
 
@@ -82,30 +83,14 @@ def edits_line(
     return ", ".join(map(edit, edits)) or None
 
 
-def _assigned(tree: ast.Module) -> set[str]:
-    """Return the public names that the module assigns outside functions and classes."""
-    names, nodes = set(), [tree]
+def _assigned(tree: ast.Module) -> dict[str, int]:
+    """Return the names that the module assigns outside functions and classes -> the last line that does so."""
+    lines, nodes = {}, [tree]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith("_"):
-            names.add(node.id)
-        nodes += [] if isinstance(node, SCOPES) else list(ast.iter_child_nodes(node))
-    return names
-
-
-def _lines(tree: ast.Module) -> dict[str, int]:
-    """Return the names that the module assigns, imports or defines -> the last line that does so."""
-    lines: dict[str, int] = {}
-    for node in ast.walk(tree):
-        names = []
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names = [node.id]
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.asname or alias.name for alias in node.names]
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names = [node.name]
-        for name in names:
-            lines[name] = max(node.lineno, lines.get(name, 0))
+            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
+        nodes += [] if isinstance(node, SCOPES) else list(ast.iter_child_nodes(node))
     return lines
 
 

@@ -11,7 +11,6 @@ from rlhf.settings.training import (
     BEST_RULES,
     EVAL_METRICS,
     MAX_CONSECUTIVE_SKIPS,
-    MOST_UPDATES,
     Config,
     function_name,
 )
@@ -53,11 +52,6 @@ def _batch(config: Config) -> list[str]:
         problems.append(
             f"episodes {config.run.episodes} is less than one update of {episodes}: --episodes. "
             f"Try {episodes}, or a smaller --batch-size"
-        )
-    if config.run.episodes is not None and config.run.episodes > MOST_UPDATES * episodes:
-        problems.append(
-            f"episodes {config.run.episodes} is more than {MOST_UPDATES:,} updates of {episodes}: --episodes. "
-            "Give fewer"
         )
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):

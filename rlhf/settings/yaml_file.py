@@ -35,7 +35,10 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
     try:
         with open(local_path(path), encoding="utf-8-sig") as stream:
             text = stream.read()
-        _check_aliases(text, path)
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # it can contain itself, or expand without limit
+                where = f"{path}:{event.start_mark.line + 1}"
+                raise UserError(f"an alias (*{event.anchor}): {where}. Write the value instead")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check {flag}") from None
@@ -57,18 +60,6 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"not a mapping of names to values: {path}:1. Write lines such as `learning_rate: 1e-5`")
     return tree
-
-
-def _check_aliases(text: str, path: str) -> None:
-    """Raise UserError for an alias of a list or a mapping, because it can contain itself or expand without limit.
-    Aliases of single values are allowed."""
-    anchored = set()
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
-            anchored.add(event.anchor)
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
-            where = f"{path}:{event.start_mark.line + 1}"
-            raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write the values instead")
 
 
 def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) -> Layer:

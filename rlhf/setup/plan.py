@@ -151,11 +151,10 @@ def budget_line(config: Config, updates: int) -> str:
         more += f"; dynamic sampling ends the run after {requested:,} episodes, maybe in fewer updates"
     elif draws:
         more = f"; dynamic sampling may draw up to {draws * plan.episodes:,} more"
-    line = (
+    return (
         f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
         f"{plan.optimizer_steps:,} optimizer steps, at most {plan.completion_tokens_at_most:,} completion tokens"
     )
-    return "; ".join([line, *config.meanings])
 
 
 def batch_line(config: Config, updates: int, device: torch.device) -> str:

@@ -27,9 +27,7 @@ from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
-from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
-from rlhf.settings.translate import refused_arguments
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, PolicyEvaluator
@@ -44,7 +42,7 @@ from rlhf.trainer.scores import Scores
 from rlhf.trainer.session import Session
 from rlhf.trainer.timing import Timer
 from rlhf.trainer.trl_host import make_host
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from rlhf.utils.processes import is_first
 from rlhf.utils.system import keep_freed_memory
 
@@ -172,11 +170,9 @@ class OnPolicyLoop:
         else:
             self.events.add(callback)
 
-    def train(self, *unexpected, **named) -> dict[str, float]:
+    def train(self) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
-        training fails. Arguments are accepted only to raise a helpful UserError."""
-        if unexpected or named:
-            raise UserError(refused_arguments(unexpected, named, name_table(settings_of(Config))))
+        training fails."""
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
         return agree(self._train)

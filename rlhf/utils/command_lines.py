@@ -47,13 +47,7 @@ def script_words(name: str) -> tuple[str, ...]:
     if Path.cwd() == CHECKOUT:
         return words
     script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
-    return ("python", str(script_folder() / script))
-
-
-def script_folder() -> Path:
-    """Return the folder of the scripts as the user wrote it to start this process; otherwise its whole path."""
-    folder = Path(sys.argv[0]).parent
-    return folder if folder.resolve() == CHECKOUT else CHECKOUT
+    return ("python", str(CHECKOUT / script))
 
 
 def short_name(name: str) -> str:

@@ -115,11 +115,11 @@ def require_push(name: str, flag: str) -> None:
         raise UserError(f"{owner} is not one of your accounts on the hub: {flag} {name}. Yours: {', '.join(owners)}")
 
 
-def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str], private: bool, message: str) -> str:
-    """Upload `files` to a model repository and delete its `stale` files, in one commit. Creates the repository if it
-    does not exist. Returns its URL."""
+def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str], message: str) -> str:
+    """Upload `files` to a model repository and delete its `stale` files, in one commit. Creates a private
+    repository if it does not exist. Returns its URL."""
     api = HfApi()
-    url = api.create_repo(name, private=private, exist_ok=True)
+    url = api.create_repo(name, private=True, exist_ok=True)
     there = set(api.list_repo_files(name))
     api.create_commit(
         name,

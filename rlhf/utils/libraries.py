@@ -9,16 +9,15 @@ import importlib.util
 import os
 import re
 import sys
-import time
 import tomllib
 from collections.abc import Iterable
 from typing import Any
 
 from rlhf.utils.command_lines import CHECKOUT, is_checkout
-from rlhf.utils.console import Screen, clock, quiet_libraries
+from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import UserError, raise_if
 
-LIBRARIES = {"torch": 0.2, "transformers.modeling_utils": 0.6, "peft": 0.8, "trl": 1.0}  # share of the time until then
+LIBRARIES = ("torch", "transformers.modeling_utils", "peft", "trl")
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
 NAME = "rlhf-workstation"  # of the distribution; the package is `rlhf`
 IMPORTED_BY_SOME = ("matplotlib",)  # the commands that import it check it
@@ -106,16 +105,13 @@ def import_libraries(screen: Screen) -> None:
     """
     quiet_libraries()  # before the import of libraries that print at import
     without = "torch._dynamo" not in sys.modules and NO_COMPILER not in os.environ
-    began, share = time.monotonic(), 0.0
     with screen:
         try:
             if without:
                 os.environ[NO_COMPILER] = "1"
-            for name, reached in LIBRARIES.items():
-                left = f", about {clock((time.monotonic() - began) * (1 / share - 1))} left" if share else ""
-                screen.progress(f"loading the libraries: {name.partition('.')[0]}{left}")
+            for name in LIBRARIES:
+                screen.progress(f"loading the libraries: {name.partition('.')[0]}")
                 importlib.import_module(name)
-                share = reached
         finally:
             if without:
                 del os.environ[NO_COMPILER]

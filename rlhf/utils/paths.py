@@ -20,7 +20,7 @@ def is_path(name: str) -> bool:
         name.startswith((".", "/", "~", os.sep, PACKAGE))
         or "\\" in name
         or name.count("/") > 1
-        or Path(name).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", GGUF_SUFFIX)
+        or Path(name).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", GGUF_SUFFIX)
     )
 
 
@@ -86,13 +86,6 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
     names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
     siblings = sorted(name for name in names if name != target.name)
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
-    near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
+    near = [str(target.parent / name) for name in close]
     nearest = f"Did you mean {', '.join(near)}? " if near else ""
     return UserError(f"{what} not found: {path}. {nearest}{hint}")
-
-
-def _may_be(path: Path, what: str) -> bool:
-    """True if a path can be a `what` ("model", "run", or a kind of file). A folder of source code is not a model."""
-    if what == "model":
-        return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return path.is_dir() if what == "run" else path.is_file() or what == "data file"

@@ -12,8 +12,6 @@ import pytest
 import train_ppo
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.data.examples import load_examples
-from rlhf.utils.errors import UserError
 from tests.trainer.test_nan import run, stop_after
 
 DEEP = "[" * 200_000
@@ -122,12 +120,6 @@ def test_damaged_run_json_is_one_error_line(folder, capsys, damage):
     run(["--resume", "--output", folder], 2)
     output = capsys.readouterr().err
     assert output.startswith("error: ") and "Traceback" not in output and "run" in output
-
-
-def test_duplicate_key_in_a_data_row_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n')
-    with pytest.raises(UserError, match=r"duplicate key 'prompt'.*a\.jsonl:2"):
-        load_examples(str(tmp_path / "a.jsonl"))
 
 
 def test_resume_of_an_undamaged_run_uses_the_newest_checkpoint(folder, capsys):

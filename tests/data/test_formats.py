@@ -174,9 +174,9 @@ def test_rows_that_would_lose_something_are_refused(case):
 
 CONTAINERS = {
     "a path": ("data.jsonl", r"not a list of prompts but a str: prompts\. .*--prompts FILE"),
-    "a row": ({"prompt": "a"}, r"not a list of prompts but a dict: prompts\. Give a list of rows: \[row\]"),
-    "a table": (pandas.DataFrame([{"prompt": "a"}]), r"but a DataFrame: .*prompts\.to_dict\(\"records\"\)"),
-    "a generator": ((text for text in "ab"), r"but a generator: prompts\. Give a list: list\(prompts\)"),
+    "a row": ({"prompt": "a"}, r"not a list of prompts but a dict: prompts\. Give a list of texts, chats or rows"),
+    "a table": (pandas.DataFrame([{"prompt": "a"}]), r"but a DataFrame: .*to_dict\(\"records\"\)"),
+    "a generator": ((text for text in "ab"), r"but a generator: prompts\. Give a list of "),
 }
 
 

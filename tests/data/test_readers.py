@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from rlhf.config import make_config, parse_cli
 from rlhf.data import tables
-from rlhf.data.examples import examples_of, load_examples
+from rlhf.data.examples import load_examples
 from rlhf.data.folders import split_of
 from rlhf.data.readers import read_file
 from rlhf.data.source import DataSource
@@ -52,13 +51,6 @@ def write_parquet(file: Path, rows: list[dict] = ROWS) -> Path:
     return file
 
 
-def write_arrow(file: Path, writer=pa.ipc.new_file) -> Path:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(file), "wb") as stream, writer(stream, table.schema) as sink:
-        sink.write_table(table)
-    return file
-
-
 def save(folder: Path, data: Dataset | DatasetDict) -> Path:
     data.save_to_disk(str(folder))
     return folder
@@ -76,8 +68,6 @@ SOURCES = {
     "TSV": lambda p: write_csv(p / "a.tsv", "\t"),
     "Parquet": lambda p: write_parquet(p / "a.parquet"),
     "Parquet in .jsonl": lambda p: write_parquet(p / "a.jsonl"),
-    "an Arrow file": lambda p: write_arrow(p / "a.arrow"),
-    "an Arrow stream": lambda p: write_arrow(p / "a.arrow", pa.ipc.new_stream),
     "a saved Dataset": lambda p: save(p / "saved", Dataset.from_list(ROWS)),
     "a saved DatasetDict": lambda p: save(
         p / "saved", DatasetDict(test=Dataset.from_list(ROWS[:1]), train=Dataset.from_list(ROWS))
@@ -139,24 +129,19 @@ def test_json_files_do_not_import_datasets(tmp_path):
 # --- positions and errors --------------------------------------------------------------------------------------------
 
 BAD = {
-    "an array": ("a.json", '[\n  {"prompt": "a"},\n  {"prompt":\n    ""}\n]', "a.json:3"),
+    "an array": ("a.json", '[\n  {"prompt": "a"},\n  {"prompt":\n    ""}\n]', "a.json 1"),
     "a broken element": ("a.json", '[{"prompt": "a"},\n{oops}]', "a.json:2"),
     "a cut array": ("a.json", '[{"prompt": "a"},\n{"prom', "a.json:2"),
-    "an array without its end": ("a.json", '[{"prompt": "a"}\n', "a.json ',' ']'"),
-    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', "a.json:2 ']'"),
-    "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', "',' ']' a.json:2"),
+    "an array without its end": ("a.json", '[{"prompt": "a"}\n', "a.json:2 ','"),
+    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', "a.json:"),
+    "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', "',' a.json:2"),
     "one object": ("a.json", '{\n"prompt": "a"\n}', "a.json:1"),
     "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', "a.json:2"),
-    "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', "a.json:1 'prompt'"),
-    "a number beyond a float": ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "answer": 1e400}\n', "1e400 a.jsonl:2"),
-    "a number below a float": ("a.json", '[{"prompt": "a"},\n{"prompt": "b", "answer": -1.5e-400}]',
-                               "a.json:2 400"),
     "quotes with backslashes": ("a.csv", 'prompt,answer\n"a ""b"" c",1\n"a \\"b\\" c",2\n', "a.csv:3"),
     "an empty array": ("a.json", "[]", "a.json"),
     "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", "a.csv 1"),
     "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", "3 2 a.csv"),
     "a first CSV row with a cell too many": ("a.csv", "prompt\na,b\n", "a.csv 2"),
-    "rows in an object": ("a.json", '{"data": [{"prompt": "a"}]}', "a.json:1"),
     "an open quote": ("a.csv", 'prompt\na\n"b\n', "a.csv"),
     "a CSV row cut off": ("a.csv", "prompt,answer\na,1\nb", "a.csv"),
     "a column twice": ("a.csv", "prompt,prompt\na,b\n", "'prompt' a.csv:1"),
@@ -165,7 +150,6 @@ BAD = {
     "a CSV file without rows": ("a.csv", "prompt,answer\n", "a.csv"),
     "a cut Parquet file": ("a.parquet", b"PAR1\x15\x04", "a.parquet"),
     "a text in .parquet": ("a.parquet", "prompt\na\n", "a.parquet"),
-    "a cut Arrow file": ("a.arrow", b"ARROW1\0\0abc", "a.arrow"),
     "gzip": ("a.jsonl", b"\x1f\x8b\x08", "a.jsonl"),
     "an Excel file": ("a.csv", b"PK\x03\x04", "a.csv"),
     "a folder without data": ("README.md", "a", "--prompts"),
@@ -198,8 +182,7 @@ def test_json_arrays_are_read_as_json_loads_reads_them(tmp_path_factory, rows, i
     found = read_file(file, DataSource("array.json"))
     if ascii:
         assert [row for _, row in found] == rows
-    lines = [int(where.split("array.json:")[1].split(",")[0]) for where, _ in found]
-    assert lines == sorted(lines) and (indent is not None or set(lines) <= {1})
+    assert [where.split("array.json ")[1] for where, _ in found] == [f"row {i}" for i in range(len(rows))]
 
 
 # --- splits and configurations ---------------------------------------------------------------------------------------
@@ -233,17 +216,14 @@ def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path):
     )
     with pytest.raises(UserError, match=problem):
         load_examples(str(tmp_path))
-    text, source = [], DataSource(str(tmp_path), dataset_split="test")
-    assert [e.question for e in load_examples(source, say=text.append)] == ["latest_eval.jsonl"]
-    assert len(text) == 1 and text[0].startswith("note: ignored 1 files without the name of a split, such as ")
+    source = DataSource(str(tmp_path), dataset_split="test")
+    assert [e.question for e in load_examples(source)] == ["latest_eval.jsonl"]
 
 
-def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path, user_error):
-    write(tmp_path / "elsewhere" / "b.jsonl", jsonl({"prompt": "b"}))
+def test_folders_are_read_with_the_folders_inside_and_without_compressed_files(tmp_path, user_error):
+    write(tmp_path / "data" / "more" / "b.jsonl", jsonl({"prompt": "b"}))
     write(tmp_path / "data" / "a.jsonl", jsonl({"prompt": "a"}))
-    make_link(tmp_path / "data" / "more", tmp_path / "elsewhere")
-    make_link(tmp_path / "data" / "same", tmp_path / "elsewhere")
-    make_link(tmp_path / "elsewhere" / "circle", tmp_path / "data")
+    make_link(tmp_path / "data" / "more" / "circle", tmp_path / "data")
     assert [e.question for e in load_examples(str(tmp_path / "data"))] == ["a", "b"]
     write(tmp_path / "data" / "c.jsonl.gz", b"\x1f\x8b")
     with user_error("c.jsonl"):
@@ -354,21 +334,6 @@ def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path):
     assert len(text) == 1 and text[0].startswith("warning: 1 of 5 rows are duplicates: ")
 
 
-def test_keys_of_messages_that_are_not_used_are_counted(tmp_path):
-    """In every column with messages; empty values, such as those that `datasets` adds, do not count."""
-    ask = {"role": "user", "content": "a", "name": "Ann", "weight": None}
-    chosen = {"role": "assistant", "content": "b", "weight": 0, "reasoning_content": "c", "tool_calls": []}
-    rows = [{"prompt": [ask], "chosen": [chosen], "rejected": "d"}, {"messages": [{**ask, "weight": 1}]}]
-    text = []
-    load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)
-    (note,) = text
-    assert note.startswith("note: keys of messages that are not used: 'name' (2 messages), 'weight' (2 messages), ")
-    assert "'reasoning_content' (1 messages): --prompts " in note and "'tool_calls'" not in note
-    in_python = []
-    examples_of([[ask]], say=in_python.append)
-    assert len(in_python) == 1 and "'name' (1 messages): prompts in Python" in in_python[0]
-
-
 def test_small_numbers_of_json_are_read(tmp_path):
     rows = '{"prompt": "a", "answer": 0.0e9}\n{"prompt": "b", "answer": 5e-324}\n{"prompt": "c", "answer": 1e308}'
     assert [e.columns["answer"] for e in load_examples(str(write(tmp_path / "a.jsonl", rows)))] == [0, 5e-324, 1e308]
@@ -415,12 +380,8 @@ def test_pairs_are_recognised_in_every_kind_of_file(tmp_path):
     assert may_have_pairs(str(file), ("chosen=good",)) and may_have_pairs(str(file), {"chosen": "good"})
 
 
-def test_arrow_stream_without_its_end_is_incomplete(tmp_path, user_error):
-    """Cut between two batches, it would be read without an error. So would a saved dataset."""
-    file = write_arrow(tmp_path / "a.arrow", pa.ipc.new_stream)
-    write(file, file.read_bytes()[:-8])
-    with user_error("a.arrow"):
-        load_examples(str(file))
+def test_saved_dataset_without_the_end_of_a_file_is_incomplete(tmp_path, user_error):
+    """Cut between two batches, it would be read without an error."""
     saved = save(tmp_path / "saved", Dataset.from_list(ROWS))
     (part,) = saved.glob("*.arrow")
     write(part, part.read_bytes()[:-8])
@@ -431,7 +392,7 @@ def test_arrow_stream_without_its_end_is_incomplete(tmp_path, user_error):
 def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
     scores = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
     pa.parquet.write_table(pa.table({"prompt": ["a"], "scores": scores}), tmp_path / "a.parquet")
-    with user_error("'scores'", "a.parquet"):
+    with user_error("map", "a.parquet"):
         load_examples(str(tmp_path / "a.parquet"))
 
 
@@ -512,7 +473,7 @@ def test_a_column_that_all_rows_lack_is_reported_once(tmp_path, user_error):
     file = str(write(tmp_path / "a.json", json.dumps([{"problem": "1 + 1?", "answer": 2}] * 9, indent=2)))
     with pytest.raises(UserError) as caught:
         load_examples(file)
-    assert str(caught.value).startswith(f'no prompt: {file}:2, \'{{ "problem": "1 + 1?"')
+    assert str(caught.value).startswith(f"no prompt: {file} row 0, columns ")
     assert str(caught.value).endswith("add --columns prompt=problem. All 9 rows have this problem")
     with user_error('"chosen"', '"rejected"', "2"):
         load_examples(str(write(tmp_path / "b.jsonl", jsonl(*ROWS[:2]))), pairs=True)

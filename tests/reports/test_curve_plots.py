@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -218,22 +217,16 @@ def test_script_plots_six_runs(logged_run, tmp_path, capsys, x):
     ]
     output = run_script(capsys, *runs, "--x", x, "--smooth", 3, "--output", tmp_path / "plot.png")
     assert output.count("20 of 20 updates, loss 19, learning_rate 20, rewards/mean 19, kl_divergence 19") == 6
-    assert "differ" not in output
     assert (tmp_path / "plot.png").is_file() and (tmp_path / "plot.csv").is_file()
 
 
-def test_script_reports_differences_between_runs(logged_run, tmp_path, capsys):
+def test_script_reports_updates_and_target_of_each_run(logged_run, tmp_path, capsys):
     runs = [
         logged_run("a", 20), logged_run("b", 15, seed=2), logged_run("c", 20, algorithm="grpo", recipe="phased-kl"),
     ]  # fmt: skip
     output = run_script(capsys, *runs, "--output", tmp_path / "plot")
-    assert "the runs use different recipes: demo, phased-kl\n" in output
-    assert "the runs have different KL targets: " in output and ", 3/sequence; none is drawn; " in output
-    assert "the KL is shown in nats per sequence\n" in output
-    assert re.search(
-        "the PPO .* runs differ in length, 15 to 20 updates: their mean ends with the shortest, and", output
-    )
-    assert "GRPO runs differ" not in output
+    assert output.count("20 of 20 updates") == 2 and output.count("15 of 15 updates") == 1
+    assert output.count("KL target 3/sequence") == 2 and output.count("/token") == 1
     kl = panels(*runs)[3]
     assert kl.get_ylabel() == "nats/sequence" and not any("target" in f.get_label() for f in kl.lines)
 

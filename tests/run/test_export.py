@@ -378,17 +378,17 @@ def added(operations) -> dict[str, bytes]:
 TOKENIZER = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 FULL_MODEL = {"model.safetensors", "config.json", "generation_config.json"}
 CASES = {
-    "ppo": ([], FULL_MODEL, "", True),
-    "grpo": (["--no-hub-private"], {"adapter_model.safetensors", "adapter_config.json"}, "", False),
-    "grpo best": (["--export-from", "best"], {"adapter_model.safetensors", "adapter_config.json"}, "best", True),
-    "grpo merged": (["--merge-lora"], FULL_MODEL, "merged", True),
+    "ppo": ([], FULL_MODEL, ""),
+    "grpo": ([], {"adapter_model.safetensors", "adapter_config.json"}, ""),
+    "grpo best": (["--export-from", "best"], {"adapter_model.safetensors", "adapter_config.json"}, "best"),
+    "grpo merged": (["--merge-lora"], FULL_MODEL, "merged"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
     """Only the model, tokenizer, model card and run.json of the chosen weights are uploaded."""
-    flags, weights, folder, private = CASES[case]
+    flags, weights, folder = CASES[case]
     algorithm = case.split()[0]
     run, existing_files = finished(algorithm), ["adapter_config.json", "model.safetensors", "notes.md"]
     for name in ("failed_inputs.json", "diary.txt", "run.json.new"):
@@ -416,7 +416,7 @@ def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
     assert deleted == {"adapter_config.json", "model.safetensors"} - set(files), (
         "otherwise the repository would contain both a full model and an adapter"
     )
-    assert (name, api.created) == ("ada/mine", [("ada/mine", private, True)])
+    assert (name, api.created) == ("ada/mine", [("ada/mine", True, True)])
     assert message.startswith(
         f"{label_of(algorithm)}, {'best' if folder == 'best' else 'final'} weights, after update"
     )
@@ -437,7 +437,6 @@ def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finishe
         "--resume",
         "--push-to-hub",
         "ada/mine",
-        "--no-hub-private",
         "--export-from",
         "best",
         "--output",

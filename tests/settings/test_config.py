@@ -274,7 +274,7 @@ def test_run_folders_may_be_between_flags():
     config = parse_comparison_cli("--trust-reward-code one two --seed 3 three".split())
     assert config.comparison.runs == ("one", "two", "three")
     assert config.measure.trust_reward_code and config.measure.seed == 3
-    assert parse_comparison_cli("one --trust-reward-code false".split()).measure.trust_reward_code is False
+    assert parse_comparison_cli("one --no-trust-reward-code two".split()).comparison.runs == ("one", "two")
 
 
 def test_all_errors_of_a_command_are_reported_together():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 
 import pytest
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.config import command_line, parse_cli
+from rlhf.config import command_line, make_config, parse_cli
 from rlhf.settings import evaluation, reward_model
 from rlhf.settings.fields import settings_of
-from tests.settings import write_keywords
+from rlhf.settings.training import Config
 
 PARSERS = {
     **{
@@ -107,7 +108,7 @@ def test_help_is_printed_despite_errors_in_other_flags(help_of):
     assert "--learning-rate X" in help_of("train_ppo", "--help", "--batch-size")
 
 
-def test_keyword_arguments_of_make_config_match_the_declared_settings():
-    assert write_keywords.FILE.read_text(encoding="utf-8") == write_keywords.source(), (
-        "run `python -m tests.settings.write_keywords`"
-    )
+def test_signature_of_make_config_has_all_settings():
+    names = list(inspect.signature(make_config).parameters)
+    assert names == ["recipe", "algorithm", *settings_of(Config)]
+    assert "learning_rate: float = Ellipsis" in str(inspect.signature(make_config))

@@ -10,7 +10,6 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import command_line, make_config, parse_cli
 from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.training import Config
-from rlhf.settings.translate import OTHER_MEANINGS
 from rlhf.utils.errors import UserError
 from tests.documents import ROOT
 
@@ -79,33 +78,6 @@ def test_names_of_other_trainers_that_are_accepted():
     )
     names = [*names.split(), "max_completion_length", "total_episodes", "num_ppo_epochs", "init_kl_coef"]
     assert [name for name in names if name not in NAMES] == []
-
-
-# --- the same name with another meaning ------------------------------------------------------------------------------
-
-
-def test_names_with_another_meaning_are_explained_where_they_are_used(tmp_path):
-    as_flags = parse_cli(["--num_iterations", "2", "--per-device-train-batch-size", "8"]).meanings
-    assert as_flags == [
-        "--num-iterations 2 means 2 updates here. In TRL it would be the passes over each rollout, which --ppo-epochs "
-        "sets",
-        "--per-device-train-batch-size 8 means 8 prompts per update here. In TRL it would be the completions per "
-        "forward pass, which --micro-batch-size sets",
-    ]
-    in_python = make_config(num_iterations=1_000, episodes=None).meanings
-    assert in_python == [
-        "num_iterations 1000 means 1,000 updates here. In TRL it would be the passes over each rollout, which "
-        "ppo_epochs sets"
-    ]
-    file = tmp_path / "a.yaml"
-    file.write_text("num_iterations: 3\n")
-    assert parse_cli(["--config", str(file)]).meanings[0].startswith("num_iterations 3 means 3 updates")
-    assert parse_cli(["--config", str(file), "--episodes", "400"]).meanings == [], "the flag replaces it"
-
-
-def test_no_explanation_for_values_of_recipes_and_our_own_names():
-    assert parse_cli(["--recipe", "demo"]).meanings == [] and parse_cli(["--batch-size", "8"]).meanings == []
-    assert all(name in NAMES for name in OTHER_MEANINGS)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -489,7 +489,7 @@ SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/se
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
 SWEPT = {"sweep"}  # tests/run/test_sweep.py
 TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
-EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
+EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():

@@ -106,7 +106,7 @@ BAD = {
     "an exit": ("import sys\nsys.exit()\n", r"SystemExit \(\): .*config.py:2. Correct that line"),
     "a function": (
         "def reward_func(completions):\n    return [1]\n",
-        r"reward_func is <function .*config.py:1. Give te",
+        r"reward_func is <function .*config.py. Give te",
     ),
     "a tuple": ("actor_model = './start',\n", r"actor_model is \('./start',\): .*config.py:1. Give text"),
     "a set": ("lora_targets = {'q_proj'}\n", r"lora_targets is {'q_proj'}: .*config.py:1. Give text"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
 from rlhf.data.chat_template import encode_completion, encode_prompt
-from rlhf.data.tokenizer import check_vocabulary, context_of, load_config, load_tokenizer, readable
+from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
@@ -115,7 +115,7 @@ class RewardModel:
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
         tokenizer = load_tokenizer(folder)
-        check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, name)
+        check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder,

@@ -74,7 +74,8 @@ class RunSession(Session):
 
     def build_trainer(self) -> OnPolicyLoop:
         """Check the start model, and return the trainer of this session. Raises UserError."""
-        agree(lambda: check_start(self.config, self.components, writes=self.folder is not None))
+        if self.folder is not None:
+            agree(lambda: check_start(self.config, self.components))
         return agree(lambda: build_trainer(self.config, self.components, session=self))
 
     @contextmanager

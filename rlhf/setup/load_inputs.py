@@ -19,7 +19,7 @@ from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
-from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, load_tokenizer
+from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
@@ -127,7 +127,7 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     folder = find_model(m.actor_model, flag)
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     values = config_values(folder)
-    check_vocabulary(len(tokenizer), values["vocab_size"], folder)
+    check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
     raise_if(missing_targets(linear_modules(weights_of(folder)), targets, folder) if targets else [])
     return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"), is_packable(folder))

@@ -1,8 +1,8 @@
-"""Preflight checks that need no forward pass of the policy."""
+"""Preflight checks that need no forward pass of the policy. What can be wrong with a model or its tokenizer is checked
+when they are loaded."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
-from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
-from rlhf.models.load import NF4_ERROR, nf4_error
 from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
@@ -45,72 +43,13 @@ class Check:
         return f"{self.found}: {self.name}. {self.hint}"
 
 
-def start_checks(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    policy: PreTrainedModel | PeftModel,
-    reward_model: RewardModel | None,
-    writes: bool = True,
-) -> list[Check]:
-    """Return the checks that every run makes before training, because they are fast; that of the disk only if the run
-    `writes` files."""
-    found = [pad_is_not_eos(tokenizer), vocabularies_fit(tokenizer, policy, reward_model)]
-    if writes:
-        found.append(disk_has_room(config, policy, reward_model.model if reward_model is not None else None))
-    return found
-
-
-def pad_is_not_eos(tokenizer: PreTrainedTokenizerBase) -> Check:
-    """Check that pad and EOS are different tokens. Otherwise code that ignores padding also ignores EOS, and the
-    policy does not learn to end a completion."""
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return Check(
-        "pad and EOS",
-        f"pad {tokenizer.pad_token!r} ({pad}), EOS {tokenizer.eos_token!r} ({eos})",
-        pad is not None and eos is not None and pad != eos,
-        "Set pad_token in the start model's tokenizer_config.json to another token than eos_token",
-    )
-
-
-def vocabularies_fit(
-    tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None
-) -> Check:
-    """Check that every token id has an embedding in its model, and report if both vocabularies are the same."""
-    sides = {"--actor-model": (tokenizer, base_of(policy))}
-    if reward_model is not None:
-        sides["--rm-model"] = (reward_model.tokenizer, reward_model.model)
-    sizes = {flag: (max(t.get_vocab().values()) + 1, rows_of(model)) for flag, (t, model) in sides.items()}
-    short = {flag: sizes[flag] for flag in sizes if sizes[flag][0] > sizes[flag][1]}
-    if short:
-        found = ", ".join(
-            f"the tokenizer has {ids} ids, the model {rows} embeddings ({f})" for f, (ids, rows) in short.items()
-        )
-    elif reward_model is None:
-        found = f"policy {sizes['--actor-model'][0]} tokens, no reward model"
-    elif reward_model.tokenizer.get_vocab() == tokenizer.get_vocab():
-        found = f"policy and reward model have the same {sizes['--actor-model'][0]} tokens"
-    else:
-        found = (
-            f"policy {sizes['--actor-model'][0]} tokens, reward model {sizes['--rm-model'][0]} tokens; the "
-            "vocabularies differ, so completions are re-tokenized"
-        )
-    return Check(
-        "vocabularies", found, not short, f"Use a model folder with its matching tokenizer: {', '.join(short)}"
-    )
-
-
-def rows_of(model: PreTrainedModel) -> int:
-    """Return the number of embeddings of a model."""
-    return model.get_input_embeddings().num_embeddings
-
-
 def disk_has_room(
-    config: Config, policy: PreTrainedModel | PeftModel, reward_model: PreTrainedModel | None = None
+    config: Config, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None = None
 ) -> Check:
     """Check the disk space for checkpoints, best/, the final weights and with --merge-lora the merged model."""
     trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
     if config.critic_from_reward_model and reward_model is not None and not config.model.use_lora:
-        trained += reward_model.num_parameters()
+        trained += reward_model.model.num_parameters()
     elif config.separate_critic or config.critic_from_reward_model:
         trained *= 2
     weights = FLOAT * trained
@@ -149,36 +88,6 @@ def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> b
     """True if `rendered` contains `content`, apart from the tokenizer's changes to spaces, case and characters."""
     written = tokenizer.decode(encode_text(tokenizer, content))
     return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
-
-
-def determinism(device: torch.device) -> Check:
-    """Report if deterministic algorithms are on. If they are, check that no other setting undoes them: cuDNN's
-    benchmark selects kernels by timing, and cuBLAS needs a fixed workspace."""
-    on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
-    undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
-    if device.type == "cuda":
-        workspace = os.environ.get(CUBLAS)
-        undone.append((f"{CUBLAS} is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
-    against = [what for what, is_so in undone if is_so and on]
-    return Check(
-        "determinism",
-        f"{'on' if on else 'off'} (torch.use_deterministic_algorithms); cudnn.deterministic "
-        f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
-        + "".join(f"; {what}" for what in against),
-        not against,
-        f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
-    )
-
-
-def nf4_layer_works(device: torch.device) -> Check:
-    """Check that bitsandbytes quantizes and multiplies a layer correctly on this device."""
-    error = nf4_error(device)
-    return Check(
-        "4-bit layer",
-        f"largest error of a layer with weights in [-1, 1]: {error:.3f} on {device.type}",
-        error <= NF4_ERROR,
-        "Install another release of bitsandbytes, or remove --load-in-4bit",
-    )
 
 
 def graphs_do_not_hang() -> Check:

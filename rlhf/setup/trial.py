@@ -1,6 +1,6 @@
 """`--check`: all preflight checks of a run, including one trial update. A check is a function that returns a `Check`.
 
-Every training run makes only the fast checks of `preflight.start_checks`, and prints nothing unless one fails.
+Every training run that writes files makes only the check of the disk, and prints nothing unless it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rlhf.models.actor_critic import set_adapter_dropout
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
@@ -27,12 +26,10 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of
 from rlhf.setup.preflight import (
     Check,
-    determinism,
+    disk_has_room,
     graphs_do_not_hang,
-    nf4_layer_works,
     padding_changes_no_score,
     prompt_is_rendered,
-    start_checks,
 )
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
@@ -51,9 +48,10 @@ MORE, SLACK = 1.25, 128 * 2**20
 # --- running the checks ----------------------------------------------------------------------------------------------
 
 
-def check_start(config: Config, components: Components, writes: bool = True) -> None:
-    """Make the checks that every run makes. `writes`: the run writes files. Raises UserError with all failures."""
-    raise_if([check.problem for check in _start_checks(config, components, writes) if not check.ok])
+def check_start(config: Config, components: Components) -> None:
+    """Make the check that every run makes. Raises UserError if it fails."""
+    disk = disk_has_room(config, components.policy, components.reward_model)
+    raise_if([] if disk.ok else [disk.problem])
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:
@@ -85,12 +83,9 @@ def show_checks(found: list[Check], screen: Screen) -> None:
 def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:
     """Yield the results of all checks. `folder` is for temporary files. At the end the weights are what they were
     before."""
-    yield from _start_checks(config, components)
+    yield disk_has_room(config, components.policy, components.reward_model)
     device = base_of(components.policy).device
     yield prompt_is_rendered(components.tokenizer, components.prompts.train[0])
-    yield determinism(device)
-    if config.model.load_in_4bit:
-        yield nf4_layer_works(device)
     engine = config.speed.rollout_engine
     own = replaced(config, output=str(folder / "run"))
     if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
@@ -104,10 +99,6 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 
-def _start_checks(config: Config, components: Components, writes: bool = True) -> list[Check]:
-    return start_checks(config, components.tokenizer, components.policy, components.reward_model, writes)
-
-
 def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:
     """Yield the checks that need a trainer: on a rollout, on one update, and on weights that are saved before the
     update and loaded after it."""
@@ -118,7 +109,7 @@ def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -
         yield eval_functions_return_values(trainer.evaluator.functions, rollout)
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
-    yield steps_are_as_planned(trainer, rollout)
+    make_update(trainer, rollout)
     yield memory_matches_estimate(trainer, components)
     yield weights_come_back(trainer, rollout, before, folder)
 
@@ -203,23 +194,10 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 # --- one update ------------------------------------------------------------------------------------------------------
 
 
-def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
-    """Make one update on the rollout, and check that the optimizer takes the planned number of steps."""
-    trainer.state.global_step = trainer.config.critic.critic_warmup  # an update that trains the policy, too
-    taken: list[int] = []
-    hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
-    try:
-        trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
-    finally:
-        hook.remove()
-    planned = trainer.config.optimizer_steps(1)
-    return Check(
-        "optimizer steps",
-        f"{planned:,} planned per update, {len(taken):,} taken, {trainer.progress.optimizer_steps:,} logged; "
-        f"{trainer.config.optimizer_steps(trainer.updates):,} planned in {trainer.updates:,} updates",
-        planned == len(taken) == trainer.progress.optimizer_steps,
-        "Report this as a bug, with these settings",
-    )
+def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
+    """Make one update on the rollout, which also trains the policy if --critic-warmup is set."""
+    trainer.state.global_step = trainer.config.critic.critic_warmup
+    trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:

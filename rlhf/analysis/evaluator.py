@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -128,11 +127,6 @@ class ModelEvaluator:
                     f"--like {self.settings.like}. Choose another recipe, or give --rm-model and --prompts",
                 ]
             ) from None
-
-    def write_printed(self, file: Path) -> None:
-        """Makes reward and evaluation functions print to `file`."""
-        for rewards in self._all_rewards:
-            rewards.printed = file
 
     @property
     def _all_rewards(self) -> list[Rewards]:

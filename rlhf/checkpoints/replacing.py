@@ -56,8 +56,7 @@ OF_MODELS = """
     spm_char.model normalizer.json emoji.json byte_maps.json entity_vocab.json dict.txt
 """
 OF_RUNS = """
-    run.json run.lock metrics.json metrics.jsonl pass_rates.jsonl failed_inputs.json reward_output.txt
-    reward_output_process<n>.txt
+    run.json run.lock metrics.json metrics.jsonl pass_rates.jsonl failed_inputs.json
 """
 MODEL = _tree(OF_MODELS, additional_chat_templates=_tree("default.jinja tool_use.jinja rag.jinja"))
 CHECKPOINT = MODEL | _tree("training.safetensors training.json manifest.json manifest.going", best=MODEL)

@@ -40,14 +40,6 @@ class Arguments:
     per_call: dict[str, Any]
     texts: list[str]  # the completions as text, for error messages
 
-    def only(self, i: int) -> Arguments:
-        """Return the arguments for completion `i` alone. What the function logs is ignored."""
-        rows = {name: [values[i]] for name, values in self.per_completion.items()}
-        ignored = RewardLog(1)
-        return Arguments(
-            rows, {**self.per_call, "log_extra": ignored.log_extra, "log_metric": ignored.log_metric}, [self.texts[i]]
-        )
-
 
 @dataclass
 class RewardLog:

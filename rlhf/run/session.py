@@ -23,7 +23,6 @@ from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree, gather, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
-from rlhf.rewards.printing import printed_file
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.record import start_run
@@ -106,7 +105,6 @@ class RunSession(Session):
             found += [ProgressLine(trainer, self.screen)] if self.progress else []
             found.append(FindingsWarning(trainer, self.screen))
         if self.folder is not None:
-            self.printed = printed_file(self.folder)
             self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
             found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]
         return found

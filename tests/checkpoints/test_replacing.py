@@ -309,7 +309,7 @@ def test_everything_that_runs_write_is_in_the_list(run_flags, start_model, tmp_p
     for name in ("critic", "lora", "nan", "failed", "python"):
         assert replacing.foreign_files(tmp_path / name) == [], name
         written |= {path.name for path in (tmp_path / name).rglob("*")}
-    features = "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl reward_output.txt"
+    features = "pass_rates.jsonl critic.safetensors merged best tokens rollout-000001.jsonl"
     features += " failed_inputs.json prompts train.jsonl incidents batch.jsonl checkpoint-1 training.json README.md"
     assert set(features.split()) <= written
 
@@ -323,7 +323,6 @@ def test_files_of_an_interrupted_write_are_in_the_list(runs, tmp_path):
     for name in (
         "run.json.new",
         "checkpoint-2/manifest.going",
-        "reward_output_process3.txt",
         "tokens/update-000001.parquet",
     ):
         (folder / name).write_text("")

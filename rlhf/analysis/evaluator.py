@@ -97,7 +97,7 @@ class ModelEvaluator:
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
         source = f"--prompts {self.config.data.prompts}"
-        check_columns([*sources.rules, *judges.functions], self.examples, source, screen.say)
+        check_columns([*sources.rules, *judges.functions], self.examples, source)
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 length = self.config.sampling.max_new_tokens

@@ -1,10 +1,8 @@
 """The demo's preference pairs: completions of the start model ranked by gold quality, and some mismatched ones."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -134,12 +132,3 @@ def make_pairs(
     rows += mismatched_pairs(good, round(len(rows) * MISMATCHED_SHARE / (1 - MISMATCHED_SHARE)), rng)
     rng.shuffle(rows)
     return rows
-
-
-def write_pairs(path: str | Path, rows: list[dict]) -> Path:
-    """Write the pairs as UTF-8 JSON lines. Returns the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return path

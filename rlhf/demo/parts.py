@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
-from pathlib import Path
 
 import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
-from rlhf.checkpoints.replacing import foreign_files
-from rlhf.checkpoints.run_folder import read_status
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
@@ -21,9 +19,7 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.errors import UserError
-from rlhf.utils.files import write_json
-from rlhf.utils.system import remove_folder
+from rlhf.utils.files import write_json, write_text
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
@@ -40,25 +36,10 @@ def _prepare_demo(screen: Screen, device: torch.device) -> None:
         return show_record(record, screen)
     stamp_file = ready.FOLDER / ready.STAMP_FILE
     stamp_file.unlink(missing_ok=True)
-    _clear_incomplete(ready.FOLDER / "reward_model", screen)
     shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
     make_pairs(screen, device)
     train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
     write_json(stamp_file, ready.demo_stamp())
-
-
-def _clear_incomplete(folder: Path, screen: Screen) -> None:
-    """Remove an incomplete reward model, which a killed build of an older release can leave."""
-    if not folder.is_dir() or read_status(folder) is not None:
-        return
-    others = foreign_files(folder)
-    if others:
-        raise UserError(
-            f"unknown files in the folder of the demo's reward model ({', '.join(others[:3])}): {folder}. Move them "
-            "elsewhere, or delete the folder"
-        )
-    remove_folder(folder)
-    screen.say(f"removed an incomplete reward model: {folder}")
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:
@@ -69,7 +50,7 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
     asked = tasks.questions(ready.QUESTIONS, ready.SEED)
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, SamplingProgress(screen))
-    pairs.write_pairs(ready.FOLDER / "pairs.jsonl", rows)
+    write_text(ready.FOLDER / "pairs.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 

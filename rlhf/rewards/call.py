@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import signal
 import sys
 import sysconfig
 import traceback
@@ -53,14 +52,12 @@ def call_function(
 
     try:
         scores = within(limit_s, partial(_call, function, arguments))
-    except (RunError, torch.OutOfMemoryError):
+    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:
         hint = "Make it faster, or raise --reward-timeout"
         raise failure(f"no result after {limit_s:g} s", these, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
-        if _is_ctrl_c(error):
-            raise
         message = " ".join(str(error).split())
         what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
         raise failure(what, these) from error
@@ -73,14 +70,6 @@ def call_function(
         if problem is not None:
             raise failure(problem, f"completion {text!r:.80}", kind=kind)
     return [None if score is None else float(score) for score in scores]
-
-
-def _is_ctrl_c(error: BaseException) -> bool:
-    """True for the KeyboardInterrupt of a signal handler; False if the user's code raised it."""
-    if not isinstance(error, KeyboardInterrupt):
-        return False
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler or raised_in.startswith(PACKAGE)
 
 
 def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:

@@ -112,7 +112,7 @@ def load_inputs(
     if config.critic_from_reward_model:
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
-    check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
+    check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
     return RunInputs(start, sets, sources, watched)
 
 
@@ -197,7 +197,7 @@ def _load_prompt_sets(
     check_overlap(sets, separate or "evaluation_prompts", screen)
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
-    _check_columns_of(sets, sources, source, separate, screen)
+    _check_columns_of(sets, sources, source, separate)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
         screen.say(
             f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
@@ -206,15 +206,13 @@ def _load_prompt_sets(
     return sets
 
 
-def _check_columns_of(
-    sets: PromptSets, sources: RewardSources, source: str, separate: str | None, screen: Screen
-) -> None:
+def _check_columns_of(sets: PromptSets, sources: RewardSources, source: str, separate: str | None) -> None:
     """Check the columns for the reward functions. Prompts of --eval-dataset (`separate`) need them, too."""
     train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
     if separate is None:
-        return check_columns(sources.rules, [*train, *evaluation], source, screen.say)
-    check_columns(sources.rules, train, source, screen.say)
-    check_columns(sources.rules, evaluation, separate, screen.say)
+        return check_columns(sources.rules, [*train, *evaluation], source)
+    check_columns(sources.rules, train, source)
+    check_columns(sources.rules, evaluation, separate)
 
 
 def check_prompts(

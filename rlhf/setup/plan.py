@@ -38,13 +38,12 @@ def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Sc
     show_plan(with_horizon(config, updates), inputs, updates, device, screen)
 
 
-def process_rows(trained: int) -> list[tuple[str, str]]:
-    """Return the row of several processes, with the size of the gradients of `trained` weights in float32."""
+def process_rows() -> list[tuple[str, str]]:
+    """Return the plan's row of several processes; no row for one."""
     count = max(size(), group.local.get("processes", 1))
     if count == 1:
         return []
-    gradients = f"{4 * trained / 1e9:.3g} GB of gradients are added up in each optimizer step"
-    return [("processes", f"{count}, each with a share of every batch; {gradients}; the memory is per process")]
+    return [("processes", f"{count}, each with a share of every batch; the memory is per process")]
 
 
 def note_all_prompts(config: Config, screen: Screen) -> None:
@@ -83,7 +82,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("optimizer", optimizer_line(config, updates)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
-        *process_rows(trained if m.use_lora else total),
+        *process_rows(),
         *estimate(config).rows(device),
         ("output", config.run.output),
     ]

@@ -17,7 +17,6 @@ from rlhf.models.actor_critic import set_adapter_dropout
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
-from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import default_engine
 from rlhf.settings.fields import replaced
@@ -105,25 +104,11 @@ def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
-    if trainer.evaluator.functions is not None:
-        yield eval_functions_return_values(trainer.evaluator.functions, rollout)
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
     make_update(trainer, rollout)
     yield memory_matches_estimate(trainer, components)
     yield weights_come_back(trainer, rollout, before, folder)
-
-
-def eval_functions_return_values(functions: Rewards, rollout: Rollout) -> Check:
-    """Call the evaluation functions once. Raises RunError if one fails."""
-    ids, ended = rollout.completions.rows(), rollout.completions.ended.tolist()
-    values = functions.scores_by_function(rollout.prompts, rollout.texts, ids, ended)
-    counts = {name: sum(value is not None for value in found) for name, found in values.items()}
-    return Check(
-        "evaluation functions",
-        ", ".join(f"{name} returns a value for {n} of {len(ended)} completions" for name, n in counts.items()),
-        True,
-    )
 
 
 # --- before the first step -------------------------------------------------------------------------------------------
@@ -147,23 +132,16 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     """Check that P_new / P_rollout is 1 before any step, in train mode, on the minibatches of the first pass.
 
     Finds dropout in the model, and rows that attend to another row's tokens. The adapters' dropout (--lora-dropout) is
-    turned off for the check; its effect on the ratio is only reported.
+    turned off for the check.
     """
     trainer.model.train()
     set_adapter_dropout(trainer.actor, 0.0, trainer.actor.dropout)
-    plain = _apart_from_one(trainer, rollout)
-    with_dropout = ""
-    if trainer.config.model.has_adapter_dropout:
-        share = trainer.config.model.lora_dropout
-        set_adapter_dropout(trainer.actor, share, trainer.actor.dropout)
-        trainer.policy_optimizer.seed_dropout(1, 0)
-        dropped = float(_apart_from_one(trainer, rollout).mean())
-        with_dropout = f" without dropout; mean {dropped:.2g} with --lora-dropout {share:g}"
+    apart = _apart_from_one(trainer, rollout)
+    set_adapter_dropout(trainer.actor, trainer.config.model.lora_dropout, trainer.actor.dropout)
     return Check(
         "first ratio",
-        f"difference from 1: mean {float(plain.mean()):.2g}, max {float(plain.max()):.2g} ({len(plain):,} "
-        f"tokens){with_dropout}",
-        float(plain.mean()) <= ROUNDING[trainer.dtype],
+        f"difference from 1: mean {float(apart.mean()):.2g}, max {float(apart.max()):.2g} ({len(apart):,} tokens)",
+        float(apart.mean()) <= ROUNDING[trainer.dtype],
         "The training forward pass differs from the one of the rollout. Try --no-packed, and report this as a bug",
     )
 

@@ -17,7 +17,7 @@ import train_ppo
 from rlhf.api import make_trainer
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.model_folder import METRICS_FILE
-from rlhf.checkpoints.run_folder import lock_run
+from rlhf.checkpoints.run_folder import check_output, lock_run
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.demo import parts, ready
@@ -192,6 +192,7 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
     built = []
 
     def train(config, screen, device):
+        check_output(Path(config.training.rm_output), overwrite=True, is_default=False, flag="--rm-output")
         built.append("reward model")
         model = RewardModel.load(str(reward_folder), CPU, None)
         record = {"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"replies": 1, "source": "x"}, "pairs": 1,
@@ -202,20 +203,6 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
     monkeypatch.setattr(parts, "make_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
     monkeypatch.setattr(parts, "train_reward_model", train)
     return built
-
-
-def test_incomplete_reward_model_of_the_demo_is_built_again(demo, tmp_path, start_model, reward_folder, capsys):
-    """An older release left a model without run.json, and no stamp.json."""
-    folder = tmp_path / "demo_parts"
-    shutil.copytree(start_model, folder / "start_model")
-    (folder / "reward_model").mkdir()
-    shutil.copy(reward_folder / "model.safetensors", folder / "reward_model")
-    shutil.copy(reward_folder / "config.json", folder / "reward_model")
-    parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"] and (folder / "stamp.json").is_file()
-    assert "removed an incomplete reward model" in capsys.readouterr().out
-    parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"], "the second call must use the cache"
 
 
 @pytest.mark.parametrize("missing", ["reward_model/metrics.json", "reward_model/model.safetensors", "pairs.jsonl",
@@ -231,7 +218,7 @@ def test_unknown_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path)
     folder = tmp_path / "demo_parts" / "reward_model"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"unknown files in the folder of the demo's reward model \(thesis.txt\)"):
+    with pytest.raises(UserError, match=r"thesis.txt.*--rm-output .*reward_model"):
         parts.prepare_demo(Screen(), CPU)
     assert (folder / "thesis.txt").is_file()
 

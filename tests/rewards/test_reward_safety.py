@@ -101,7 +101,6 @@ RAISED = {
     "sys.exit(0)": "SystemExit: 0",
     "sys.exit('bye')": "SystemExit: bye",
     "raise Odd('odd')": "Odd: odd",
-    "raise KeyboardInterrupt": "raised KeyboardInterrupt: reward function",
     "raise GeneratorExit": "GeneratorExit",
     "return [10**400] * len(completions)": "a score is larger than the largest float",
     "return [Fraction(10**400)] * len(completions)": "a score is larger than the largest float",

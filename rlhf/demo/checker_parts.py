@@ -20,15 +20,11 @@ def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
     change."""
     parts = ready.parts_of(recipe)
     if parts.are_complete():
-        return screen.say(f"{recipe}: {_content(parts)} are in {parts.folder}")
+        return screen.say(f"{recipe}: the parts are in {parts.folder}")
     parts.folder.mkdir(exist_ok=True)
     with FileLock(parts.folder / ".lock"):  # runs may start at the same time
         if not parts.are_complete():
             _write(parts, screen)
-
-
-def _content(parts: ready.CheckerParts) -> str:
-    return "start model and questions" if parts.weights is not None else "questions"
 
 
 def _write(parts: ready.CheckerParts, screen: Screen) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, reward_config_problem
+from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.data.tokenizer import config_values, context_problems, load_config, load_tokenizer
+from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
 from rlhf.settings.training import Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
@@ -34,11 +34,6 @@ def check_reward_folder(
     Raises UserError if the context is too short for the prompts with completions, or the accuracy too low. Warns if
     its tokenizer is not the start model's `tokenizer`, because completions are then encoded again.
     """
-    if not Path(folder).is_dir():  # the files of a folder are checked before
-        found = load_config(folder)
-        kind, place = (found.architectures or ["?"])[0], f"--rm-model {config.model.rm_model}"
-        problem = reward_config_problem(kind, found.num_labels, found.pad_token_id, place)
-        raise_if([problem] if problem else [])
     rows, name, own = [*prompts.train, *prompts.evaluation], config.model.rm_model, load_tokenizer(folder)
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None

@@ -80,12 +80,6 @@ def find_given(functions: Functions, config: Config, argument: str) -> list[Rewa
     return found
 
 
-def given_rewards(config: Config, functions: Functions, weights: Sequence[float] | None) -> RewardSources:
-    """Return the sources for reward functions given in Python. They replace those of the settings. Raises UserError as
-    `find_given`."""
-    return RewardSources(folder=None, rules=find_given(functions, config, "rewards"), weights=weights)
-
-
 def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
     """Find the evaluation functions of the settings, by their names in metrics. Raises UserError if one does not
     exist. Executes their files."""

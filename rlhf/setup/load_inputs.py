@@ -23,7 +23,7 @@ from rlhf.data.tokenizer import check_vocabulary, config_values, context_problem
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
-from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
+from rlhf.rewards.find import RewardSources, find_eval_functions, find_given, find_rewards, given_eval_functions
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
@@ -101,7 +101,10 @@ def load_inputs(
             "make_config(reward_weights=)"
         )
     weights = given_weights(reward_weights)
-    sources = find_rewards(config) if rewards is None else given_rewards(config, rewards, weights)
+    if rewards is None:
+        sources = find_rewards(config)
+    else:  # they replace the reward model and the functions of the settings
+        sources = RewardSources(None, find_given(rewards, config, "rewards"), weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)

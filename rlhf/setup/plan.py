@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in, with_horizon
+from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
@@ -97,7 +96,8 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     warn_of_memory(config, estimate, device, screen)
     for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
         screen.say(line)
-    screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
+    first = inputs.start.tokenizer.decode(list(sets.train[0].ids))
+    screen.say(f"first prompt with special tokens: {first!r}")
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -216,17 +216,11 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
         )
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
-        own = default_horizon(controller.shortest_phase, episodes)
-        enough = move_in(controller.shortest_phase, episodes, own) >= SMALLEST_MOVE
-        ways = [
-            *([f"use --kl-horizon {own}"] if own < controller.horizon else []),
-            *([] if enough else ["train longer"]),
-        ]
-        fix = " and ".join(ways).capitalize()
-        length = "one update" if controller.shortest_phase == 1 else f"{controller.shortest_phase} updates"
+        own = min(default_horizon(controller.shortest_phase, episodes), controller.horizon)
         lines.append(
-            f"warning: beta can change at most {move:.3g}-fold in {length}, too little to "
-            f"enforce the KL target (horizon {controller.horizon:,} episodes). {fix}, or use a larger --kl-coef"
+            f"warning: beta can change at most {move:.3g}-fold in {counted(controller.shortest_phase, 'update')}, too "
+            f"little to enforce the KL target (horizon {controller.horizon:,} episodes). Use --kl-horizon {own}, a "
+            "longer run or a larger --kl-coef"
         )
     return lines
 
@@ -248,11 +242,6 @@ def user_file_rows(config: Config) -> list[tuple[str, str]]:
     unused = f"--recipe {config.recipe}" if config.recipe != DEFAULT_RECIPE else unused
     line = user_file_line(config.user_file, ALGORITHMS[config.algorithm], unused)
     return [] if line is None else [("config.py", line)]
-
-
-def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
-    """Return the first training prompt with its special tokens, on one line."""
-    return repr(tokenizer.decode(list(sets.train[0].ids)))
 
 
 def budget(config: Config, updates: int) -> Plan:

@@ -16,7 +16,7 @@ from transformers.utils import is_bitsandbytes_available
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import GivenPrompt
-from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
+from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
@@ -201,11 +201,6 @@ def _load_prompt_sets(
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
     _check_columns_of(sets, sources, source, separate)
-    if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
-        screen.say(
-            f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
-            "results are uncertain"
-        )
     return sets
 
 

@@ -144,7 +144,7 @@ def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, c
         assert "6 training prompts x 9 completions" in out and ("groups of" in out) == grouped
     train_ppo.main(run_flags("--scan", "--scan-prompts", 6, "--missing-eos-penalty", 1))
     cells = table(capsys.readouterr().out)
-    assert cells["topic"] == ["prompts", "score (95%)", "no difference", "sd within/between", "signal", "no EOS"]
+    assert cells["topic"] == ["prompts", "score (95%)", "no difference", "signal", "no EOS"]
     assert list(tmp_path.glob("run*")) == []
 
 

@@ -36,9 +36,7 @@ def _write(parts: ready.CheckerParts, screen: Screen) -> None:
     for name, rows in files.items():
         write_text(parts.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
     write_json(parts.folder / ready.STAMP_FILE, parts.stamp())
-    start = "the start model and " if parts.weights is not None else ""
-    counts = " and ".join(f"{len(rows):,} questions" for rows in files.values())
-    screen.say(f"{parts.recipe}: wrote {start}{counts} to {parts.folder}")
+    screen.say(f"{parts.recipe}: wrote the parts to {parts.folder}")
 
 
 def question_rows() -> Rows:

@@ -26,20 +26,16 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
     """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
     ready.FOLDER.mkdir(exist_ok=True)
     with FileLock(ready.FOLDER / ".lock"):  # runs may start at the same time
-        _prepare_demo(screen, device)
-
-
-def _prepare_demo(screen: Screen, device: torch.device) -> None:
-    record = ready.record_of_demo()
-    if record is not None:
-        screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
-        return show_record(record, screen)
-    stamp_file = ready.FOLDER / ready.STAMP_FILE
-    stamp_file.unlink(missing_ok=True)
-    shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
-    make_pairs(screen, device)
-    train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
-    write_json(stamp_file, ready.demo_stamp())
+        record = ready.record_of_demo()
+        if record is not None:
+            screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
+            return show_record(record, screen)
+        stamp_file = ready.FOLDER / ready.STAMP_FILE
+        stamp_file.unlink(missing_ok=True)
+        shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
+        make_pairs(screen, device)
+        train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
+        write_json(stamp_file, ready.demo_stamp())
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:

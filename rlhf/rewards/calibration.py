@@ -54,9 +54,7 @@ def calibration_completions(
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
     dtype, length = model.dtype, config.sampling.max_new_tokens
     if name is None:
-        return [
-            (e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]
-        ], "chosen completions"
+        return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]

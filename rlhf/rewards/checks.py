@@ -90,7 +90,7 @@ def check_unrecorded(
 
     if model.record is not None:
         return
-    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
+    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None])
     if not usable:
         screen.say(
             f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "

@@ -22,12 +22,9 @@ class PairAccuracy:
     pairs: int
 
 
-def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | None) -> list[Example]:
-    """Return the pairs with at most `longest` tokens (None: no limit) per side that fit the model's context."""
-    limit = min((n for n in (longest, model.context) if n is not None), default=None)
-    if limit is None:
-        return list(pairs)
-    return [p for p in pairs if pair_length(model, p) <= limit]
+def pairs_that_fit(model: RewardModel, pairs: Sequence[Example]) -> list[Example]:
+    """Return the pairs whose sides fit the model's context."""
+    return [p for p in pairs if model.context is None or pair_length(model, p) <= model.context]
 
 
 def pair_length(model: RewardModel, pair: Example) -> int:

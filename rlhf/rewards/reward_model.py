@@ -39,13 +39,6 @@ class Calibration:
     std: float = 1.0
 
 
-def right_padded(
-    sequences: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both (B, T) int64, padded on the right."""
-    return padded(sequences, pad, device), padded([[1] * len(s) for s in sequences], 0, device)
-
-
 def _key(messages: Sequence[dict[str, str]]) -> tuple:
     return tuple(tuple(m.items()) for m in messages)
 
@@ -170,8 +163,8 @@ class RewardModel:
         pad = self.model.config.pad_token_id
         if can_pack(self.model):
             return packed_logits(self.model, rows, groups, pad, self.device)
-        ids, attention = right_padded(rows, pad, self.device)
-        return self.model(input_ids=ids, attention_mask=attention).logits
+        attention = padded([[1] * len(row) for row in rows], 0, self.device)
+        return self.model(input_ids=padded(rows, pad, self.device), attention_mask=attention).logits
 
     def score(
         self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]

@@ -54,7 +54,10 @@ def check_start(config: Config, components: Components) -> None:
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:
-    """Make all checks and print one line each. Raises UserError if one fails. Does not touch the output folder."""
+    """Make all checks and print one line each: name, ok or FAILED, result, and for a failure how to fix it.
+
+    Raises UserError if one fails. Does not touch the output folder.
+    """
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
         try:
@@ -65,18 +68,13 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
             hint = "Fix this, then run --check again: the remaining checks did not run"
             kind = "" if isinstance(error, (SkipUpdate, RunError)) else f"{type(error).__name__}: "
             found.append(Check("error", f"{kind}{reason:.200}", False, hint))
-    show_checks(found, screen)
+    screen.say("checks:")
+    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
     failed = [check.name for check in found if not check.ok]
     if failed:
         raise UserError(
             f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. See the FAILED lines above"
         )
-
-
-def show_checks(found: list[Check], screen: Screen) -> None:
-    """Print one line per check: name, ok or FAILED, result, and for a failure how to fix it."""
-    screen.say("checks:")
-    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
 
 
 def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:

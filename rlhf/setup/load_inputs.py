@@ -101,10 +101,8 @@ def load_inputs(
             "make_config(reward_weights=)"
         )
     weights = given_weights(reward_weights)
-    if rewards is None:
-        sources = find_rewards(config)
-    else:  # they replace the reward model and the functions of the settings
-        sources = RewardSources(None, find_given(rewards, config, "rewards"), weights)
+    given = [] if rewards is None else find_given(rewards, config, "rewards")
+    sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)

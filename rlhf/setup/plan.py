@@ -32,7 +32,6 @@ MOST_TOPICS = 12  # listed in the plan
 
 def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> None:
     """Print the plan of a run with all prompts of its data."""
-    note_all_prompts(config, screen)
     updates = planned_updates(config, inputs.prompts.train)
     show_plan(with_horizon(config, updates), inputs, updates, device, screen)
 
@@ -45,17 +44,6 @@ def process_rows() -> list[tuple[str, str]]:
     return [("processes", f"{count}, each with a share of every batch; the memory is per process")]
 
 
-def note_all_prompts(config: Config, screen: Screen) -> None:
-    """Say that --dry-run, --check and --scan do not apply --keep-pass-rate, if it is given."""
-    if config.data.keep_pass_rate is None or not config.run.only_looks:
-        return
-    low, high = config.data.keep_pass_rate
-    screen.say(
-        f"note: --keep-pass-rate {low:g} {high:g} is not applied yet, because it samples {config.run.scan_samples} "
-        "completions of the training prompts when the run starts: the figures here are of all prompts"
-    )
-
-
 def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
     """Print the plan, warnings about memory and KL control, and the first prompt."""
     m, sets, tensors = config.model, inputs.prompts, weights_of(inputs.start.folder)
@@ -65,15 +53,16 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
-    record = read_record(Path(inputs.rewards.folder)) if inputs.rewards.folder is not None else None
     rows = [
         ("algorithm", config.title),
         ("recipe", config.recipe),
         *user_file_rows(config),
         ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
+        *reward_model_rows(config, inputs),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
+        *pass_rate_rows(config),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
@@ -89,15 +78,27 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
         rows.insert(3, ("critic", own))
-    if m.rm_model is not None:
-        known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
-        rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
     for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
         screen.say(line)
     first = inputs.start.tokenizer.decode(list(sets.train[0].ids))
     screen.say(f"first prompt with special tokens: {first!r}")
+
+
+def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
+    """Return the plan's row of the reward model; no row without one."""
+    if inputs.rewards.folder is None:
+        return []
+    record = read_record(Path(inputs.rewards.folder))
+    known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
+    return [("reward model", f"{config.model.rm_model}{known}")]
+
+
+def pass_rate_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the plan's row of --keep-pass-rate before the pass rates are sampled; no row otherwise."""
+    waits = config.data.keep_pass_rate is not None and config.run.only_looks
+    return [("pass rates", "not sampled yet, so all prompts are counted")] if waits else []
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -216,10 +217,11 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
         )
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
-        own = min(default_horizon(controller.shortest_phase, episodes), controller.horizon)
+        own = default_horizon(controller.shortest_phase, episodes)
+        shorter = f"--kl-horizon {own}, " if own < controller.horizon else ""
         lines.append(
             f"warning: beta can change at most {move:.3g}-fold in {counted(controller.shortest_phase, 'update')}, too "
-            f"little to enforce the KL target (horizon {controller.horizon:,} episodes). Use --kl-horizon {own}, a "
+            f"little to enforce the KL target (horizon {controller.horizon:,} episodes). Use {shorter}a "
             "longer run or a larger --kl-coef"
         )
     return lines

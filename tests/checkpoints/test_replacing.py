@@ -218,7 +218,7 @@ def test_unknown_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path)
     folder = tmp_path / "demo_parts" / "reward_model"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"thesis.txt.*--rm-output .*reward_model"):
+    with pytest.raises(UserError, match=r"so it is not replaced: --rm-output .*reward_model"):
         parts.prepare_demo(Screen(), CPU)
     assert (folder / "thesis.txt").is_file()
 

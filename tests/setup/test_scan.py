@@ -310,7 +310,7 @@ def test_seeds_have_their_own_pass_rates(flags, tmp_path):
 def test_a_look_samples_no_pass_rates(flags, tmp_path, capsys, monkeypatch, look):
     monkeypatch.setattr("rlhf.setup.pass_rates.sample_pass_rates", lambda *_: pytest.fail("sampled"))
     train_ppo.main(flags("--keep-pass-rate", 0.2, 0.8, look))
-    assert "note: --keep-pass-rate 0.2 0.8 is not applied yet" in capsys.readouterr().out
+    assert "not sampled yet, so all prompts are counted" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 

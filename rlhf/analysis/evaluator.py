@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -98,7 +97,7 @@ class ModelEvaluator:
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
         source = f"--prompts {self.config.data.prompts}"
-        check_columns([*sources.rules, *judges.functions], self.examples, source, screen.say)
+        check_columns([*sources.rules, *judges.functions], self.examples, source)
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 length = self.config.sampling.max_new_tokens
@@ -128,11 +127,6 @@ class ModelEvaluator:
                     f"--like {self.settings.like}. Choose another recipe, or give --rm-model and --prompts",
                 ]
             ) from None
-
-    def write_printed(self, file: Path) -> None:
-        """Makes reward and evaluation functions print to `file`."""
-        for rewards in self._all_rewards:
-            rewards.printed = file
 
     @property
     def _all_rewards(self) -> list[Rewards]:

@@ -54,9 +54,9 @@ class JudgeSources:
 def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> JudgeSources:
     """Returns the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
     judge model is the reward model of the scores or of a run."""
-    rules, keywords, longest = config.reward.eval_func, config.reward.keywords, config.sampling.max_new_tokens
+    rules, keywords = config.reward.eval_func, config.reward.keywords
     return JudgeSources(
-        _judge_model(config, models, settings), [find_rule(rule, keywords, "--eval-func", longest) for rule in rules]
+        _judge_model(config, models, settings), [find_rule(rule, keywords, "--eval-func") for rule in rules]
     )
 
 

@@ -42,7 +42,6 @@ def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) ->
     from rlhf.models.device import start_device
     from rlhf.reports.comparison_report import make_comparison, make_groups, show_comparison, write_comparison
     from rlhf.reports.comparison_tables import tables
-    from rlhf.rewards.printing import PRINTED_FILE
 
     folder = check_folder(config.comparison.output)
     curves = read_runs([Path(name) for name in config.comparison.runs])
@@ -51,7 +50,6 @@ def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) ->
     eval_points = [(name_of[i], read_eval_points(run)) for i, run in enumerate(curves)]
     device = start_device(screen)
     evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
-    evaluator.write_printed(folder / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start, measured = evaluate_once(evaluator, models, screen)
     groups = make_groups(models, measured, labels)

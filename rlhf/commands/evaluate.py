@@ -43,11 +43,9 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
-    from rlhf.rewards.printing import PRINTED_FILE
 
     output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
-    evaluator.write_printed(output / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start, measured = evaluate_once(evaluator, models, screen)
     equal = equal_weights(models, evaluator.start)  # not in the report: every difference would be 0

@@ -30,8 +30,9 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
 
     pairs = check_reward_inputs(config, screen.say)
     import_libraries(screen)
+    from rlhf.checkpoints.model_folder import read_record
     from rlhf.models.device import start_device
-    from rlhf.rewards.checks import refusal
+    from rlhf.rewards.checks import weakness
     from rlhf.rewards.training import train_reward_model
 
     with screen:
@@ -40,9 +41,9 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
         folder = agree(lambda: train_reward_model(config, screen, start_device(screen), pairs))
     if not is_first():
         return
-    why = refusal(config, folder, usual)
+    weak = weakness(read_record(folder))
     screen.say(
         f"next: {training_command(config, usual)}"
-        if why is None
-        else f"warning: training will reject this reward model: {why}"
+        if weak is None
+        else f"warning: training will reject this reward model: {weak}. Use more pairs or more --rm-epochs"
     )

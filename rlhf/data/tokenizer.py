@@ -275,6 +275,11 @@ def context_problems(
     ]
 
 
+def ids_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many embeddings a tokenizer needs: its largest id + 1, because ids may be missing in between."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
     """Raise UserError if a tokenizer has more tokens than its model has embeddings."""
     problem = vocabulary_problem(tokens, embeddings, name)

@@ -20,15 +20,11 @@ def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
     change."""
     parts = ready.parts_of(recipe)
     if parts.are_complete():
-        return screen.say(f"{recipe}: {_content(parts)} are in {parts.folder}")
+        return screen.say(f"{recipe}: the parts are in {parts.folder}")
     parts.folder.mkdir(exist_ok=True)
     with FileLock(parts.folder / ".lock"):  # runs may start at the same time
         if not parts.are_complete():
             _write(parts, screen)
-
-
-def _content(parts: ready.CheckerParts) -> str:
-    return "start model and questions" if parts.weights is not None else "questions"
 
 
 def _write(parts: ready.CheckerParts, screen: Screen) -> None:
@@ -40,9 +36,7 @@ def _write(parts: ready.CheckerParts, screen: Screen) -> None:
     for name, rows in files.items():
         write_text(parts.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
     write_json(parts.folder / ready.STAMP_FILE, parts.stamp())
-    start = "the start model and " if parts.weights is not None else ""
-    counts = " and ".join(f"{len(rows):,} questions" for rows in files.values())
-    screen.say(f"{parts.recipe}: wrote {start}{counts} to {parts.folder}")
+    screen.say(f"{parts.recipe}: wrote the parts to {parts.folder}")
 
 
 def question_rows() -> Rows:

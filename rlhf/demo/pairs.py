@@ -1,10 +1,8 @@
 """The demo's preference pairs: completions of the start model ranked by gold quality, and some mismatched ones."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -19,6 +17,7 @@ from rlhf.settings.training import SamplingSettings
 SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # minimum difference in gold quality between chosen and rejected
 PER_REPORT = 4  # completions sampled between two progress lines, per slot
+PER_QUESTION = 2  # pairs of sampled completions
 MISMATCHED_SHARE = 0.15  # of the pairs; their rejected completion is a good answer to another question
 
 
@@ -29,9 +28,7 @@ def _row(question: str, chosen: str, rejected: str, ended: bool = True) -> dict:
     return columns | {"flaw": flaw, "rejected_ended": ended}
 
 
-def sampled_pairs(
-    question: str, completions: list[tuple[str, bool]], seen: Counter, per_question: int = 2
-) -> list[dict]:
+def sampled_pairs(question: str, completions: list[tuple[str, bool]], seen: Counter) -> list[dict]:
     """Return pairs of one question's completions: the best one that ended against clearly worse ones, one per flaw.
 
     `seen` counts the flaws over all questions and is updated. Wrong answers come first because they are the hardest to
@@ -47,7 +44,7 @@ def sampled_pairs(
         if flaw and best[0] - gold >= CLEAR_DIFFERENCE and text.strip():
             worse.setdefault(flaw, (text, ended))
     rows = []
-    for flaw in sorted(worse, key=lambda flaw: (flaw != "wrong", seen[flaw], flaw))[:per_question]:
+    for flaw in sorted(worse, key=lambda flaw: (flaw != "wrong", seen[flaw], flaw))[:PER_QUESTION]:
         seen[flaw] += 1
         rows.append(_row(question, best[1], *worse[flaw]))
     return rows
@@ -134,12 +131,3 @@ def make_pairs(
     rows += mismatched_pairs(good, round(len(rows) * MISMATCHED_SHARE / (1 - MISMATCHED_SHARE)), rng)
     rng.shuffle(rows)
     return rows
-
-
-def write_pairs(path: str | Path, rows: list[dict]) -> Path:
-    """Write the pairs as UTF-8 JSON lines. Returns the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 
@@ -18,27 +19,23 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import write_json
+from rlhf.utils.files import write_json, write_text
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
     """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
     ready.FOLDER.mkdir(exist_ok=True)
     with FileLock(ready.FOLDER / ".lock"):  # runs may start at the same time
-        _prepare_demo(screen, device)
-
-
-def _prepare_demo(screen: Screen, device: torch.device) -> None:
-    record = ready.record_of_demo()
-    if record is not None:
-        screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
-        return show_record(record, screen)
-    stamp_file = ready.FOLDER / ready.STAMP_FILE
-    stamp_file.unlink(missing_ok=True)
-    shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
-    make_pairs(screen, device)
-    train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
-    write_json(stamp_file, ready.demo_stamp())
+        record = ready.record_of_demo()
+        if record is not None:
+            screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
+            return show_record(record, screen)
+        stamp_file = ready.FOLDER / ready.STAMP_FILE
+        stamp_file.unlink(missing_ok=True)
+        shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
+        make_pairs(screen, device)
+        train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
+        write_json(stamp_file, ready.demo_stamp())
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:
@@ -49,7 +46,7 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
     asked = tasks.questions(ready.QUESTIONS, ready.SEED)
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, SamplingProgress(screen))
-    pairs.write_pairs(ready.FOLDER / "pairs.jsonl", rows)
+    write_text(ready.FOLDER / "pairs.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 

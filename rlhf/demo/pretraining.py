@@ -17,6 +17,7 @@ from rlhf.rollout.completions import padded
 from rlhf.utils.errors import print_line
 from rlhf.utils.files import saving_tensors
 
+CPU = torch.device("cpu")
 PAD, TURN, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -97,14 +98,8 @@ def training_batches(
         starts = list(range(0, len(rows), batch))
         rng.shuffle(starts)
         for start in starts:
-            yield pad_rows(rows[start : start + batch], tokenizer.pad_token_id)
-
-
-def pad_rows(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, labels) of encoded examples, right-padded to the longest."""
-    ids, labels = zip(*rows, strict=True)
-    cpu = torch.device("cpu")
-    return padded(ids, pad, cpu), padded(labels, -100, cpu)
+            ids, labels = zip(*rows[start : start + batch], strict=True)
+            yield padded(ids, tokenizer.pad_token_id, CPU), padded(labels, -100, CPU)
 
 
 def new_model(tokenizer) -> LlamaForCausalLM:
@@ -128,13 +123,8 @@ def learning_rate_at(step: int, steps: int, peak: float) -> float:
     return peak * min(step / 100, 1.0, 2 * (1 - (step - 1) / steps))
 
 
-def pretrain(
-    plan: Pretraining,
-    folder: str | Path,
-    seed: int = 0,
-    report: Callable[[str], None] = print_line,
-) -> Path:
-    """Train a start model and save it as a Hugging Face folder. Returns the folder.
+def pretrain(plan: Pretraining, folder: str | Path, seed: int = 0) -> None:
+    """Train a start model and save it as a Hugging Face folder.
 
     Runs `plan.steps` optimizer steps on `plan.batch` new examples each, first good completions, then the mixture. The
     loss covers only the assistant's tokens. Weights are stored in bfloat16 and load as float32.
@@ -144,7 +134,7 @@ def pretrain(
     texts = [text for row in itertools.islice(plan.corpus(seed + 1, True), 20_000) for text in row]
     tokenizer = build_tokenizer(texts + ["user", "assistant", "system"] * 2000, plan.vocabulary)
     model = new_model(tokenizer)
-    report(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens, {plan.steps} steps")
+    print_line(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {plan.steps} steps")
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)
     recent = 0.0
     for step, (ids, labels) in enumerate(_batches(plan, tokenizer, seed), start=1):
@@ -157,9 +147,8 @@ def pretrain(
         optimizer.zero_grad()
         recent = loss.item() if step == 1 else 0.98 * recent + 0.02 * loss.item()
         if step % 200 == 0 or step == plan.steps:
-            report(f"step {step}/{plan.steps}  loss {recent:.3f} nats/token  {time.monotonic() - start:.0f} s")
+            print_line(f"step {step}/{plan.steps}  loss {recent:.3f} nats/token  {time.monotonic() - start:.0f} s")
     save_start_model(model, tokenizer, folder)
-    return Path(folder)
 
 
 def _batches(plan: Pretraining, tokenizer, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -186,10 +175,8 @@ def rebuild_command(plan: Pretraining, weights: Path, module: str, argv: list[st
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Rebuild a start model of the demos.")
     parser.add_argument("--rebuild", action="store_true", required=True, help="retrain the shipped start model")
     parser.add_argument("--folder", default=weights, help="output folder (default: the shipped weights)")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    start = time.monotonic()
     # one summation order, so that the same seed gives the same weights; a second thread is hardly faster
     torch.set_num_threads(1)
-    pretrain(plan, args.folder, seed=args.seed)
-    print_line(f"rebuilt {args.folder} in {time.monotonic() - start:.0f} s")
+    pretrain(plan, args.folder)
+    print_line(f"rebuilt {args.folder}")

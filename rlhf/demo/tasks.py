@@ -35,11 +35,6 @@ def parse(question: str) -> tuple[str, object]:
     raise ValueError(f"not one of the demo's questions: {question[:80]!r}")
 
 
-def family_of(question: str) -> str:
-    """Return the family's name: pick, sort, kinds or scene."""
-    return parse(question)[0]
-
-
 def split_of(question: str) -> str:
     """Return 'train' (the start model's corpus) or 'demo' (pairs, prompts, evaluation).
 

@@ -55,8 +55,8 @@ NF4_ERROR = 0.2  # half of the largest gap between NF4's 16 values in [-1, 1] is
 
 
 @torch.no_grad()
-def nf4_error(device: torch.device) -> float:
-    """Quantize a layer with weights in [-1, 1] to NF4 on a device, and return the largest error of its output.
+def check_nf4(device: torch.device) -> None:
+    """Quantize a layer with weights in [-1, 1] to NF4 on a device, and check its output.
 
     Raises UserError if bitsandbytes cannot do this. Its wheels have one library per CUDA version, and may have none
     for the CUDA version of the installed torch.
@@ -75,7 +75,12 @@ def nf4_error(device: torch.device) -> float:
             f"bitsandbytes cannot quantize on this device ({reason:.200}): --load-in-4bit. Install a release for "
             f"torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or remove the flag"
         ) from None
-    return float((found - weights.T).abs().max())
+    error = float((found - weights.T).abs().max())
+    if not error <= NF4_ERROR:
+        raise UserError(
+            f"a layer with weights in [-1, 1] has an error of {error:.3f} on {device.type}: --load-in-4bit. Install "
+            "another release of bitsandbytes, or remove the flag"
+        )
 
 
 def load_policy(
@@ -97,7 +102,7 @@ def load_policy(
     _disable_dropout(config)
     quantization = four_bit(dtype) if load_in_4bit else None
     if quantization is not None:
-        nf4_error(device)
+        check_nf4(device)
     model = _read_policy(name, config, quantization, device)
     check_weights(model, name)
     if load_in_4bit:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -17,7 +17,7 @@ from torch import nn
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import merge_rows
-from rlhf.utils.errors import print_line, raise_if
+from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ class Arguments:
     per_completion: dict[str, list]  # each list has one entry per completion
     per_call: dict[str, Any]
     texts: list[str]  # the completions as text, for error messages
-
-    def only(self, i: int) -> Arguments:
-        """Return the arguments for completion `i` alone. What the function logs is ignored."""
-        rows = {name: [values[i]] for name, values in self.per_completion.items()}
-        ignored = RewardLog(1)
-        return Arguments(
-            rows, {**self.per_call, "log_extra": ignored.log_extra, "log_metric": ignored.log_metric}, [self.texts[i]]
-        )
 
 
 @dataclass
@@ -168,32 +160,21 @@ def weighted_sum(names: Sequence[str], weights: Sequence[float]) -> str:
 
 def required_columns(function: RewardFunction) -> list[str]:
     """Return the parameters without a default that must come from a dataset column."""
-    return [p.name for p in _column_parameters(function) if p.default is p.empty]
-
-
-def optional_columns(function: RewardFunction) -> list[str]:
-    """Return the parameters with a default that a dataset column may give. Arguments of a `partial` are not."""
-    fixed = function.keywords if isinstance(function, partial) else {}
-    return [p.name for p in _column_parameters(function) if p.default is not p.empty and p.name not in fixed]
-
-
-def _column_parameters(function: RewardFunction) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p for p in parameters_of(function) if p.kind in kinds and p.name not in (*PER_COMPLETION, *PER_CALL)]
+    names = [p.name for p in parameters_of(function) if p.kind in kinds and p.default is p.empty]
+    return [name for name in names if name not in (*PER_COMPLETION, *PER_CALL)]
 
 
 def check_columns(
     functions: Sequence[RewardFunction | nn.Module],
     examples: Sequence[Example],
     source: str,
-    say: Callable[[str], None] = print_line,
     kind: str = "reward function",
 ) -> None:
     """Check the columns of the data against the parameters of the reward functions.
 
     Raises UserError if a function requires a column that no row of the data has, or if a column has the name of an
-    argument. Prints a warning with `say` if a parameter has a default and the data has no such column. `kind` is what
-    the functions are called in messages.
+    argument. `kind` is what the functions are called in messages.
     """
     functions = [f for f in functions if not isinstance(f, nn.Module)]  # modules receive ids
     present = dict.fromkeys(name for example in examples for name in example.columns)
@@ -204,20 +185,13 @@ def check_columns(
         for column in (present if functions else ())
         if column in RESERVED
     ]
-    for function in functions:
-        name = name_of(function)
-        problems += [
-            f"{kind} {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
-            "Add the column, or give the parameter a default"
-            for column in required_columns(function)
-            if column not in present
-        ]
-        for column in () if is_of_trl(function) else optional_columns(function):
-            if column not in present:
-                say(
-                    f"warning: the data has no column {column!r}, so {kind} {name!r} uses the default of "
-                    f"this parameter: {source}. {has}"
-                )
+    problems += [
+        f"{kind} {name_of(function)!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
+        "Add the column, or give the parameter a default"
+        for function in functions
+        for column in required_columns(function)
+        if column not in present
+    ]
     raise_if(problems)
 
 

@@ -56,9 +56,7 @@ def calibration_completions(
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
     dtype, length = model.dtype, config.sampling.max_new_tokens
     if name is None:
-        return [
-            (e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]
-        ], "chosen completions"
+        return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
@@ -88,14 +86,12 @@ def calibration_completions(
 
 def show_record(record: dict, screen: Screen) -> None:
     """Print the accuracy next to the length baseline."""
-    against, baseline, pairs = (record[name] for name in ("accuracy_against_baseline", "length_baseline", "pairs"))
-    ties = round(2 * (1 - baseline) * pairs)  # if the baseline gets no pair wrong: a tie counts half
-    none = f"no such pairs: {ties} of {pairs} have equal lengths and count half, and the baseline is right on the rest"
-    wrong = none if against is None else f"{against:.3f} on the pairs that the length baseline gets wrong"
+    against = record["accuracy_against_baseline"]
+    shown = "no pairs" if against is None else f"{against:.3f}"
     rows = [
-        ("accuracy", f"{record['accuracy']:.3f} of {pairs} held-out pairs"),
-        ("length baseline", f"{baseline:.3f} (the better of 'longer wins' and 'shorter wins')"),
-        ("against baseline", wrong),
+        ("accuracy", f"{record['accuracy']:.3f} of {record['pairs']} held-out pairs"),
+        ("length baseline", f"{record['length_baseline']:.3f} (the better of 'longer wins' and 'shorter wins')"),
+        ("against baseline", f"{shown} (on the pairs that the length baseline gets wrong)"),
         ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
         *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
         ("calibrated on", f"{record['calibration']['completions']} {record['calibration']['source']}"),

@@ -1,11 +1,10 @@
-"""Calls reward functions: copied inputs, a time limit, and errors that show the completion."""
+"""Calls reward functions: copied inputs, a time limit, and errors that name the function."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
-import signal
 import sys
 import sysconfig
 import traceback
@@ -19,7 +18,6 @@ import torch
 
 from rlhf.rewards.arguments import Arguments, parameters_of
 from rlhf.rewards.functions import RewardFunction
-from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
 from rlhf.utils.time_limit import TimeLimitExceeded, event_loop, within
 
@@ -39,35 +37,30 @@ def call_function(
     arguments: Arguments,
     limit_s: float | None,
     finite: bool,
-    printed: Path | None = None,
 ) -> list[float | None]:
     """Return one score per completion, None if the function does not apply to it.
 
     Raises RunError if the function fails, BadScore for an unusable score. `who` describes the function in these
     errors. `limit_s` is the time limit in seconds (None: no limit). If `finite`, scores must be finite and at most
-    MAX_ABS_SCORE. The function's output is appended to the file `printed`; if it is None or there is no time limit,
-    the output goes to the console.
+    MAX_ABS_SCORE.
     """
-    printed = None if limit_s is None else printed  # messages of the reward model belong on the console
     texts = arguments.texts
+    these = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
         return kind(f"{what}: {who}, {which}. {hint}", inputs=arguments.per_completion)
 
     try:
-        scores = within(limit_s, partial(_call, function, arguments, printed))
-    except (RunError, torch.OutOfMemoryError):
+        scores = within(limit_s, partial(_call, function, arguments))
+    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:
-        completions = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
         hint = "Make it faster, or raise --reward-timeout"
-        raise failure(f"no result after {limit_s:g} s", completions, hint) from None
+        raise failure(f"no result after {limit_s:g} s", these, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
-        if _is_ctrl_c(error):
-            raise
         message = " ".join(str(error).split())
         what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
-        raise failure(what, _failing_completion(function, arguments, limit_s, printed)) from error
+        raise failure(what, these) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
         what = f"expected {len(texts)} scores, got {got}"
@@ -77,14 +70,6 @@ def call_function(
         if problem is not None:
             raise failure(problem, f"completion {text!r:.80}", kind=kind)
     return [None if score is None else float(score) for score in scores]
-
-
-def _is_ctrl_c(error: BaseException) -> bool:
-    """True for the KeyboardInterrupt of a signal handler; False if the user's code raised it."""
-    if not isinstance(error, KeyboardInterrupt):
-        return False
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler or raised_in.startswith(PACKAGE)
 
 
 def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:
@@ -119,12 +104,11 @@ def _copy(value: Any) -> Any:
         return value
 
 
-def _call(function: RewardFunction, arguments: Arguments, printed: Path | None = None) -> Any:
-    with printed_to(printed, getattr(function, "__name__", type(function).__name__)):
-        rows = _accepted(function, arguments.per_completion).items()
-        given = {name: [_copy(value) for value in values] for name, values in rows}
-        scores = function(**given, **_accepted(function, arguments.per_call))
-        return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
+def _call(function: RewardFunction, arguments: Arguments) -> Any:
+    rows = _accepted(function, arguments.per_completion).items()
+    given = {name: [_copy(value) for value in values] for name, values in rows}
+    scores = function(**given, **_accepted(function, arguments.per_call))
+    return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
 
 
 def _own_line(error: BaseException) -> str:
@@ -139,18 +123,3 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
     return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
-
-
-def _failing_completion(
-    function: RewardFunction, arguments: Arguments, limit_s: float | None, printed: Path | None
-) -> str:
-    """Describe the first completion on which a function raises when it receives only this one, if there is one."""
-    texts = arguments.texts
-    for i, text in enumerate(texts):
-        try:
-            within(limit_s, partial(_call, function, arguments.only(i), printed))
-        except BaseException as error:  # the user's code may raise anything; the caller reports the error
-            if _is_ctrl_c(error):
-                raise
-            return f"completion {text!r:.80}"
-    return f"only with all {len(texts)} completions together, the first is {texts[0]!r:.60}"

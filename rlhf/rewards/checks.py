@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, reward_config_problem
+from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
-from rlhf.data.source import DataSource
-from rlhf.data.splits import question_hash, split_examples
-from rlhf.data.tokenizer import config_values, context_problems, load_config, load_tokenizer
-from rlhf.settings.reward_model import RewardModelConfig
+from rlhf.data.splits import question_hash
+from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
 from rlhf.settings.training import Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
@@ -36,11 +34,6 @@ def check_reward_folder(
     Raises UserError if the context is too short for the prompts with completions, or the accuracy too low. Warns if
     its tokenizer is not the start model's `tokenizer`, because completions are then encoded again.
     """
-    if not Path(folder).is_dir():  # the files of a folder are checked before
-        found = load_config(folder)
-        kind, place = (found.architectures or ["?"])[0], f"--rm-model {config.model.rm_model}"
-        problem = reward_config_problem(kind, found.num_labels, found.pad_token_id, place)
-        raise_if([problem] if problem else [])
     rows, name, own = [*prompts.train, *prompts.evaluation], config.model.rm_model, load_tokenizer(folder)
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
@@ -97,7 +90,7 @@ def check_unrecorded(
 
     if model.record is not None:
         return
-    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
+    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None])
     if not usable:
         screen.say(
             f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "
@@ -141,22 +134,3 @@ def check_leaks(record: dict, prompts: PromptSets, screen: Screen) -> None:
                 f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions, so "
                 "its scores for them are too optimistic. Give both commands the same data and --split"
             )
-
-
-def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | None:
-    """Return why training with the settings `usual` would reject this reward model, or None if it would not.
-
-    Training rejects a weak reward model, and one whose context is too short for the prompts.
-    """
-    weak = weakness(read_record(folder))
-    if weak is not None:
-        return f"{weak}. Train it on more pairs or with more --rm-epochs, or add --allow-weak-reward-model"
-    pairs = load_examples(DataSource.of(config.data), say=lambda _: None)
-    parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
-    tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
-    used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
-    try:
-        check_reward_context(str(folder), used, usual.sampling.max_new_tokens, f"--rm-model {folder}")
-    except UserError as error:
-        return str(error)
-    return None

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match", "last_number")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
-CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
 
 
 @dataclass
@@ -56,10 +55,10 @@ class RewardSources:
 
 def find_rewards(config: Config) -> RewardSources:
     """Find the reward model and the reward functions of the settings. Raises UserError if one does not exist."""
-    name, longest = config.model.rm_model, config.sampling.max_new_tokens
+    name = config.model.rm_model
     return RewardSources(
         folder=find_model(name, "--rm-model") if name is not None else None,
-        rules=[find_rule(rule, config.reward.keywords, longest=longest) for rule in config.reward.reward_func],
+        rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
         weights=config.reward.reward_weights,
     )
 
@@ -74,24 +73,18 @@ def as_list(functions: Functions) -> list[Given]:
 def find_given(functions: Functions, config: Config, argument: str) -> list[RewardFunction | nn.Module]:
     """Return the functions given in Python, and those that are given by name. Raises UserError for a name without a
     function, and for what cannot be called. `argument` is the argument in messages."""
-    keywords, longest = config.reward.keywords, config.sampling.max_new_tokens
-    found = [find_rule(f, keywords, argument, longest) if isinstance(f, str) else f for f in as_list(functions)]
+    keywords = config.reward.keywords
+    found = [find_rule(f, keywords, argument) if isinstance(f, str) else f for f in as_list(functions)]
     wanted = "Give functions, nn.Modules, or names as in make_config(reward_func=)"
     raise_if([f"not a function: {argument}, {f!r:.60}. {wanted}" for f in found if not callable(f)])
     return found
 
 
-def given_rewards(config: Config, functions: Functions, weights: Sequence[float] | None) -> RewardSources:
-    """Return the sources for reward functions given in Python. They replace those of the settings. Raises UserError as
-    `find_given`."""
-    return RewardSources(folder=None, rules=find_given(functions, config, "rewards"), weights=weights)
-
-
 def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
     """Find the evaluation functions of the settings, by their names in metrics. Raises UserError if one does not
     exist. Executes their files."""
-    keywords, longest = config.reward.keywords, config.sampling.max_new_tokens
-    return {function_name(rule): find_rule(rule, keywords, "--eval-func", longest) for rule in config.reward.eval_func}
+    keywords = config.reward.keywords
+    return {function_name(rule): find_rule(rule, keywords, "--eval-func") for rule in config.reward.eval_func}
 
 
 def given_eval_functions(config: Config, functions: Functions) -> dict[str, RewardFunction | nn.Module]:
@@ -105,9 +98,7 @@ def given_eval_functions(config: Config, functions: Functions) -> dict[str, Rewa
     return dict(zip(names, given, strict=True))
 
 
-def find_rule(
-    name: str, keywords: Sequence[str] = (), flag: str = "--reward-func", longest: int | None = None
-) -> RewardFunction | nn.Module:
+def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-func") -> RewardFunction | nn.Module:
     """Return a reward function by name. Raises UserError if there is no such function.
 
     Args:
@@ -115,12 +106,11 @@ def find_rule(
             `FILE.py:NAME`, which runs that file. If NAME is a class, it is instantiated without arguments.
         keywords: for keyword_bonus.
         flag: the setting in error messages.
-        longest: tokens of the longest completion, a default for functions of trl.rewards.
     """
     if name in BUILT_IN:
         return _built_in(name, keywords)
     if name.startswith(FROM_TRL):
-        return _of_trl(name, longest, flag)
+        return _of_trl(name, flag)
     if name.startswith(FROM_PYTHON):
         function = name.removeprefix(FROM_PYTHON)
         raise UserError(
@@ -129,9 +119,7 @@ def find_rule(
         )
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        wanted = _of_file(Path(local_path(name))) or (
-            f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
-        )
+        wanted = f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
         raise UserError(f"no such reward function: {flag} {name}. {wanted}")
     return _of_users_file(name, path, attribute, flag)
 
@@ -159,8 +147,8 @@ def check_rules(rules: Sequence[str], flag: str) -> None:
 # --- functions of trl.rewards ----------------------------------------------------------------------------------------
 
 
-def _of_trl(name: str, longest: int | None, flag: str) -> RewardFunction:
-    """Return a function of trl.rewards. `longest` is the default of arguments for the longest completion, in tokens.
+def _of_trl(name: str, flag: str) -> RewardFunction:
+    """Return a function of trl.rewards.
 
     A `get_...` function is called with the arguments and returns the reward function. Other functions get them in
     addition to those of every reward function.
@@ -182,10 +170,8 @@ def _of_trl(name: str, longest: int | None, flag: str) -> RewardFunction:
         raise UserError(f"{function_name} has no argument {unknown[0]!r}: {flag} {name}. It has {names}")
     if not function_name.startswith("get_"):
         return partial(function, **given) if given else function
-    lengths = {"max_len": longest, "max_completion_len": longest, "soft_punish_cache": (longest or 0) // CACHE_SHARE}
-    usual = {n: value for n, value in lengths.items() if n in known and longest is not None}
     try:
-        return function(**usual | given)
+        return function(**given)
     except (TypeError, ValueError) as error:
         raise UserError(f"{function_name}() failed ({error}): {flag} {name}. Correct its arguments") from None
 
@@ -258,17 +244,6 @@ def name_in_settings(function: Given) -> str:
 def code_print(rule: str) -> str | None:
     """Return a hash of the file that defines a function. None for a function that is not the user's."""
     return files_print(rule.rpartition(":")[0] if names_code([rule]) else "", "")
-
-
-def _of_file(file: Path) -> str | None:
-    """Return how to select one of the functions of a Python file, without executing it. None if it has none or cannot
-    be read."""
-    try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return None
-    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    return f"Add the name of a function: {', '.join(f'{file}:{name}' for name in names)}" if names else None
 
 
 _loaded: dict[tuple, Any] = {}  # (path, time of change, size) -> module

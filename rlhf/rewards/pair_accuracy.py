@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rlhf.data.examples import Example
 from rlhf.rewards.reward_model import RewardModel
@@ -21,12 +22,9 @@ class PairAccuracy:
     pairs: int
 
 
-def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | None) -> list[Example]:
-    """Return the pairs with at most `longest` tokens (None: no limit) per side that fit the model's context."""
-    limit = min((n for n in (longest, model.context) if n is not None), default=None)
-    if limit is None:
-        return list(pairs)
-    return [p for p in pairs if pair_length(model, p) <= limit]
+def pairs_that_fit(model: RewardModel, pairs: Sequence[Example]) -> list[Example]:
+    """Return the pairs whose sides fit the model's context."""
+    return [p for p in pairs if model.context is None or pair_length(model, p) <= model.context]
 
 
 def pair_length(model: RewardModel, pair: Example) -> int:
@@ -55,11 +53,11 @@ def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
     against = [w for w, baseline in zip(wins, length_wins, strict=True) if baseline < 0.5]
     flaws = sorted({p.flaw for p in pairs if p.flaw})
     return PairAccuracy(
-        accuracy=sum(wins) / len(wins),
+        accuracy=fmean(wins),
         margin=sum(margins) / len(margins),
         length_baseline=max(longer_rate, 1 - longer_rate),
         accuracy_against_baseline=sum(against) / len(against) if against else None,
-        by_flaw={f: _mean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
+        by_flaw={f: fmean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
         pairs=len(pairs),
     )
 
@@ -67,7 +65,3 @@ def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
 def _longer_wins(pair: Example) -> float:
     difference = len(pair.chosen) - len(pair.rejected)
     return 0.5 if difference == 0 else float(difference > 0)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
 from rlhf.data.chat_template import encode_completion, encode_prompt
-from rlhf.data.tokenizer import check_vocabulary, context_of, load_config, load_tokenizer, readable
+from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
@@ -37,13 +37,6 @@ class Calibration:
 
     mean: float = 0.0
     std: float = 1.0
-
-
-def right_padded(
-    sequences: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both (B, T) int64, padded on the right."""
-    return padded(sequences, pad, device), padded([[1] * len(s) for s in sequences], 0, device)
 
 
 def _key(messages: Sequence[dict[str, str]]) -> tuple:
@@ -115,7 +108,7 @@ class RewardModel:
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
         tokenizer = load_tokenizer(folder)
-        check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, name)
+        check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder,
@@ -171,8 +164,8 @@ class RewardModel:
         pad = self.model.config.pad_token_id
         if can_pack(self.model):
             return packed_logits(self.model, rows, groups, pad, self.device)
-        ids, attention = right_padded(rows, pad, self.device)
-        return self.model(input_ids=ids, attention_mask=attention).logits
+        attention = padded([[1] * len(row) for row in rows], 0, self.device)
+        return self.model(input_ids=padded(rows, pad, self.device), attention_mask=attention).logits
 
     def score(
         self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]

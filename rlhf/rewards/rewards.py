@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -72,7 +71,6 @@ class Rewards:
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
-        self.printed: Path | None = None  # file for the functions' output; None: the console
         self.names = list(names) if names is not None else distinct_names([name_of(f) for f in self.functions])
         self.kind = kind
         self.trainer_state = TrainerState(global_step=1, max_steps=1)  # a training run replaces it by its own state
@@ -96,7 +94,7 @@ class Rewards:
     ) -> RewardScores:
         """Return the scores of completions.
 
-        Raises RunError with the function's name and the completion if a function raises, exceeds its time limit or
+        Raises RunError with the function's name if a function raises, exceeds its time limit or
         returns the wrong number of scores. Raises BadScore for a score or a weighted sum that is not finite or too
         large, so that it never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
 
@@ -171,7 +169,6 @@ class Rewards:
                 Arguments(rows[is_of_trl(function)], per_call(self.trainer_state, log), list(texts)),
                 limit_s,
                 finite,
-                self.printed,
             )
             for function, name, limit_s in names
         }

@@ -48,8 +48,6 @@ from rlhf.utils.files import saving_tensors, staging_name, write_json
 from rlhf.utils.processes import size
 from rlhf.utils.system import remove_folder, sync_file
 
-FEW_PAIRS = 20
-
 
 def train_reward_model(
     config: RewardModelConfig, screen: Screen, device: torch.device, pairs: list[Example] | None = None
@@ -123,8 +121,6 @@ def usable_pairs(
         screen.say(f"  skipped {skipped} pairs longer than {shown} ({too_long} of them training pairs)")
     lengths = [length for part in pairs.values() for length, _ in part]
     warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say, model.context)
-    if len(held_out) < FEW_PAIRS:
-        screen.say(f"  only {len(held_out)} held-out pairs: the accuracy is uncertain")
     return train, held_out
 
 

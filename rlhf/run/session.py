@@ -23,7 +23,6 @@ from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import gather, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
-from rlhf.rewards.printing import printed_file
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
 from rlhf.run.record import start_run
@@ -74,7 +73,8 @@ class RunSession(Session):
 
     def build_trainer(self) -> OnPolicyLoop:
         """Check the start model, and return the trainer of this session. Raises UserError."""
-        check_start(self.config, self.components, writes=self.folder is not None)
+        if self.folder is not None:
+            check_start(self.config, self.components)
         return build_trainer(self.config, self.components, session=self)
 
     @contextmanager
@@ -105,7 +105,6 @@ class RunSession(Session):
             found += [ProgressLine(trainer, self.screen)] if self.progress else []
             found.append(FindingsWarning(trainer, self.screen))
         if self.folder is not None:
-            self.printed = printed_file(self.folder)
             self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
             found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]
         return found

@@ -18,7 +18,8 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
-from rlhf.rewards.build import load_rewards, make_eval_functions
+from rlhf.rewards.build import make_rewards
+from rlhf.rewards.checks import check_unrecorded
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.recipes import DEMOS
@@ -65,11 +66,16 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     check_device(config, inputs.start, device)
     reset_peak_memory(device)
     before = 0 if device.type == "cuda" else memory_in_use(device)
-    start, sets = inputs.start, inputs.prompts
-    tokenizer = start.tokenizer
-    rewards, reward_model = load_rewards(config, inputs.rewards, tokenizer, sets, device, screen)
+    m, start, sets, watched = config.model, inputs.start, inputs.prompts, inputs.eval_functions
+    tokenizer, evaluated = start.tokenizer, None
+    rewards, reward_model = make_rewards(config, inputs.rewards, tokenizer, device)
+    if reward_model is not None:
+        pairs = [prompt.example for prompt in sets.evaluation]
+        check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
-    evaluated = make_eval_functions(config, inputs.eval_functions, tokenizer)
+    if watched:
+        limit_s, kind = config.reward.reward_timeout, "evaluation function"
+        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), kind)
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated)
 
 

@@ -16,14 +16,14 @@ from transformers.utils import is_bitsandbytes_available
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import GivenPrompt
-from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
+from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
-from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, load_tokenizer
+from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
-from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
+from rlhf.rewards.find import RewardSources, find_eval_functions, find_given, find_rewards, given_eval_functions
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
@@ -101,7 +101,8 @@ def load_inputs(
             "make_config(reward_weights=)"
         )
     weights = given_weights(reward_weights)
-    sources = find_rewards(config) if rewards is None else given_rewards(config, rewards, weights)
+    given = [] if rewards is None else find_given(rewards, config, "rewards")
+    sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
@@ -112,7 +113,7 @@ def load_inputs(
     if config.critic_from_reward_model:
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
-    check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
+    check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
     return RunInputs(start, sets, sources, watched)
 
 
@@ -127,7 +128,7 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     folder = find_model(m.actor_model, flag)
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     values = config_values(folder)
-    check_vocabulary(len(tokenizer), values["vocab_size"], folder)
+    check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
     raise_if(missing_targets(linear_modules(weights_of(folder)), targets, folder) if targets else [])
     return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"), is_packable(folder))
@@ -197,24 +198,17 @@ def _load_prompt_sets(
     check_overlap(sets, separate or "evaluation_prompts", screen)
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
-    _check_columns_of(sets, sources, source, separate, screen)
-    if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
-        screen.say(
-            f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
-            "results are uncertain"
-        )
+    _check_columns_of(sets, sources, source, separate)
     return sets
 
 
-def _check_columns_of(
-    sets: PromptSets, sources: RewardSources, source: str, separate: str | None, screen: Screen
-) -> None:
+def _check_columns_of(sets: PromptSets, sources: RewardSources, source: str, separate: str | None) -> None:
     """Check the columns for the reward functions. Prompts of --eval-dataset (`separate`) need them, too."""
     train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
     if separate is None:
-        return check_columns(sources.rules, [*train, *evaluation], source, screen.say)
-    check_columns(sources.rules, train, source, screen.say)
-    check_columns(sources.rules, evaluation, separate, screen.say)
+        return check_columns(sources.rules, [*train, *evaluation], source)
+    check_columns(sources.rules, train, source)
+    check_columns(sources.rules, evaluation, separate)
 
 
 def check_prompts(

@@ -66,15 +66,10 @@ class PassRates:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             rates = {row["prompt"]: row["pass_rate"] for row in rows}
             return cls(rates, {row["prompt"]: row["topic"] for row in rows}, 0, limits)
-        except OSError:
+        except (OSError, ValueError, KeyError, TypeError):
             raise UserError(
-                f"the run has no pass rates: --resume, --keep-pass-rate, {file}. Restore the file, or remove "
-                "--keep-pass-rate if the run was started without it"
-            ) from None
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"the pass rates of the run are incomplete or corrupted: --resume, --keep-pass-rate, {file}. Restore "
-                "the file from a backup, or train the run again"
+                f"the pass rates of the run are missing or corrupted: --resume, --keep-pass-rate, {file}. Restore the "
+                "file from a backup, or remove --keep-pass-rate if the run was started without it"
             ) from None
 
 
@@ -110,22 +105,9 @@ def keep_by_pass_rate(
             f"batch of {config.batch.batch_size}: --keep-pass-rate. Use a wider range, more prompts or a smaller "
             "--batch-size; --scan prints the pass rates"
         )
-    check_kept(config, components.prompts.train, kept, screen)
-    return dataclasses.replace(components, prompts=dataclasses.replace(components.prompts, train=kept)), rates
-
-
-def check_kept(config: Config, train: Sequence[Prompt], kept: Sequence[Prompt], screen: Screen) -> None:
-    """Repeat the checks that depend on the number of training prompts. Raises UserError, and warns of topics without
-    any kept prompt."""
     check_warmup(config, PromptSampler(config, kept).updates)
     check_topics(config, kept, screen)
-    there, before = PromptSampler(config, kept).topics, PromptSampler(config, train).topics
-    lost = [shorten(topic) for topic in before if topic not in there]
-    if lost:
-        screen.say(
-            f"warning: no prompt of {', '.join(lost)} is kept, so these topics are not trained: --keep-pass-rate. Use "
-            "a wider range"
-        )
+    return dataclasses.replace(components, prompts=dataclasses.replace(components.prompts, train=kept)), rates
 
 
 def most_needed(config: Config, train: Sequence[Prompt]) -> int:

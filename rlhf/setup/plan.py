@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in, with_horizon
+from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
@@ -33,29 +32,16 @@ MOST_TOPICS = 12  # listed in the plan
 
 def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> None:
     """Print the plan of a run with all prompts of its data."""
-    note_all_prompts(config, screen)
     updates = planned_updates(config, inputs.prompts.train)
     show_plan(with_horizon(config, updates), inputs, updates, device, screen)
 
 
-def process_rows(trained: int) -> list[tuple[str, str]]:
-    """Return the row of several processes, with the size of the gradients of `trained` weights in float32."""
+def process_rows() -> list[tuple[str, str]]:
+    """Return the plan's row of several processes; no row for one."""
     count = max(size(), group.local.get("processes", 1))
     if count == 1:
         return []
-    gradients = f"{4 * trained / 1e9:.3g} GB of gradients are added up in each optimizer step"
-    return [("processes", f"{count}, each with a share of every batch; {gradients}; the memory is per process")]
-
-
-def note_all_prompts(config: Config, screen: Screen) -> None:
-    """Say that --dry-run, --check and --scan do not apply --keep-pass-rate, if it is given."""
-    if config.data.keep_pass_rate is None or not config.run.only_looks:
-        return
-    low, high = config.data.keep_pass_rate
-    screen.say(
-        f"note: --keep-pass-rate {low:g} {high:g} is not applied yet, because it samples {config.run.scan_samples} "
-        "completions of the training prompts when the run starts: the figures here are of all prompts"
-    )
+    return [("processes", f"{count}, each with a share of every batch; the memory is per process")]
 
 
 def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
@@ -67,15 +53,16 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
-    record = read_record(Path(inputs.rewards.folder)) if inputs.rewards.folder is not None else None
     rows = [
         ("algorithm", config.title),
         ("recipe", config.recipe),
         *user_file_rows(config),
         ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
+        *reward_model_rows(config, inputs),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
+        *pass_rate_rows(config),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
@@ -83,7 +70,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("optimizer", optimizer_line(config, updates)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
-        *process_rows(trained if m.use_lora else total),
+        *process_rows(),
         *estimate(config).rows(device),
         ("output", config.run.output),
     ]
@@ -91,14 +78,27 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
         rows.insert(3, ("critic", own))
-    if m.rm_model is not None:
-        known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
-        rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
     for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
         screen.say(line)
-    screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
+    first = inputs.start.tokenizer.decode(list(sets.train[0].ids))
+    screen.say(f"first prompt with special tokens: {first!r}")
+
+
+def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
+    """Return the plan's row of the reward model; no row without one."""
+    if inputs.rewards.folder is None:
+        return []
+    record = read_record(Path(inputs.rewards.folder))
+    known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
+    return [("reward model", f"{config.model.rm_model}{known}")]
+
+
+def pass_rate_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the plan's row of --keep-pass-rate before the pass rates are sampled; no row otherwise."""
+    waits = config.data.keep_pass_rate is not None and config.run.only_looks
+    return [("pass rates", "not sampled yet, so all prompts are counted")] if waits else []
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -217,16 +217,11 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
         own = default_horizon(controller.shortest_phase, episodes)
-        enough = move_in(controller.shortest_phase, episodes, own) >= SMALLEST_MOVE
-        ways = [
-            *([f"use --kl-horizon {own}"] if own < controller.horizon else []),
-            *([] if enough else ["train longer"]),
-        ]
-        fix = " and ".join(ways).capitalize()
-        length = "one update" if controller.shortest_phase == 1 else f"{controller.shortest_phase} updates"
+        shorter = f"--kl-horizon {own}, " if own < controller.horizon else ""
         lines.append(
-            f"warning: beta can change at most {move:.3g}-fold in {length}, too little to "
-            f"enforce the KL target (horizon {controller.horizon:,} episodes). {fix}, or use a larger --kl-coef"
+            f"warning: beta can change at most {move:.3g}-fold in {counted(controller.shortest_phase, 'update')}, too "
+            f"little to enforce the KL target (horizon {controller.horizon:,} episodes). Use {shorter}a "
+            "longer run or a larger --kl-coef"
         )
     return lines
 
@@ -248,11 +243,6 @@ def user_file_rows(config: Config) -> list[tuple[str, str]]:
     unused = f"--recipe {config.recipe}" if config.recipe != DEFAULT_RECIPE else unused
     line = user_file_line(config.user_file, ALGORITHMS[config.algorithm], unused)
     return [] if line is None else [("config.py", line)]
-
-
-def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
-    """Return the first training prompt with its special tokens, on one line."""
-    return repr(tokenizer.decode(list(sets.train[0].ids)))
 
 
 def budget(config: Config, updates: int) -> Plan:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
-from statistics import median
 
 import torch
 from torch.nn.functional import linear
+from torch.utils.benchmark import Timer
 
 from rlhf.distributed.group import from_first
 from rlhf.models.device import autocast
@@ -18,7 +17,7 @@ from rlhf.utils.console import Screen
 
 CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up what the products save
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
-SECONDS, FEWEST = 1.0, 3  # of the measurement, and its rounds
+SECONDS = 0.5  # of the measurement of each precision
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
 MOST_ROWS, FEWEST_ROWS, WORK = 128, 32, 2**28
 
@@ -49,27 +48,19 @@ def is_clearly_faster(float32: float, bfloat16: float) -> bool:
 @cache  # so that all runs of a process use the same precision
 def measured(hidden: int, inner: int) -> tuple[float, float]:
     """Return the median seconds in float32 and in bfloat16 of a forward and backward pass through two linear layers,
-    hidden -> inner -> hidden, with the casts of autocast. Rounds of both alternate, and the first one does not count.
-    One thread computes them: with more, other processes on the same cores would decide the result.
+    hidden -> inner -> hidden, with the casts of autocast. One thread computes them: with more, other processes on the
+    same cores would decide the result.
     """
     rows = max(FEWEST_ROWS, min(MOST_ROWS, WORK // (hidden * inner)))
     sizes = ((rows, hidden), (inner, hidden), (hidden, inner))
     tensors = [torch.ones(size, requires_grad=True) for size in sizes]  # uses no random numbers
-    seconds: dict[torch.dtype | None, list[float]] = {None: [], torch.bfloat16: []}
-    threads, begin = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
-        while len(seconds[None]) < FEWEST or time.perf_counter() - begin < SECONDS:
-            for dtype, found in seconds.items():
-                found.append(_time(*tensors, dtype))
-    finally:
-        torch.set_num_threads(threads)
-    return median(seconds[None][1:]), median(seconds[torch.bfloat16][1:])
+    return _seconds(*tensors, None), _seconds(*tensors, torch.bfloat16)
 
 
-def _time(states: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype | None) -> float:
-    begin = time.perf_counter()
-    with torch.enable_grad(), autocast(states.device, dtype):
-        outputs = linear(linear(states, up), down)
-    torch.autograd.grad(outputs, (states, up, down), torch.ones_like(outputs))
-    return time.perf_counter() - begin
+def _seconds(states: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype | None) -> float:
+    def step() -> None:
+        with torch.enable_grad(), autocast(states.device, dtype):
+            outputs = linear(linear(states, up), down)
+        torch.autograd.grad(outputs, (states, up, down), torch.ones_like(outputs))
+
+    return Timer("step()", globals={"step": step}, num_threads=1).blocked_autorange(min_run_time=SECONDS).median

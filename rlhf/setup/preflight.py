@@ -1,8 +1,8 @@
-"""Preflight checks that need no forward pass of the policy."""
+"""Preflight checks that need no forward pass of the policy. What can be wrong with a model or its tokenizer is checked
+when they are loaded."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
-from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
-from rlhf.models.load import NF4_ERROR, nf4_error
 from rlhf.models.logprobs import base_of
-from rlhf.rewards.functions import LearnedReward, ModuleReward
+from rlhf.rewards.functions import ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.graph_trial import try_graphs
@@ -28,7 +26,6 @@ COPIES = 3  # a checkpoint holds the trained weights and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
 # largest change of a score by rounding if padding is added, in standard deviations of the start model's scores
 SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}
-MOST_IDS = 64  # printed ids of a prompt
 
 
 @dataclass(frozen=True)
@@ -45,72 +42,13 @@ class Check:
         return f"{self.found}: {self.name}. {self.hint}"
 
 
-def start_checks(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    policy: PreTrainedModel | PeftModel,
-    reward_model: RewardModel | None,
-    writes: bool = True,
-) -> list[Check]:
-    """Return the checks that every run makes before training, because they are fast; that of the disk only if the run
-    `writes` files."""
-    found = [pad_is_not_eos(tokenizer), vocabularies_fit(tokenizer, policy, reward_model)]
-    if writes:
-        found.append(disk_has_room(config, policy, reward_model.model if reward_model is not None else None))
-    return found
-
-
-def pad_is_not_eos(tokenizer: PreTrainedTokenizerBase) -> Check:
-    """Check that pad and EOS are different tokens. Otherwise code that ignores padding also ignores EOS, and the
-    policy does not learn to end a completion."""
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return Check(
-        "pad and EOS",
-        f"pad {tokenizer.pad_token!r} ({pad}), EOS {tokenizer.eos_token!r} ({eos})",
-        pad is not None and eos is not None and pad != eos,
-        "Set pad_token in the start model's tokenizer_config.json to another token than eos_token",
-    )
-
-
-def vocabularies_fit(
-    tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None
-) -> Check:
-    """Check that every token id has an embedding in its model, and report if both vocabularies are the same."""
-    sides = {"--actor-model": (tokenizer, base_of(policy))}
-    if reward_model is not None:
-        sides["--rm-model"] = (reward_model.tokenizer, reward_model.model)
-    sizes = {flag: (max(t.get_vocab().values()) + 1, rows_of(model)) for flag, (t, model) in sides.items()}
-    short = {flag: sizes[flag] for flag in sizes if sizes[flag][0] > sizes[flag][1]}
-    if short:
-        found = ", ".join(
-            f"the tokenizer has {ids} ids, the model {rows} embeddings ({f})" for f, (ids, rows) in short.items()
-        )
-    elif reward_model is None:
-        found = f"policy {sizes['--actor-model'][0]} tokens, no reward model"
-    elif reward_model.tokenizer.get_vocab() == tokenizer.get_vocab():
-        found = f"policy and reward model have the same {sizes['--actor-model'][0]} tokens"
-    else:
-        found = (
-            f"policy {sizes['--actor-model'][0]} tokens, reward model {sizes['--rm-model'][0]} tokens; the "
-            "vocabularies differ, so completions are re-tokenized"
-        )
-    return Check(
-        "vocabularies", found, not short, f"Use a model folder with its matching tokenizer: {', '.join(short)}"
-    )
-
-
-def rows_of(model: PreTrainedModel) -> int:
-    """Return the number of embeddings of a model."""
-    return model.get_input_embeddings().num_embeddings
-
-
 def disk_has_room(
-    config: Config, policy: PreTrainedModel | PeftModel, reward_model: PreTrainedModel | None = None
+    config: Config, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None = None
 ) -> Check:
     """Check the disk space for checkpoints, best/, the final weights and with --merge-lora the merged model."""
     trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
     if config.critic_from_reward_model and reward_model is not None and not config.model.use_lora:
-        trained += reward_model.num_parameters()
+        trained += reward_model.model.num_parameters()
     elif config.separate_critic or config.critic_from_reward_model:
         trained *= 2
     weights = FLOAT * trained
@@ -133,12 +71,11 @@ def disk_has_room(
 
 def prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Check:
     """Check that the model's input contains all messages of a prompt: a chat template may omit some."""
-    text, ids = tokenizer.decode(list(prompt.ids)), list(prompt.ids)
+    text = tokenizer.decode(list(prompt.ids))
     missing = [m["role"] for m in prompt.example.messages if not _holds(tokenizer, text, m["content"])]
-    shown = ", ".join(map(str, ids[:MOST_IDS])) + (", ..." if len(ids) > MOST_IDS else "")
     return Check(
         "first prompt",
-        f"{len(ids)} tokens, {text!r} = [{shown}]"
+        f"{len(prompt.ids)} tokens, {text!r}"
         + (f", the text of these roles is missing: {', '.join(missing)}" if missing else ""),
         not missing,
         "Fix the chat template of --actor-model, or the prompts",
@@ -149,36 +86,6 @@ def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> b
     """True if `rendered` contains `content`, apart from the tokenizer's changes to spaces, case and characters."""
     written = tokenizer.decode(encode_text(tokenizer, content))
     return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
-
-
-def determinism(device: torch.device) -> Check:
-    """Report if deterministic algorithms are on. If they are, check that no other setting undoes them: cuDNN's
-    benchmark selects kernels by timing, and cuBLAS needs a fixed workspace."""
-    on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
-    undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
-    if device.type == "cuda":
-        workspace = os.environ.get(CUBLAS)
-        undone.append((f"{CUBLAS} is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
-    against = [what for what, is_so in undone if is_so and on]
-    return Check(
-        "determinism",
-        f"{'on' if on else 'off'} (torch.use_deterministic_algorithms); cudnn.deterministic "
-        f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
-        + "".join(f"; {what}" for what in against),
-        not against,
-        f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
-    )
-
-
-def nf4_layer_works(device: torch.device) -> Check:
-    """Check that bitsandbytes quantizes and multiplies a layer correctly on this device."""
-    error = nf4_error(device)
-    return Check(
-        "4-bit layer",
-        f"largest error of a layer with weights in [-1, 1]: {error:.3f} on {device.type}",
-        error <= NF4_ERROR,
-        "Install another release of bitsandbytes, or remove --load-in-4bit",
-    )
 
 
 def graphs_do_not_hang() -> Check:
@@ -196,29 +103,20 @@ def graphs_do_not_hang() -> Check:
 def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
     """Check that padding does not change a score: score a completion alone, and padded in a batch with a longer one.
 
-    Only reward models and modules are checked. Reward functions receive text, which has no padding.
+    Only modules are checked. Reward functions receive text, which has no padding, and reward models are loaded with a
+    class of transformers that uses the mask.
     """
-    short = "Yes."
+    short, long = "Yes.", "Yes, and that is all there is to say. " * 8
     chat, moved = list(prompt.example.messages), {}
     for name, function in zip(rewards.names, rewards.functions, strict=True):
-        if isinstance(function, (LearnedReward, ModuleReward)):
-            long = _long_completion(function, chat)
+        if isinstance(function, ModuleReward):
             alone = function([short], messages=[chat], ended=[True])[0]
             padded = function([short, long], messages=[chat, chat], ended=[True, True])[0]
             moved[name] = abs(alone - padded)
     return Check(
         "padding",
         ", ".join(f"padding changes a score of {name} by {by:.2g}" for name, by in moved.items())
-        or "only reward functions, nothing is padded",
+        or "no modules as reward functions, nothing is padded",
         all(by <= SCORE_ROUNDING[dtype] for by in moved.values()),
         "Make the model use attention_mask, and set pad_token_id in its config.json",
     )
-
-
-def _long_completion(function: LearnedReward | ModuleReward, chat: list[dict[str, str]]) -> str:
-    """Return several sentences that fit into a reward model's context after the prompt."""
-    sentence, most = "Yes, and that is all there is to say. ", 8
-    if isinstance(function, LearnedReward) and (context := function.model.context) is not None:
-        fits = [n for n in range(most + 1) if len(function.model.encode(chat, sentence * n)) <= context]
-        most = max(fits, default=0)
-    return sentence * most

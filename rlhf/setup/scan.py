@@ -194,13 +194,11 @@ def columns_of(scan: Scan) -> list[str]:
     """Return the titles of the columns after the first."""
     shares = ["no difference", *(["never", "always"] if scan.binary else [])]
     reach = ["in reach"] if scan.overall.figures.in_reach is not None else []
-    spread = [] if scan.binary else ["sd within/between"]
     return [
         "prompts",
         "pass rate (95%)" if scan.binary else "score (95%)",
         *shares,
         *reach,
-        *spread,
         "signal",
         "no EOS",
     ]
@@ -212,9 +210,8 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
     ends = "" if i.low is None else f" ({i.low:.2f} to {i.high:.2f})"
     shares = [f.no_difference, *([f.never, f.always] if scan.binary else [])]
     reach = [f"{f.in_reach:.0%}"] if scan.overall.figures.in_reach is not None else []
-    spread = [] if scan.binary else [f"{f.signal**0.5:.3g}/{f.between:.3g}"]
     return [
-        f"{f.prompts:,}", f"{i.value:.2f}{ends}", *(f"{share:.0%}" for share in shares), *reach, *spread,
+        f"{f.prompts:,}", f"{i.value:.2f}{ends}", *(f"{share:.0%}" for share in shares), *reach,
         f"{f.signal:.3g}", f"{part.truncated:.0%}",
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
+from math import comb
 from statistics import fmean, variance
 
 from rlhf.callbacks.findings import FEWEST_IN_REACH
@@ -45,15 +45,6 @@ def all_equal_to(scores: Scores, value: float, size: int) -> float:
     return comb(sum(score == value for score in scores), size) / comb(len(scores), size)
 
 
-def spread_between(prompts: Sequence[Scores]) -> float:
-    """Return the standard deviation of the prompts' expected scores: the variance of their means, minus the part that
-    the sampling explains (the variance within a prompt / n), at least 0. 0 for one prompt."""
-    if len(prompts) < 2:
-        return 0.0
-    within = fmean(variance(scores) / len(scores) for scores in prompts)
-    return sqrt(max(0.0, variance([fmean(scores) for scores in prompts]) - within))
-
-
 def is_binary(prompts: Sequence[Scores]) -> bool:
     """True if all scores are 0 or 1."""
     return all(score in (0.0, 1.0) for scores in prompts for score in scores)
@@ -80,7 +71,6 @@ class Figures:
     never: float | None  # share of groups in which no completion has score 1; None: scores other than 0 and 1
     always: float | None  # share of groups in which every completion has score 1
     signal: float  # mean variance of the score within a prompt
-    between: float  # standard deviation of the score between prompts
 
 
 def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
@@ -96,7 +86,6 @@ def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
         never=fmean(all_equal_to(scores, 0.0, size) for scores in prompts) if binary else None,
         always=fmean(all_equal_to(scores, 1.0, size) for scores in prompts) if binary else None,
         signal=fmean(map(learning_signal, prompts)),
-        between=spread_between(prompts),
     )
 
 

@@ -1,6 +1,6 @@
 """`--check`: all preflight checks of a run, including one trial update. A check is a function that returns a `Check`.
 
-Every training run makes only the fast checks of `preflight.start_checks`, and prints nothing unless one fails.
+Every training run that writes files makes only the check of the disk, and prints nothing unless it fails.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rlhf.models.actor_critic import set_adapter_dropout
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
-from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import default_engine
 from rlhf.settings.fields import replaced
@@ -27,12 +25,10 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of
 from rlhf.setup.preflight import (
     Check,
-    determinism,
+    disk_has_room,
     graphs_do_not_hang,
-    nf4_layer_works,
     padding_changes_no_score,
     prompt_is_rendered,
-    start_checks,
 )
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
@@ -51,13 +47,17 @@ MORE, SLACK = 1.25, 128 * 2**20
 # --- running the checks ----------------------------------------------------------------------------------------------
 
 
-def check_start(config: Config, components: Components, writes: bool = True) -> None:
-    """Make the checks that every run makes. `writes`: the run writes files. Raises UserError with all failures."""
-    raise_if([check.problem for check in _start_checks(config, components, writes) if not check.ok])
+def check_start(config: Config, components: Components) -> None:
+    """Make the check that every run makes. Raises UserError if it fails."""
+    disk = disk_has_room(config, components.policy, components.reward_model)
+    raise_if([] if disk.ok else [disk.problem])
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:
-    """Make all checks and print one line each. Raises UserError if one fails. Does not touch the output folder."""
+    """Make all checks and print one line each: name, ok or FAILED, result, and for a failure how to fix it.
+
+    Raises UserError if one fails. Does not touch the output folder.
+    """
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
         try:
@@ -68,7 +68,8 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
             hint = "Fix this, then run --check again: the remaining checks did not run"
             kind = "" if isinstance(error, (SkipUpdate, RunError)) else f"{type(error).__name__}: "
             found.append(Check("error", f"{kind}{reason:.200}", False, hint))
-    show_checks(found, screen)
+    screen.say("checks:")
+    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
     failed = [check.name for check in found if not check.ok]
     if failed:
         raise UserError(
@@ -76,21 +77,12 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
         )
 
 
-def show_checks(found: list[Check], screen: Screen) -> None:
-    """Print one line per check: name, ok or FAILED, result, and for a failure how to fix it."""
-    screen.say("checks:")
-    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
-
-
 def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:
     """Yield the results of all checks. `folder` is for temporary files. At the end the weights are what they were
     before."""
-    yield from _start_checks(config, components)
+    yield disk_has_room(config, components.policy, components.reward_model)
     device = base_of(components.policy).device
     yield prompt_is_rendered(components.tokenizer, components.prompts.train[0])
-    yield determinism(device)
-    if config.model.load_in_4bit:
-        yield nf4_layer_works(device)
     engine = config.speed.rollout_engine
     own = replaced(config, output=str(folder / "run"))
     if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
@@ -104,35 +96,17 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 
-def _start_checks(config: Config, components: Components, writes: bool = True) -> list[Check]:
-    return start_checks(config, components.tokenizer, components.policy, components.reward_model, writes)
-
-
 def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:
     """Yield the checks that need a trainer: on a rollout, on one update, and on weights that are saved before the
     update and loaded after it."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
-    if trainer.evaluator.functions is not None:
-        yield eval_functions_return_values(trainer.evaluator.functions, rollout)
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
-    yield steps_are_as_planned(trainer, rollout)
+    make_update(trainer, rollout)
     yield memory_matches_estimate(trainer, components)
     yield weights_come_back(trainer, rollout, before, folder)
-
-
-def eval_functions_return_values(functions: Rewards, rollout: Rollout) -> Check:
-    """Call the evaluation functions once. Raises RunError if one fails."""
-    ids, ended = rollout.completions.rows(), rollout.completions.ended.tolist()
-    values = functions.scores_by_function(rollout.prompts, rollout.texts, ids, ended)
-    counts = {name: sum(value is not None for value in found) for name, found in values.items()}
-    return Check(
-        "evaluation functions",
-        ", ".join(f"{name} returns a value for {n} of {len(ended)} completions" for name, n in counts.items()),
-        True,
-    )
 
 
 # --- before the first step -------------------------------------------------------------------------------------------
@@ -156,23 +130,16 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     """Check that P_new / P_rollout is 1 before any step, in train mode, on the minibatches of the first pass.
 
     Finds dropout in the model, and rows that attend to another row's tokens. The adapters' dropout (--lora-dropout) is
-    turned off for the check; its effect on the ratio is only reported.
+    turned off for the check.
     """
     trainer.model.train()
     set_adapter_dropout(trainer.actor, 0.0, trainer.actor.dropout)
-    plain = _apart_from_one(trainer, rollout)
-    with_dropout = ""
-    if trainer.config.model.has_adapter_dropout:
-        share = trainer.config.model.lora_dropout
-        set_adapter_dropout(trainer.actor, share, trainer.actor.dropout)
-        trainer.policy_optimizer.seed_dropout(1, 0)
-        dropped = float(_apart_from_one(trainer, rollout).mean())
-        with_dropout = f" without dropout; mean {dropped:.2g} with --lora-dropout {share:g}"
+    apart = _apart_from_one(trainer, rollout)
+    set_adapter_dropout(trainer.actor, trainer.config.model.lora_dropout, trainer.actor.dropout)
     return Check(
         "first ratio",
-        f"difference from 1: mean {float(plain.mean()):.2g}, max {float(plain.max()):.2g} ({len(plain):,} "
-        f"tokens){with_dropout}",
-        float(plain.mean()) <= ROUNDING[trainer.dtype],
+        f"difference from 1: mean {float(apart.mean()):.2g}, max {float(apart.max()):.2g} ({len(apart):,} tokens)",
+        float(apart.mean()) <= ROUNDING[trainer.dtype],
         "The training forward pass differs from the one of the rollout. Try --no-packed, and report this as a bug",
     )
 
@@ -203,23 +170,10 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 # --- one update ------------------------------------------------------------------------------------------------------
 
 
-def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
-    """Make one update on the rollout, and check that the optimizer takes the planned number of steps."""
-    trainer.state.global_step = trainer.config.critic.critic_warmup  # an update that trains the policy, too
-    taken: list[int] = []
-    hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
-    try:
-        trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
-    finally:
-        hook.remove()
-    planned = trainer.config.optimizer_steps(1)
-    return Check(
-        "optimizer steps",
-        f"{planned:,} planned per update, {len(taken):,} taken, {trainer.progress.optimizer_steps:,} logged; "
-        f"{trainer.config.optimizer_steps(trainer.updates):,} planned in {trainer.updates:,} updates",
-        planned == len(taken) == trainer.progress.optimizer_steps,
-        "Report this as a bug, with these settings",
-    )
+def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
+    """Make one update on the rollout, which also trains the policy if --critic-warmup is set."""
+    trainer.state.global_step = trainer.config.critic.critic_warmup
+    trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:
@@ -239,22 +193,21 @@ def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Ch
 
 
 def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tensor], folder: Path) -> Check:
-    """Load the weights that were saved before the update, and check that logits and values equal those of `before`."""
-    name, hint = "save and reload", "Saved and trained weights differ. Report this as a bug, with these settings"
+    """Load the weights that were saved before the update, and check that logits and values equal those of `before`.
+
+    Raises UserError if they cannot be loaded.
+    """
     with torch.no_grad():
         for weight in trainer.model.parameters():
             if weight.requires_grad:
                 weight.add_(1.0)  # the update may change too little: weights that are not restored must show
-    try:
-        load_policy_weights(trainer.actor, folder)
-    except UserError as error:
-        return Check(name, "; ".join(error.problems), False, hint)
+    load_policy_weights(trainer.actor, folder)
     after = outputs(trainer, rollout)
     apart = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     named = zip(("logits", "values"), apart, strict=False)  # only PPO has values
     return Check(
-        name,
+        "save and reload",
         "largest difference: " + ", ".join(f"{what} {by:.2g}" for what, by in named),
         all(by <= RELOADED for by in apart),  # False for NaN
-        hint,
+        "Saved and trained weights differ. Report this as a bug, with these settings",
     )

@@ -205,8 +205,6 @@ class OnPolicyLoop:
     def _begin(self) -> None:
         """Prepare the processes and the callbacks, and evaluate the start model."""
         reset_peak_memory(self.accelerator.device)
-        for functions in filter(None, (self.rewards, self.evaluator.functions)):
-            functions.printed = self.session.printed
         copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
         self.hosted.call("on_train_begin")
         self.events.call("on_train_begin", self)

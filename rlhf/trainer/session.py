@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -15,8 +14,6 @@ from rlhf.utils.signals import TrainingInterrupted
 
 class Session:
     """A session without files and signals, for a trainer that is used alone. The loop calls all methods itself."""
-
-    printed: Path | None = None  # file for what reward functions print; None: the console
 
     @contextmanager
     def opened(self, trainer: Any) -> Iterator[None]:

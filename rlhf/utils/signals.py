@@ -59,7 +59,6 @@ class GracefulStop:
         self.at = time.monotonic()
         self.by = signal.Signals(number)
         message = f"{self.by.name}: finishing and saving this update; a second signal stops immediately"
-        # on a thread, because a reward function's prints on the main thread are redirected to a file
         printer = threading.Thread(target=self.say, args=(message,), daemon=True)
         printer.start()
-        printer.join(1.0)  # not longer: the interrupted code may hold the console's lock
+        printer.join(1.0)  # on a thread, and not longer: the interrupted code may hold the console's lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import length_that_keeps, warn_about_length
 from rlhf.data.prompts import given_prompts, load_prompts
 from rlhf.data.splits import part_of, split_examples
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import ids_of, load_tokenizer
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError
@@ -312,3 +313,8 @@ def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokeni
     given = [*rows[:2], {"prompt": "question 1", "answer": 7}]
     given_prompts(DataSettings(), tokenizer, given, None, in_python.append)
     assert sum("1 rows are not used" in line and "prompt 3, after prompt 2" in line for line in in_python) == 1
+
+
+def test_a_tokenizer_needs_an_embedding_for_its_largest_id():
+    """Ids may be missing in between, so the number of tokens would be too small."""
+    assert ids_of(SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 7})) == 8

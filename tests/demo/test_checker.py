@@ -262,7 +262,7 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
         lost.write_text("")
         checker_parts.prepare_checker(Screen())
         assert lost.stat().st_size
-    assert capsys.readouterr().out.count("wrote the start model") == 4
+    assert capsys.readouterr().out.count("wrote the parts") == 4
 
 
 def test_complete_parts_need_no_write_access(tmp_path, monkeypatch):

@@ -17,10 +17,10 @@ from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus
 from rlhf.demo.tasks import (
     FLAWS,
     demonstration,
-    family_of,
     flaw_of,
     flawed,
     gold_quality,
+    parse,
     questions,
     split_of,
 )
@@ -41,7 +41,7 @@ def test_questions_are_distinct_seeded_and_balanced():
     many = questions(6000, seed=0)
     assert len(set(many)) == 6000
     assert many[:60] == questions(60, seed=0) and many[:60] != questions(60, seed=1)
-    assert Counter(map(family_of, many)) == dict.fromkeys(FAMILIES, 1500)
+    assert Counter(parse(question)[0] for question in many) == dict.fromkeys(FAMILIES, 1500)
 
 
 def test_training_and_demo_questions_are_disjoint_even_reordered():
@@ -148,7 +148,7 @@ def test_gold_quality_accepts_any_text(question, completion):
 
 def test_unknown_question_is_refused():
     with pytest.raises(ValueError, match="not one of the demo's questions"):
-        family_of("What is the meaning of life?")
+        parse("What is the meaning of life?")
 
 
 def test_pairs_prefer_the_better_sample_and_store_the_flaw():

@@ -309,19 +309,3 @@ def test_column_named_like_an_argument_is_refused(column):
     with pytest.raises(UserError, match=escape(f"--columns my_{column}={column}")):
         check_columns([first_only], rows, "--prompts x.jsonl")
     check_columns([], rows, "--prompts x.jsonl")  # without a function nothing is hidden
-
-
-def test_missing_column_with_a_default_is_a_warning():
-    said = []
-
-    def graded(completions, answer=None, ended=True, **_):
-        return [0.0]
-
-    rows = [Example(CHAT, columns={"solution": "4"})]
-    check_columns([graded, partial(graded, answer="x"), think_format_reward], rows, "--prompts x.jsonl", said.append)
-    assert said == [
-        "warning: the data has no column 'answer', so reward function 'graded' uses the default of this parameter: "
-        "--prompts x.jsonl. The data has 'solution'"
-    ]
-    check_columns([graded], [Example(CHAT, columns={"answer": "4"})], "--prompts x.jsonl", said.append)
-    assert len(said) == 1

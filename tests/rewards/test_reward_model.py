@@ -169,13 +169,13 @@ def test_pair_accuracy_of_known_scores(model, monkeypatch):
     )  # fmt: skip
 
 
-def test_a_length_baseline_without_a_wrong_pair_is_explained(model, monkeypatch, capsys):
+def test_a_length_baseline_without_a_wrong_pair(model, monkeypatch, capsys):
     """3 pairs in which the longer completion is chosen, and 2 ties: baseline 0.8."""
     monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(len(c)) for c in completions])
     found = pair_accuracy(model, [*[pair("a", "long", "b")] * 3, *[pair("a", "b", "c")] * 2])
     assert found.length_baseline == pytest.approx(0.8) and found.accuracy_against_baseline is None
     show_record(dataclasses.asdict(found) | {"calibration": {"completions": 1, "source": "x"}}, Screen())
-    assert "no such pairs: 2 of 5 have equal lengths" in capsys.readouterr().out
+    assert "against baseline  no pairs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

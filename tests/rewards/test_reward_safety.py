@@ -95,28 +95,12 @@ def test_function_that_changes_the_chats_does_not_affect_evaluation(build):
     assert scores[0] == scores[1] == scores[2]
 
 
-def test_function_output_goes_to_a_file(run_flags, tmp_path, capsys):
-    file = tmp_path / "rules.py"
-    file.write_text(
-        "import sys\ndef loud(completions):\n    print('stdout \\udcff here')\n"
-        "    print('stderr here', file=sys.stderr)\n"
-        "    return [1.0] * len(completions)\n"
-    )
-    run(run_flags("--reward-func", f"{file}:loud"))
-    output = capsys.readouterr()
-    text = (tmp_path / "run" / "reward_output.txt").read_text()
-    assert text.count("stderr here") == 4 and "stdout \\udcff here" in text, "two evaluations, two updates"
-    assert "stderr here" not in output.out + output.err
-    assert output.err.count("function 'loud' prints text: it is written to") == 1
-
-
 # --- exceptions ------------------------------------------------------------------------------------------------------
 
 RAISED = {
     "sys.exit(0)": "SystemExit: 0",
     "sys.exit('bye')": "SystemExit: bye",
     "raise Odd('odd')": "Odd: odd",
-    "raise KeyboardInterrupt": "raised KeyboardInterrupt: reward function",
     "raise GeneratorExit": "GeneratorExit",
     "return [10**400] * len(completions)": "a score is larger than the largest float",
     "return [Fraction(10**400)] * len(completions)": "a score is larger than the largest float",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from re import escape
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,17 +85,19 @@ def test_async_function_is_awaited(score):
     assert score(slow) == [1.0, 1.0]
 
 
-def test_error_that_needs_the_whole_batch_names_no_completion(score):
-    def together(completions, **_):
-        if len(completions) > 1:
-            raise ConnectionError("judge is down")
-        return [1.0]
+def test_failing_function_is_called_once_and_its_line_is_named(score):
+    calls = []
+
+    def judge(completions, **_):
+        calls.append(len(completions))
+        raise ConnectionError("judge is down")
 
     with pytest.raises(
         RunError,
-        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* is down: reward function 'together', only with all 2",
+        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* is down: reward function 'judge', 2 completions, the fir",
     ):
-        score(together)
+        score(judge)
+    assert calls == [2]
 
 
 def test_number_of_weights_must_match_functions(tokenizer):
@@ -138,14 +139,6 @@ def test_wrong_number_of_scores_stops_the_run(score):
         RunError, match=r"expected 2 scores, got 1: \[1\.0\]: reward function 'short', first completion 'one'"
     ):
         score(short)
-
-
-def test_exception_in_a_function_is_reported_with_the_completion(score):
-    def picky(completions, **_):
-        return [1.0 / (len(text) - len("two words")) for text in completions]
-
-    with pytest.raises(RunError, match="ZeroDivisionError: .*: reward function 'picky', completion 'two words'"):
-        score(picky)
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -204,11 +197,6 @@ def test_missing_rules_are_refused(tmp_path):
         UserError, match="no such reward function: --reward-func lenght_penalty. Did you mean length_penalty"
     ):
         find_rule("lenght_penalty", ())
-    file = tmp_path / "rules.py"
-    file.write_text("1 / 0\ndef short(completions): ...\nclass Judge: ...")
-    expected = f"no such reward function: --reward-func {file}. Add the name of a function: {file}:short, {file}:Judge"
-    with pytest.raises(UserError, match=f"^{escape(expected)}$"):
-        find_rule(str(file), ())
     with pytest.raises(UserError, match="no such file"):
         find_rule(f"{tmp_path}/nowhere.py:f", ())
     (tmp_path / "broken.py").write_text("1 / 0")

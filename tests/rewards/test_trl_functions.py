@@ -25,33 +25,41 @@ needs_math = pytest.mark.skipif(
 QUESTION = ({"role": "user", "content": "What is 1/3 of 15?"},)
 THOUGHT = "<think>\n15 / 3\n</think>\n"
 RIGHT, WRONG = r"It is \boxed{5}.", r"It is \boxed{7}."
-# name -> texts, ids, the column `solution`, expected scores; the longest completion has 100 tokens
+OVERLONG = "(max_completion_len=100, soft_punish_cache=20)"
+# name -> texts, ids, the column `solution`, expected scores
 CASES = {
     "think_format_reward": ([THOUGHT + RIGHT, RIGHT], [[1], [1]], None, [1.0, 0.0]),
     "accuracy_reward": ([RIGHT, WRONG, RIGHT], [[1]] * 3, ["$5$", "$5$", "no formula"], [1.0, 0.0, None]),
     "reasoning_accuracy_reward": ([THOUGHT + RIGHT, THOUGHT + WRONG, RIGHT], [[1]] * 3, ["$5$"] * 3, [1.0, 0.0, 0.0]),
     # right: from 1 to 0.5 over 100 tokens; wrong: from -1 to -0.5; a cosine, so the middle is halfway
-    "get_cosine_scaled_reward": ([RIGHT, WRONG], [[1] * 50, [1] * 100], ["$5$"] * 2, [0.75, -0.5]),
+    "get_cosine_scaled_reward(max_len=100)": ([RIGHT, WRONG], [[1] * 50, [1] * 100], ["$5$"] * 2, [0.75, -0.5]),
     "get_repetition_penalty_reward": (["", ""], [[1, 2, 3, 4], [5] * 7], None, [0.0, -0.8]),  # one 3-gram five times
-    "get_soft_overlong_punishment": (["", ""], [[1] * 80, [1] * 90], None, [0.0, -0.5]),  # the last 20 of 100 tokens
+    # the last 20 of 100 tokens
+    f"get_soft_overlong_punishment{OVERLONG}": (["", ""], [[1] * 80, [1] * 90], None, [0.0, -0.5]),
 }
 
 
-def scored(name, texts, ids, solutions, longest=100):
+def scored(name, texts, ids, solutions):
     columns = [{} if solutions is None else {"solution": solution} for solution in solutions or texts]
     prompts = [Prompt((1,), Example(QUESTION, columns=row)) for row in columns]
-    function = find_rule(name, longest=longest)
+    function = find_rule(name)
     check_columns([function], [p.example for p in prompts], "--prompts x.jsonl")
     rewards = Rewards([function], None, None, limit_s=60)  # in a thread, as in a run
     return rewards.score(prompts, texts, ids, [True] * len(texts))
 
 
 def test_every_function_of_trl_has_a_case():
-    assert CASES.keys() == {name for name in trl.rewards.__all__ if inspect.isroutine(getattr(trl.rewards, name))}
+    assert {name.partition("(")[0] for name in CASES} == {
+        name for name in trl.rewards.__all__ if inspect.isroutine(getattr(trl.rewards, name))
+    }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_math if name in find.NEED_MATH_VERIFY else ()) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=needs_math if name.partition("(")[0] in find.NEED_MATH_VERIFY else ())
+        for name in CASES
+    ],
 )
 def test_function_of_trl_gives_known_scores(name):
     texts, ids, solutions, expected = CASES[name]
@@ -85,6 +93,7 @@ def test_arguments_of_a_plain_function_are_fixed():
         ("trl:think_format", "no 'think_format' in trl.rewards: --eval-func trl:think_format. Did you mean"),
         ("trl:think_format_reward(", "not a function of trl.rewards: --eval-func"),
         ("trl:get_repetition_penalty_reward(2)", "not a function of trl.rewards: --eval-func"),
+        ("trl:get_soft_overlong_punishment", "missing 2 required positional arguments: 'max_completion_len'"),
         ("trl:get_repetition_penalty_reward(n=2)", "has no argument 'n'"),
         ("trl:get_repetition_penalty_reward(max_penalty=1)", "failed (max_penalty 1 should not be positive)"),
         ("trl:get_cosine_scaled_reward(max_len=__import__('os'))", "not a function of trl.rewards: --eval-func"),
@@ -101,7 +110,7 @@ def test_missing_math_verify_is_reported_before_the_run(monkeypatch):
         with pytest.raises(
             UserError, match=r"math-verify is not installed.*pip install .trl\[math-verify\]==1\.12\.0"
         ):
-            find_rule(f"trl:{name}", longest=10)
+            find_rule(f"trl:{name}")
 
 
 def test_function_that_needs_a_column_names_it():

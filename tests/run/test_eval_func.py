@@ -97,7 +97,6 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     assert f"odd {at_end['value']:.3f} (" in out and f"pass@4 {at_end['pass_at_4']:.3f}" in out
     assert "odd/pass_at_4" in out, "the summary"
     assert "| odd, mean |" in (run / "README.md").read_text()
-    assert "seen" in (run / "reward_output.txt").read_text()
     assert f"--eval-func {rule} exact_match" in out, "the next commands"
     assert "odd, exact_match; 4 completions per prompt" in out, "the plan"
     assert set(record.data["rules"]) == {"length_penalty", rule, "exact_match"}

@@ -144,7 +144,7 @@ def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, c
         assert "6 training prompts x 9 completions" in out and ("groups of" in out) == grouped
     train_ppo.main(run_flags("--scan", "--scan-prompts", 6, "--missing-eos-penalty", 1))
     cells = table(capsys.readouterr().out)
-    assert cells["topic"] == ["prompts", "score (95%)", "no difference", "sd within/between", "signal", "no EOS"]
+    assert cells["topic"] == ["prompts", "score (95%)", "no difference", "signal", "no EOS"]
     assert list(tmp_path.glob("run*")) == []
 
 
@@ -258,10 +258,10 @@ def test_resume_refuses_lost_or_changed_pass_rates(flags, tmp_path):
     ):
         resume()
     file.write_text(text[: len(text) // 2])
-    with pytest.raises(UserError, match=r"pass rates of the run are incomplete or corrupted: --resume"):
+    with pytest.raises(UserError, match=r"pass rates of the run are missing or corrupted: --resume"):
         resume()
     file.unlink()
-    with pytest.raises(UserError, match=r"the run has no pass rates: --resume, --keep-pass-rate"):
+    with pytest.raises(UserError, match=r"pass rates of the run are missing or corrupted: --resume, --keep-pass-rate"):
         resume()
 
 
@@ -281,12 +281,12 @@ def test_checks_of_the_prompts_are_repeated_for_the_kept_ones(flags, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
-def test_lost_topics_are_named(flags, capsys):
+def test_topics_without_a_kept_prompt_are_counted(flags, capsys):
     words = flags("--keep-pass-rate", 0.2, 0.8, "--steps-per-topic", 1, "--scan-samples", 4, "--epochs", 1)
     at = words.index("--num-iterations")
     del words[at : at + 2]
     train_ppo.main(words)
-    assert "warning: no prompt of hard is kept, so these topics are not trained" in capsys.readouterr().out
+    assert "hard 0 of " in capsys.readouterr().out
 
 
 def test_reward_functions_see_the_first_update(configured):
@@ -310,7 +310,7 @@ def test_seeds_have_their_own_pass_rates(flags, tmp_path):
 def test_a_look_samples_no_pass_rates(flags, tmp_path, capsys, monkeypatch, look):
     monkeypatch.setattr("rlhf.setup.pass_rates.sample_pass_rates", lambda *_: pytest.fail("sampled"))
     train_ppo.main(flags("--keep-pass-rate", 0.2, 0.8, look))
-    assert "note: --keep-pass-rate 0.2 0.8 is not applied yet" in capsys.readouterr().out
+    assert "not sampled yet, so all prompts are counted" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 

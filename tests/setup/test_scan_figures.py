@@ -16,7 +16,6 @@ from rlhf.setup.scan_figures import (
     learning_signal,
     no_difference,
     recommend,
-    spread_between,
 )
 
 TWO_OF_EIGHT = [1.0, 1.0, *[0.0] * 6]
@@ -56,13 +55,6 @@ def test_estimates_are_unbiased(p):
             p**size + (1 - p) ** size
         )
         assert mean_of(lambda scores, size=size: all_equal_to(scores, 0.0, size)) == pytest.approx((1 - p) ** size)
-
-
-def test_spread_between_prompts_by_hand():
-    """Means 0.5 and 1: variance 0.125. Within: 1/3 and 0, each / 4, mean 1/24. sqrt(1/8 - 1/24) = sqrt(1/12)."""
-    assert spread_between([[1.0, 1.0, 0.0, 0.0], [1.0] * 4]) == pytest.approx((1 / 12) ** 0.5)
-    assert spread_between([[1.0, 0.0], [0.0, 1.0]]) == 0, "sampling explains more than the difference"
-    assert spread_between([[1.0, 0.0]]) == 0
 
 
 def test_figures_by_hand():

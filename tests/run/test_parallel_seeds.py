@@ -17,7 +17,6 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.distributed import join
 from rlhf.run import parallel_seeds
-from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.kills import differing
 from tests.scripts.test_scripts import ROOT
@@ -129,15 +128,15 @@ def test_each_process_sees_one_gpu(monkeypatch, visible, number, expected):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
+def test_more_processes_than_gpus_are_refused(monkeypatch, user_error):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(UserError, match="process 3 of this machine has no GPU"):
+    with user_error(3):
         join.select_gpu(2)
 
 
-def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch):
-    with pytest.raises(UserError, match="parallel has no effect without --seeds or --sweep: --parallel"):
+def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch, user_error):
+    with user_error("--parallel", "--seeds", "--sweep"):
         parse_cli(["--parallel"], "ppo")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="a launcher has already started several processes"):
+    with user_error():
         parse_cli(["--parallel", "--seeds", "1", "2"], "ppo")

@@ -147,12 +147,12 @@ def test_resumed_run_is_identical_to_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("ppo", marks=pytest.mark.ci), "grpo"])
-def test_resumed_control_exchanges_the_scores_as_the_uninterrupted_one(words, tmp_path, algorithm):
+def test_resumed_control_exchanges_the_scores_as_the_uninterrupted_one(words, tmp_path, algorithm, user_error):
     """Killed in update 4, so that update 3 is repeated from the checkpoint of update 2."""
     control = ["--control", "shuffled"]
     SCRIPTS[algorithm].main([*words(algorithm, *control), "--output", str(tmp_path / "uninterrupted")])
     output = interrupted_run(words, tmp_path / "run", algorithm, update=4, more=control)
-    with pytest.raises(UserError, match="control was shuffled in this run and is none now"):
+    with user_error("control", "shuffled", "none"):
         SCRIPTS[algorithm].main(["--resume", "--control", "none", "--output", str(output)])
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
     assert differing(tmp_path / "uninterrupted", output) == []
@@ -193,10 +193,10 @@ def test_without_a_valid_checkpoint_the_problem_of_each_is_listed(interrupted, t
     assert all("no valid checkpoint" in problem and "--overwrite" in problem for problem in raised.value.problems)
 
 
-def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, tmp_path, capsys):
+def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, tmp_path, capsys, user_error):
     output = interrupted(tmp_path / "run", update=2)
     (output / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="learning_rate was 0.001 in this run and is 0.5 now"):
+    with user_error("learning_rate", 0.001, 0.5):
         train_ppo.main(["--resume", "--learning-rate", "0.5", "--output", str(output)])
     train_ppo.main(["--resume", "--dry-run", "--output", str(output)])
     assert (output / "notes.txt").exists(), "a dry run must not move the folder"
@@ -213,14 +213,14 @@ def test_resume_of_a_finished_run_changes_nothing(uninterrupted, capsys):
     assert (uninterrupted / "ppo" / "run.json").read_bytes() == before
 
 
-def test_resume_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"folder not found: --resume, --output .*nowhere"):
+def test_resume_without_a_run_is_refused(tmp_path, user_error):
+    with user_error("--resume, --output", "nowhere"):
         train_ppo.main(["--resume", "--output", str(tmp_path / "nowhere")])
 
 
-def test_resume_refuses_a_run_of_another_algorithm(interrupted, tmp_path):
+def test_resume_refuses_a_run_of_another_algorithm(interrupted, tmp_path, user_error):
     output = interrupted(tmp_path / "run", update=3)
-    with pytest.raises(UserError, match=r"this is a run of train_ppo.py: --resume"):
+    with user_error("train_ppo.py", "--resume"):
         train_grpo.main(["--resume", "--output", str(output)])
 
 
@@ -265,7 +265,7 @@ def test_resume_restores_best_from_the_checkpoint(words, tmp_path, monkeypatch):
     assert (output / "best" / "model.safetensors").samefile(saved), "a hard link, which needs no disk space"
 
 
-def test_resume_refuses_changed_reward_models_and_functions(words, tmp_path, reward_folder):
+def test_resume_refuses_changed_reward_models_and_functions(words, tmp_path, reward_folder, user_error):
     reward = Path(shutil.copytree(reward_folder, tmp_path / "reward"))
     rule = tmp_path / "rule.py"
     rule.write_text("def words(completions, **_):\n    return [float(len(c.split())) for c in completions]\n")
@@ -273,12 +273,12 @@ def test_resume_refuses_changed_reward_models_and_functions(words, tmp_path, rew
     more = ["--rm-model", reward, *code]
     output = interrupted_run(words, tmp_path / "run", update=3, more=more)
     rule.write_text(rule.read_text().replace("len", "2 * len"))
-    with pytest.raises(UserError, match=r"rules was .* in this run and is .* now\. .*--resume-anyway"):
+    with user_error("rules", "--resume-anyway"):
         train_ppo.main(["--resume", *code, "--output", str(output)])
     rule.write_text(rule.read_text().replace("2 * len", "len"))
     weights = load_file(reward / "model.safetensors")
     save_file({**weights, "score.weight": weights["score.weight"] * 2}, reward / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"reward_model was \w+ in this run and is \w+ now"):
+    with user_error("reward_model"):
         train_ppo.main(["--resume", *code, "--output", str(output)])
 
 
@@ -289,7 +289,7 @@ def test_settings_without_effect_on_training_may_change(interrupted, uninterrupt
     assert len(find_checkpoints(output, RunRecord.read(output).id).valid) == 5
 
 
-def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_file):
+def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_file, user_error):
     output = interrupted(tmp_path / "run", update=3)
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(pairs_file.read_text().splitlines(keepends=True)[:100]))
@@ -297,11 +297,11 @@ def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_f
     run = json.loads(file.read_text())
     run["settings"]["data"]["prompts"], run["versions"]["trl"] = str(fewer), "0.1"
     file.write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"trl was 0.1 in this run and is 1\.12"):
+    with user_error("trl", 0.1, "1.12"):
         train_ppo.main(["--resume", "--output", str(output)])
     run["versions"]["trl"] = "1.12.0"
     file.write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"train_prompts was \d+ in this run and is \d+ now"):
+    with user_error("train_prompts"):
         train_ppo.main(["--resume", "--output", str(output)])
 
 

@@ -146,11 +146,9 @@ ERRORS = {
 }  # fmt: skip
 
 
-# tests/scripts/test_bad_inputs.py tests all errors without a process for each, so most of these run only in CI
-PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in ERRORS]
-
-
-@pytest.mark.parametrize("what", PROCESSES)
+# tests/scripts/test_bad_inputs.py tests all errors without a process for each
+@pytest.mark.ci
+@pytest.mark.parametrize("what", ERRORS)
 def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
@@ -164,6 +162,7 @@ def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, w
     assert not (project / "unused").exists()
 
 
+@pytest.mark.ci
 def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
     done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)

@@ -26,8 +26,9 @@ from tensorboard.summary.writer import event_file_writer
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import parse_cli
+from rlhf.data.prompts import PromptSets, load_prompts
 from rlhf.run.session import RunSession
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import GracefulStop
@@ -62,6 +63,8 @@ def attach(trainer) -> RunLog:
     return session.log
 
 
+# PPO has a critic and GRPO has groups; with the other algorithms, tests of shared code run in the ci tier
+BY_TIER = [pytest.param(name, marks=[] if name in ("ppo", "grpo") else pytest.mark.ci) for name in ALGORITHMS]
 MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start one or two more processes
 MOST_WORKERS = 8  # each imports torch and transformers: with more workers that takes longer than they save
 
@@ -191,14 +194,37 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
             script.main([str(word) for word in words])
 
 
+@pytest.fixture(scope="session")
+def load_prompts_once(pairs_file):
+    """Return load_prompts, which encodes the rows of `pairs_file` once for all tests with the same settings."""
+    encoded: dict[str, PromptSets] = {}
+
+    def load(data: DataSettings, tokenizer, say, **more) -> PromptSets:
+        key = repr((data, tokenizer.name_or_path, more))
+        if key not in encoded:
+            lines: list[str] = []
+            sets = load_prompts(data, tokenizer, lines.append, **more)
+            for line in lines:
+                say(line)
+            if lines or data.prompts != str(pairs_file) or data.eval_dataset is not None:
+                return sets
+            encoded[key] = sets
+        sets = encoded[key]
+        return dataclasses.replace(sets, train=[*sets.train], evaluation=[*sets.evaluation])
+
+    return load
+
+
 @pytest.fixture
-def build(configured):
+def build(configured, load_prompts_once, monkeypatch):
     """Return a function that makes a trainer from flags, with only the given callbacks. `parts_changed` replaces
     fields of Components.
 
     For an algorithm with groups the default batch is 2 prompts x 2 completions: as many episodes as PPO's 4.
     """
     from rlhf.setup.build import build_trainer, load_components
+
+    monkeypatch.setattr("rlhf.setup.load_inputs.load_prompts", load_prompts_once)
 
     def make(*flags: object, algorithm: str = "ppo", callbacks=(), **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()

@@ -25,6 +25,7 @@ PLACEHOLDERS = {
     r", on \S+\)": ", on <machine>)",
     r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?(\.\d+)?([+-]\d\d:\d\d)?": "<time>",
     r"\b(?=[a-z]*\d)(?=\d*[a-f])[0-9a-f]{8,64}\b": "<hash>",
+    r"\b0x[0-9a-f]{6,}": "<address>",
     r"(\w)\1{20,}": r"\1...",
     r"[+-]?\d+\.\d{3,}": "<number>",  # measured
     r"\d[\d,.]* (?=GiB|GB|MB|KB|bytes)": "<size> ",

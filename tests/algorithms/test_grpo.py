@@ -10,7 +10,6 @@ from rlhf.config import parse_cli
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
-from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient
 
 
@@ -103,9 +102,9 @@ def test_kl_is_logged_with_beta_0(grpo):
     assert logged["kl_coef"] == 0 and logged["kl_divergence/k3"] > 1e-3
 
 
-def test_kl_in_the_reward_is_rejected_with_scaled_rewards():
+def test_kl_in_the_reward_is_rejected_with_scaled_rewards(user_error):
     for scale in ("group", "batch"):
-        with pytest.raises(UserError, match=f"--scale-rewards {scale}. Add --kl-placement loss"):
+        with user_error(f"--scale-rewards {scale}", "--kl-placement loss"):
             parse_cli(["--scale-rewards", scale], "grpo")
         parse_cli(["--scale-rewards", scale, "--kl-placement", "loss"], "grpo")
 

@@ -155,10 +155,9 @@ def test_toy_algorithm_trains_from_python(toy, start_model, tmp_path):
     assert trainer.train()["optimizer_steps"] == 2
 
 
-def test_script_rejects_flags_of_other_algorithms(toy, run_flags):
-    from rlhf.utils.errors import UserError
+def test_script_rejects_flags_of_other_algorithms(toy, run_flags, user_error):
 
-    with pytest.raises(UserError, match=r"--K belongs to train_grpo.py and train_rloo.py"):
+    with user_error("--K", "train_grpo.py", "train_rloo.py"):
         train_command("toy", run_flags("--K", 4))
-    with pytest.raises(UserError, match=r"--gamma belongs to train_ppo.py"):
+    with user_error("--gamma", "train_ppo.py"):
         train_command("toy", run_flags("--gamma", 0.9))

@@ -11,7 +11,7 @@ from rlhf.algorithms.objectives import td_errors
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.token_record import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
 from rlhf.utils.errors import UserError
-from tests.conftest import attach
+from tests.conftest import BY_TIER, attach
 
 TOKEN_FIELDS = {"state", "token", "token_id", "logprob", "ref_logprob", "kl", "value", "advantage", "return",
                 "prompt_index", "step"}  # the fields of MLX token-level PPO, with this project's names  # fmt: skip
@@ -27,7 +27,7 @@ class BatchRecorder:
         self.batches[update] = batch, scored
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm):
     trainer = build("--record-tokens", "--record-every", 2, "--record-prompts", 2,
                     "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)  # fmt: skip

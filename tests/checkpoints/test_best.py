@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, PerplexityLimit, choose, perplexity_limit
 from rlhf.utils.files import update_dir_atomically
-from tests.conftest import attach
+from tests.conftest import BY_TIER, attach
 
 
 def candidates(*rows) -> list[Candidate]:
@@ -148,7 +147,7 @@ def test_run_has_the_limit_of_its_rewards(build, kind, ratio):
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
 def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm, flags):
     """The scores are scripted. The second of three evaluations is the best, and the third does not replace it."""

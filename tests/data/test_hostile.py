@@ -488,7 +488,7 @@ RECURSIVE_OR_DEEP = {
     "a mapping in itself": "a: &x {b: *x}\n",
     "a list in itself": "keywords: &x [a, *x]\n",
     "a billion laughs": "keywords: &a [ha, ha]\n" + "".join(f"k{i}: &b{i} [*a, *a]\n" for i in range(3)),
-    "deep lists": "seeds: " + "[" * 1_500 + "]" * 1_500 + "\n",
+    "deep lists": "seeds: " + "[" * 700 + "]" * 700 + "\n",
 }
 
 

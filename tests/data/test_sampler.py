@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import train_ppo
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
@@ -23,7 +22,7 @@ from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
 from rlhf.setup.memory import longest_batch
 from rlhf.utils.errors import UserError
-from tests.conftest import attach
+from tests.conftest import BY_TIER, attach
 from tests.kills import differing
 from tests.run.test_resume import Killed, interrupt
 
@@ -86,7 +85,7 @@ def test_topics_are_ignored_without_steps_per_topic():
     assert [[p.ids for p in sampler.prompts_of(u)] for u in range(1, 16)] == [[p.ids for p in b] for b in batches]
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 def test_training_uses_the_sampler_and_keeps_groups_together(build, topic_file, algorithm):
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size

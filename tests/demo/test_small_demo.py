@@ -15,7 +15,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.commands.train import train_command
 from rlhf.demo import ready
 
-FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval-prompts", "16", "--record-tokens",
+FEW = ["--recipe", "demo", "--num-iterations", "2", "--eval-every", "1", "--eval-prompts", "16", "--record-tokens",
        "--allow-weak-reward-model"]  # fmt: skip
 RUNS = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
 
@@ -51,7 +51,7 @@ def test_ppo_makes_the_demo_parts_and_trains(small):
     record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
     assert len(record["by_flaw"]) >= 3 and record["accuracy"] > 0.5
     run = finished(RUNS[0])
-    assert run["spent"]["episodes"] == 4 * 64 and run["figures"]["prompts"] == 16
+    assert run["spent"]["episodes"] == 2 * 64 and run["figures"]["prompts"] == 16
     assert 0 <= run["figures"]["gold_before"] <= 1 and len(run["figures"]["gold_rise_interval"]) == 2
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-UPDATES = 3
+UPDATES = 2
 COMMON = [
     "--num-iterations", UPDATES, "--ppo-epochs", 2, "--minibatches", 2, "--max-new-tokens", 12, "--prompt-length", 100,
     "--eval-prompts", 6, "--learning-rate", "2e-5", "--kl-coef", 0.1,
@@ -46,6 +46,7 @@ CASES: dict[str, list] = {
     "ppo-empty-share": [*PPO, "--batch-size", 2],  # minibatches of one completion
     "grpo-divided-group": [*GRPO, "--batch-size", 1],
 }
+FLOAT32 = ("ppo", "ppo-lora", "grpo-kl-in-loss", "rloo")  # cases that are also trained in the usual precision
 RULE = '''
 def has_an_a(prompts, completions, **_):
     """1.0 for every second prompt, so that its group has equal scores, else the share of the letter a."""
@@ -184,9 +185,9 @@ def main(argv: Sequence[str]) -> None:
 
     inputs = Inputs.make(folder)
     for name in names or CASES:
-        table = {}
-        for kind, double, updates in (("float64", True, UPDATES), ("float32", False, 1)):
-            table[kind] = both(name, count, inputs, folder, double, updates)
+        table = {"float64": both(name, count, inputs, folder, double=True, updates=UPDATES)}
+        if name in FLOAT32:
+            table["float32"] = both(name, count, inputs, folder, double=False, updates=1)
         print(json.dumps({name: table}), flush=True)
 
 

@@ -23,12 +23,12 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.rng import rng_for
 from tests.documents import ROOT
 
-UPDATES = 2  # the KL is 0 in the first one
+UPDATES, COMPLETIONS = 2, 16  # the KL is 0 in the first update
 # the example's constant -> the library's setting, and another value than that of the recipe `demo`
 CHANGED = {
     "EPOCHS": ("ppo_epochs", 3), "MINIBATCHES": ("minibatches", 2), "TEMPERATURE": ("temperature", 1.3),
     "LEARNING_RATE": ("learning_rate", 1e-3), "MAX_GRAD_NORM": ("max_grad_norm", 0.1), "CLIP": ("clip_range", 0.02),
-    "BETA": ("kl_coef", 0.3), "COMPLETIONS": ("batch_size", 16),
+    "BETA": ("kl_coef", 0.3),
 }  # fmt: skip
 CHANGED_BY_ALGORITHM = {
     "ppo": {
@@ -56,10 +56,12 @@ def rule(completions: list[str], noun: list[str], kind: list[str], **_) -> list[
 
 
 def trained_by_the_library(algorithm: str, dtype: torch.dtype, **changed) -> tuple[OnPolicyLoop, Recorder]:
-    """Returns the trainer after UPDATES updates with the settings of the example's docstring, and what it sampled."""
+    """Returns the trainer after UPDATES updates with the settings of the example's docstring, but fewer completions,
+    and what it sampled."""
+    prompts = tiny_ppo.COMPLETIONS // tiny_ppo.GROUP[algorithm]
     config = make_config(
         "demo", algorithm=algorithm, actor_model=str(tiny_ppo.START_MODEL), kl_schedule="fixed",
-        lr_schedule="constant", num_iterations=UPDATES, eval_prompts=2, **changed,
+        lr_schedule="constant", num_iterations=UPDATES, eval_prompts=2, batch_size=prompts, **changed,
     )  # fmt: skip
     rng = random.Random(7)
     rows = []
@@ -96,7 +98,7 @@ def differences(algorithm: str, dtype: torch.dtype, **changed) -> Tensor:
     policy, kl = trained_by_the_example(algorithm, dtype, recorder)
     (rollout, scores), start = recorder.updates[0], tiny_ppo.Policy(tiny_ppo.START_MODEL)
     assert len(recorder.updates) == UPDATES and len(rollout.mask.sum(1).unique()) > 1 and len(scores.unique()) > 1
-    assert kl > 0.01 and float((flat(policy.model) - flat(start.model)).abs().max()) > 1e-3
+    assert abs(kl) > 1e-3 and float((flat(policy.model) - flat(start.model)).abs().max()) > 1e-3
     if algorithm == "grpo":
         return (flat(trainer.actor.policy) - flat(policy.model)).abs()
     return (flat(trainer.actor.policy, trainer.actor.value_head) - flat(policy.model, policy.value_head)).abs()
@@ -112,19 +114,30 @@ def norm_in_float64(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
+@pytest.fixture
+def few_completions(monkeypatch):
+    monkeypatch.setattr(tiny_ppo, "COMPLETIONS", COMPLETIONS)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_an_update_has_as_many_completions_as_in_the_recipe(algorithm):
+    config = make_config("demo", algorithm=algorithm)
+    assert (config.episodes_per_update, config.group_size) == (tiny_ppo.COMPLETIONS, tiny_ppo.GROUP[algorithm])
+
+
+@pytest.mark.usefixtures("few_completions")
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_weights_equal_the_librarys(algorithm, norm_in_float64):
     assert float(differences(algorithm, torch.float64).max()) < 1e-7
 
 
+@pytest.mark.usefixtures("few_completions")
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_weights_equal_the_librarys_with_other_values_of_the_constants(algorithm, norm_in_float64, monkeypatch):
     changed = CHANGED | CHANGED_BY_ALGORITHM[algorithm]
     for constant, (_, value) in changed.items():
         monkeypatch.setattr(tiny_ppo, constant, value)
-    settings = dict(changed.values())
-    if algorithm == "grpo":
-        settings |= {"K": 2, "batch_size": settings["batch_size"] // 2}  # prompts, 2 completions each
+    settings = dict(changed.values()) | ({"K": 2} if algorithm == "grpo" else {})
     assert float(differences(algorithm, torch.float64, **settings).max()) < 1e-7
 
 

@@ -14,7 +14,7 @@ from rlhf.models.determinism import CUBLAS, parallel_scan, use_deterministic_alg
 from rlhf.rollout import sampling
 from rlhf.rollout.sampling import sample_inverse_cdf
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.errors import run_command
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +36,16 @@ def test_deterministic_algorithms_are_enabled():
     assert os.environ[CUBLAS] == ":4096:8"
 
 
-def test_nondeterministic_cublas_workspace_is_refused(monkeypatch):
+def test_nondeterministic_cublas_workspace_is_refused(monkeypatch, user_error):
     monkeypatch.setenv(CUBLAS, ":0:0")
-    with pytest.raises(UserError, match=r"not deterministic with CUBLAS_WORKSPACE_CONFIG=:0:0: --deterministic. Set"):
+    with user_error("CUBLAS_WORKSPACE_CONFIG=:0:0", "--deterministic"):
         use_deterministic_algorithms()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_initialized_cuda_without_workspace_is_refused(monkeypatch):
+def test_initialized_cuda_without_workspace_is_refused(monkeypatch, user_error):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(UserError, match=r"CUDA is already initialized, .*Set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+    with user_error("CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         use_deterministic_algorithms()
     monkeypatch.setenv(CUBLAS, ":16:8")
     use_deterministic_algorithms()

@@ -15,13 +15,14 @@ from rlhf.commands.train import train_command
 from rlhf.models import actor_critic
 from rlhf.models.actor_critic import TokenDropout
 from rlhf.setup import trial
+from tests.conftest import BY_TIER
 from tests.kills import differing
 from tests.run.test_resume import Killed, interrupt
 
 DROPOUT = ("--use-lora", "--lora-dropout", "0.3")
 
 
-@pytest.fixture(params=list(ALGORITHMS))
+@pytest.fixture(params=BY_TIER)
 def make(build, request):
     """The `build` fixture, for each algorithm."""
     return functools.partial(build, algorithm=request.param)
@@ -120,7 +121,7 @@ def test_mask_has_the_probability_and_no_pattern_between_tokens_features_and_lay
         assert abs(float(((a - 0.8) * (b - 0.8)).mean())) < 5 * 0.16 / 999
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", BY_TIER)
 def test_resumed_run_equals_the_uninterrupted_run(configured, tmp_path, monkeypatch, algorithm):
     config = configured()
     more = ["--batch-size", 2, "--K", 2] if ALGORITHMS[algorithm].group_size > 1 else []

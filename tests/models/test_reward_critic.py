@@ -152,15 +152,15 @@ def test_another_tokenizer_is_refused(build, calibrated, tmp_path):
         build("--rm-model", calibrated, *FROM, "--actor-model", base, "--prompts", prompts)
 
 
-def test_rewards_without_a_reward_model_are_refused(build, calibrated):
+def test_rewards_without_a_reward_model_are_refused(build, calibrated, user_error):
     rewards = Rewards([lambda completions, **_: [1.0] * len(completions)], None, build().processing_class)
-    with pytest.raises(UserError, match="no reward model among the rewards"):
+    with user_error():
         build("--rm-model", calibrated, *FROM, rewards=rewards)
 
 
-def test_missing_lora_target_in_the_reward_model_is_refused(build, calibrated):
+def test_missing_lora_target_in_the_reward_model_is_refused(build, calibrated, user_error):
     trainer = build("--rm-model", calibrated)
     model, _ = trainer.rewards.learned
     lora = replace(trainer.config.model, use_lora=True, lora_targets=("c_attn",))
-    with pytest.raises(UserError, match="the reward model has no module named c_attn"):
+    with user_error("c_attn"):
         critic_of_reward_model(replace(trainer.config, model=lora), model.model)

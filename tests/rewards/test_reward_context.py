@@ -16,7 +16,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards import checks
 from rlhf.rewards.checks import encodes_alike
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from tests.shapes import llama_config, smollm2_tokenizer
 
 CPU = torch.device("cpu")
@@ -40,23 +40,23 @@ def short(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--check"], ["--dry-run"]])
-def test_prompts_beyond_the_context_are_refused_before_loading(run_flags, short, monkeypatch, more):
+def test_prompts_beyond_the_context_are_refused_before_loading(run_flags, short, monkeypatch, more, user_error):
     monkeypatch.setattr(RewardModel, "load", lambda *_: pytest.fail("the weights were read"))
-    with pytest.raises(UserError, match=r"prompts.* longer than the reward model's context of 40 tokens.*--rm-model"):
+    with user_error(40, "--rm-model"):
         train_ppo.main([*run_flags("--max-new-tokens", 8), "--rm-model", str(short), *more])
 
 
-def test_evaluation_beyond_the_context_is_refused(runs, short, tmp_path):
+def test_evaluation_beyond_the_context_is_refused(runs, short, tmp_path, user_error):
     flags = ["--model-path", str(runs["ppo", 1]), "--output", str(tmp_path / "out")]
     for flag in ("--rm-model", "--judge-model"):
-        with pytest.raises(UserError, match=rf"longer than the reward model's context of 40 tokens.*{flag}"):
+        with user_error(40, flag):
             evaluate_generations.main([*flags, flag, str(short)])
 
 
-def test_only_sequences_beyond_the_context_raise(short):
+def test_only_sequences_beyond_the_context_raise(short, user_error):
     model = RewardModel.load(str(short), CPU, None)
     assert len(model.raw_scores([[5] * 40, [6]])) == 2
-    with pytest.raises(RunError, match=r"1 of 2 prompts .* context of 40 tokens \(longest: 41\): scoring"):
+    with user_error("1 of 2", 40, 41, kind=RunError):
         model.raw_scores([[5] * 41, [6]])
 
 

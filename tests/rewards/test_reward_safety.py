@@ -130,9 +130,9 @@ def test_exceptions_of_a_function_are_one_line_and_status_1(run_flags, tmp_path,
 
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise BaseException('no')", "def f(: pass"])
-def test_reward_file_that_fails_on_import_is_refused(tmp_path, code):
+def test_reward_file_that_fails_on_import_is_refused(tmp_path, code, user_error):
     (tmp_path / "rules.py").write_text(code)
-    with pytest.raises(UserError, match=r"the file fails on import: --reward-func .*rules\.py"):
+    with user_error("--reward-func", "rules.py"):
         find_rule(f"{tmp_path}/rules.py:f", ())
 
 
@@ -214,7 +214,7 @@ def test_missing_column_is_refused_before_loading_a_model(run_flags, sums, monke
     assert "reward function 'right' requires the column 'answer', which the data lacks" in capsys.readouterr().err
 
 
-def test_columns_reach_a_function_passed_in_python(start_model, tmp_path):
+def test_columns_reach_a_function_passed_in_python(start_model, tmp_path, user_error):
     seen = []
 
     def right(completions, answer):
@@ -227,5 +227,5 @@ def test_columns_reach_a_function_passed_in_python(start_model, tmp_path):
     trainer = make_trainer(config, rows, rewards=[right])
     trainer.train()
     assert set(seen) <= set(range(1, 9)) and len(seen) == 8 + 4 + 8
-    with pytest.raises(UserError, match="requires the column 'answer', which the data lacks: prompts"):
+    with user_error("'answer'", "prompts"):
         make_trainer(config, ["1 + 1?"] * 4, rewards=[right])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -17,6 +16,7 @@ from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty
 from rlhf.rewards.rewards import Rewards
 from rlhf.utils.errors import RunError, UserError
+from tests.conftest import BY_TIER
 
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
 PROMPTS = [Prompt((1,), Example(messages=FRANCE))] * 2
@@ -100,11 +100,11 @@ def test_failing_function_is_called_once_and_its_line_is_named(score):
     assert calls == [2]
 
 
-def test_number_of_weights_must_match_functions(tokenizer):
+def test_number_of_weights_must_match_functions(tokenizer, user_error):
     for functions, weights in (([words], [1, 2]), ([words, ending], [1])):
-        with pytest.raises(UserError, match=f"weights for {len(functions)} reward functions"):
+        with user_error(len(functions)):
             Rewards(functions, weights, tokenizer)
-    with pytest.raises(UserError, match="an empty list: rewards"):
+    with user_error("rewards"):
         Rewards([], None, tokenizer)
 
 
@@ -123,25 +123,23 @@ def test_numbers_of_any_library_are_scores(score, scores):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "high"])
-def test_non_finite_score_stops_the_run(score, bad):
+def test_non_finite_score_stops_the_run(score, bad, user_error):
     def broken(completions, **_):
         return [0.0, bad]
 
-    with pytest.raises(RunError, match="not a finite number.*: reward function 'broken', completion 'two words'"):
+    with user_error("broken", "two words", kind=RunError):
         score(words, broken)
 
 
-def test_wrong_number_of_scores_stops_the_run(score):
+def test_wrong_number_of_scores_stops_the_run(score, user_error):
     def short(completions, **_):
         return [1.0]
 
-    with pytest.raises(
-        RunError, match=r"expected 2 scores, got 1: \[1\.0\]: reward function 'short', first completion 'one'"
-    ):
+    with user_error(2, "[1.0]", "short", "one", kind=RunError):
         score(short)
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 def test_invalid_score_skips_the_update(build, algorithm):
     """One of two functions returns NaN for one completion. TRL's GRPO would ignore the NaN in the sum."""
 
@@ -170,7 +168,7 @@ def test_built_in_rules_give_known_scores(score):
     ]
 
 
-def test_rule_from_a_file(score, tmp_path):
+def test_rule_from_a_file(score, tmp_path, user_error):
     (tmp_path / "neighbour.py").write_text("PRICE = 3.0")
     file = tmp_path / "my_rewards.py"
     file.write_text(
@@ -182,25 +180,23 @@ def test_rule_from_a_file(score, tmp_path):
     )
     assert score(find_rule(f"{file}:concise", ())) == [-3.0, -3.0]
     assert score(find_rule(f"{file}:Flat", ())) == [7.0, 7.0], "a class is called to make the rule"
-    with pytest.raises(UserError, match="no 'concize' in .*Did you mean concise"):
+    with user_error("concize", "concise"):
         find_rule(f"{file}:concize", ())
-    with pytest.raises(UserError, match="'x' in .* is not callable"):
+    with user_error("'x'"):
         find_rule(f"{file}:x", ())
-    with pytest.raises(UserError, match=r"Needy\(\) failed \(TypeError: .*Give it a constructor without arguments"):
+    with user_error("Needy()", "TypeError"):
         find_rule(f"{file}:Needy", ())
     with pytest.raises(UserError, match=r"Settings\(\) failed"):
         find_rule(f"{file}:Settings", ())
 
 
-def test_missing_rules_are_refused(tmp_path):
-    with pytest.raises(
-        UserError, match="no such reward function: --reward-func lenght_penalty. Did you mean length_penalty"
-    ):
+def test_missing_rules_are_refused(tmp_path, user_error):
+    with user_error("--reward-func lenght_penalty", "length_penalty"):
         find_rule("lenght_penalty", ())
     with pytest.raises(UserError, match="no such file"):
         find_rule(f"{tmp_path}/nowhere.py:f", ())
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(UserError, match="fails on import: .*ZeroDivisionError"):
+    with user_error("ZeroDivisionError"):
         find_rule(f"{tmp_path}/broken.py:f", ())
 
 
@@ -219,7 +215,7 @@ def test_module_receives_right_padded_ids(score, tokenizer):
     assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 def test_rules_score_training_and_evaluation(build, tmp_path, algorithm):
     flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
     trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)

@@ -104,17 +104,15 @@ def test_unknown_functions_and_arguments_are_refused(name, problem):
         find_rule(name, flag="--eval-func")
 
 
-def test_missing_math_verify_is_reported_before_the_run(monkeypatch):
+def test_missing_math_verify_is_reported_before_the_run(monkeypatch, user_error):
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     for name in find.NEED_MATH_VERIFY:
-        with pytest.raises(
-            UserError, match=r"math-verify is not installed.*pip install .trl\[math-verify\]==1\.12\.0"
-        ):
+        with user_error("math-verify", "trl[math-verify]==1.12.0"):
             find_rule(f"trl:{name}")
 
 
-def test_function_that_needs_a_column_names_it():
-    with pytest.raises(UserError, match="'accuracy_reward' requires the column 'solution'"):
+def test_function_that_needs_a_column_names_it(user_error):
+    with user_error("accuracy_reward", "'solution'"):
         check_columns([trl.rewards.accuracy_reward], [Example(QUESTION, columns={"answer": "5"})], "--prompts x.jsonl")
 
 

@@ -45,8 +45,8 @@ def test_resume_anyway_trains_a_finished_run_further(finished, run_flags, tmp_pa
     assert all((extended[name] == uninterrupted[name]).all() for name in extended)
 
 
-def test_fewer_updates_than_the_run_has_are_refused(finished):
-    with pytest.raises(UserError, match="the run already has 2 updates, more than the 1 requested: --resume"):
+def test_fewer_updates_than_the_run_has_are_refused(finished, user_error):
+    with user_error(2, 1, "--resume"):
         train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "1", "--output", str(finished)])
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import train_ppo
 from rlhf.checkpoints.run_folder import lock_run
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.distributed import join
 from rlhf.run import parallel_seeds
-from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.kills import differing
 from tests.scripts.test_scripts import ROOT
@@ -32,15 +32,20 @@ def fails_once(completions, **_):
 
 
 @pytest.fixture
-def command(start_model, reward_folder, pairs_file, tmp_path):
-    """Returns a function that starts train_ppo.py with the flags of a short run in tmp_path."""
+def flags(start_model, reward_folder, pairs_file) -> list[str]:
+    """Return the flags of a run of three updates."""
+    words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
+             "--num-iterations", 3, "--save-every", 2, "--eval-every", 50, "--max-new-tokens", 8,
+             "--prompt-length", 100, "--eval-prompts", 6, "--allow-weak-reward-model"]  # fmt: skip
+    return list(map(str, words))
 
-    def start(*flags: object, updates: int = 3) -> subprocess.Popen:
-        words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
-                 "--num-iterations", updates, "--save-every", 2, "--eval-every", 50, "--max-new-tokens", 8,
-                 "--prompt-length", 100, "--eval-prompts", 6, "--allow-weak-reward-model"]  # fmt: skip
-        resumed = "--resume" in flags
-        argv = [str(word) for word in (*([] if resumed else words), "--output", "run", *flags)]
+
+@pytest.fixture
+def command(flags, tmp_path):
+    """Return a function that starts train_ppo.py in tmp_path with the flags of a short run and others."""
+
+    def start(*more: object) -> subprocess.Popen:
+        argv = [*([] if "--resume" in more else flags), "--output", "run", *map(str, more)]
         return subprocess.Popen(
             [sys.executable, str(ROOT / "train_ppo.py"), *argv], cwd=tmp_path, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -56,33 +61,36 @@ def status_of(folder: Path) -> str | None:
 
 
 @pytest.mark.ci
-def test_failed_seed_is_reported_and_the_others_finish_as_alone(command, tmp_path):
+def test_failed_seed_is_reported_and_the_others_finish_as_alone(command, flags, tmp_path, monkeypatch):
+    """Seed 3 is trained by another process all the time, so it is left to that process."""
     (tmp_path / "reward.py").write_text(FAILS_ONCE, encoding="utf-8")
     (tmp_path / "fail").touch()
+    (tmp_path / "run_seed3").mkdir()
     rule = ("--reward-func", "reward.py:fails_once")
-    process = command("--seeds", 1, 2, 3, "--parallel", *rule)
-    printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 1, printed
-    statuses = {seed: status_of(tmp_path / f"run_seed{seed}") for seed in (1, 2, 3)}
-    assert sorted(statuses.values()) == ["failed", "finished", "finished"], printed
-    (failed,) = [seed for seed, status in statuses.items() if status == "failed"]
-    assert f"error: seed {failed}: " in printed and "ValueError: a test" in printed and "PPO, 2 seeds" in printed
-    assert "update 3/3" in (tmp_path / f"run_seed{failed % 3 + 1}.log").read_text(encoding="utf-8")
-    # the same runs one after another
-    process = command("--seeds", *[s for s in (1, 2, 3) if s != failed], *rule, "--output", "alone")
-    assert process.wait(timeout=200) == 0
-    for seed in (1, 2, 3):
-        if seed != failed:
-            assert differing(tmp_path / f"alone_seed{seed}", tmp_path / f"run_seed{seed}") == []
-    process = command("--resume", "--seeds", 1, 2, 3, "--parallel", *rule)
-    printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 0 and printed.count("already finished") == 2 and "PPO, 3 seeds" in printed, printed
+    with lock_run(tmp_path / "run_seed3"):
+        process = command("--seeds", 1, 2, 3, "--parallel", *rule)
+        printed = process.communicate(timeout=200)[0]
+        assert process.returncode == 1 and "another process trains seed 3" in printed, printed
+        statuses = {seed: status_of(tmp_path / f"run_seed{seed}") for seed in (1, 2, 3)}
+        assert sorted([statuses[1], statuses[2]]) == ["failed", "finished"] and statuses[3] is None, printed
+        failed, other = sorted((1, 2), key=statuses.get)
+        assert f"error: seed {failed}: " in printed and "ValueError: a test" in printed
+        assert "update 3/3" in (tmp_path / f"run_seed{other}.log").read_text(encoding="utf-8")
+        process = command("--resume", "--seeds", 1, 2, 3, "--parallel", *rule)
+        printed = process.communicate(timeout=200)[0]
+        assert process.returncode == 0 and printed.count("already finished") == 1, printed
+        assert "PPO, 2 seeds" in printed and status_of(tmp_path / f"run_seed{failed}") == "finished"
+    # the same run alone, in this process
+    monkeypatch.chdir(tmp_path)
+    train_ppo.main([*flags, "--seed", str(other), *rule, "--output", "alone"])
+    assert differing(tmp_path / "alone", tmp_path / f"run_seed{other}") == []
 
 
 @pytest.mark.ci
 @pytest.mark.skipif(WINDOWS, reason="a test cannot send Ctrl-C to one process on Windows")
-def test_ctrl_c_saves_all_seeds_and_resume_continues_them(command, tmp_path):
-    process, folders = command("--seeds", 1, 2, "--parallel", updates=60), [tmp_path / f"run_seed{s}" for s in (1, 2)]
+def test_ctrl_c_saves_all_seeds_and_prints_the_command_that_resumes_them(command, tmp_path):
+    process = command("--seeds", 1, 2, "--parallel", "--num-iterations", 60)
+    folders = [tmp_path / f"run_seed{seed}" for seed in (1, 2)]
     until = time.monotonic() + 120
     while not all(list(folder.glob("checkpoint-*[0-9]")) for folder in folders):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
@@ -92,19 +100,6 @@ def test_ctrl_c_saves_all_seeds_and_resume_continues_them(command, tmp_path):
     assert process.returncode == 130, printed
     assert [status_of(folder) for folder in folders] == ["stopped", "stopped"]
     assert "--resume --seeds 1 2 --parallel --output run" in printed
-    process = command("--resume", "--seeds", 1, 2, "--parallel")
-    printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 0 and "PPO, 2 seeds" in printed, printed
-
-
-@pytest.mark.ci
-def test_seed_that_another_process_trains_is_left_to_it(command, tmp_path):
-    (tmp_path / "run_seed2").mkdir()
-    with lock_run(tmp_path / "run_seed2"):
-        process = command("--seeds", 1, 2, "--parallel")
-        printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 0 and "another process trains seed 2" in printed, printed
-    assert status_of(tmp_path / "run_seed1") == "finished" and status_of(tmp_path / "run_seed2") is None
 
 
 @pytest.mark.parametrize(
@@ -133,15 +128,15 @@ def test_each_process_sees_one_gpu(monkeypatch, visible, number, expected):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
+def test_more_processes_than_gpus_are_refused(monkeypatch, user_error):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(UserError, match="process 3 of this machine has no GPU"):
+    with user_error(3):
         join.select_gpu(2)
 
 
-def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch):
-    with pytest.raises(UserError, match="parallel has no effect without --seeds or --sweep: --parallel"):
+def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch, user_error):
+    with user_error("--parallel", "--seeds", "--sweep"):
         parse_cli(["--parallel"], "ppo")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="a launcher has already started several processes"):
+    with user_error():
         parse_cli(["--parallel", "--seeds", "1", "2"], "ppo")

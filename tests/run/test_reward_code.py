@@ -119,8 +119,9 @@ def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, 
     evaluate = [line for line in lines if line.startswith("evaluate the model")]
     compare = [line for line in lines if line.startswith("compare; add other runs after")]
     assert len(evaluate) == 2 and len(compare) == 3 and all(line.endswith(code) for line in [*evaluate, *compare])
-    evaluate_generations.main(typed(evaluate[0][evaluate[0].index("python ") :]))
-    compare_runs.main(typed(compare[-1][compare[-1].index("python ") :]))
+    few = ["--num-prompts", "2"]
+    evaluate_generations.main([*typed(evaluate[0][evaluate[0].index("python ") :]), *few])
+    compare_runs.main([*typed(compare[-1][compare[-1].index("python ") :]), *few])
 
 
 def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path, capsys):

@@ -56,27 +56,27 @@ def test_same_command_continues_after_a_failed_seed(train_seeds):
     assert train_seeds("--seeds", 1, 2, 3) == [(2, "out_seed2"), (3, "out_seed3")]
 
 
-def test_finished_seed_with_other_settings_is_refused(train_seeds):
+def test_finished_seed_with_other_settings_is_refused(train_seeds, user_error):
     train_seeds("--seeds", 1)
-    with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\): .*out_seed1"):
+    with user_error("(K, kl_horizon, learning_rate)", "out_seed1"):
         train_seeds("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
     assert train_seeds("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
 
 
-def test_finished_seed_of_an_older_format_is_refused_or_replaced(train_seeds, tmp_path):
+def test_finished_seed_of_an_older_format_is_refused_or_replaced(train_seeds, tmp_path, user_error):
     train_seeds("--seeds", 1)
     file = tmp_path / "out_seed1" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
     for flags in ((), ("--resume",)):
-        with pytest.raises(UserError, match="run.json has format 1, and this version reads format 3: .*out_seed1"):
+        with user_error(1, 3, "out_seed1"):
             train_seeds("--seeds", 1, 2, *flags)
     assert train_seeds("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
 
 
-def test_output_folders_of_all_seeds_are_checked_before_the_first_run(train_seeds, tmp_path):
+def test_output_folders_of_all_seeds_are_checked_before_the_first_run(train_seeds, tmp_path, user_error):
     (tmp_path / "out_seed3").mkdir()
     RunLog(tmp_path / "out_seed3", **facts_of())  # a run that did not finish
-    with pytest.raises(UserError, match="already contains an unfinished run: .*out_seed3"):
+    with user_error("out_seed3"):
         train_seeds("--seeds", 1, 2, 3)
     assert not (tmp_path / "out_seed1").exists()
     assert [seed for seed, _ in train_seeds("--seeds", 1, 2, 3, "--overwrite")] == [1, 2, 3]
@@ -87,8 +87,8 @@ def test_dry_run_ignores_existing_folders(train_seeds):
     assert train_seeds("--seeds", 1, "--K", 4, "--dry-run") == [(1, "out_seed1")]
 
 
-def test_duplicate_seed_is_refused():
-    with pytest.raises(UserError, match="a seed appears twice: --seeds"):
+def test_duplicate_seed_is_refused(user_error):
+    with user_error("--seeds"):
         parse_cli(["--seeds", "1", "2", "1"])
 
 

@@ -32,6 +32,7 @@ RUN_ELSEWHERE = {
     r"^python examples/tiny_ppo\.py": "tests/examples/test_tiny_ppo.py",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
     r"--sweep": "tests/run/test_sweep.py",
+    r"--parallel": "tests/run/test_parallel_seeds.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
     r"--recipe smollm2-sums": "tests/real/test_recipe.py",
     r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
@@ -62,8 +63,14 @@ def runnable() -> list[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, pairs_file) -> Path:
-    """Return a copy of the project in which the hub's names are folders and files with small models and data."""
+    """Return a copy of the project in which the hub's names are folders and files with small models and data.
+    config.py, which holds for the default recipe, has a few short updates."""
     folder = copy_project(tmp_path_factory.mktemp("readme"))
+    settings = (folder / "config.py").read_text(encoding="utf-8")
+    for line, short in (("epochs = 3", "num_iterations = 4"), ("max_new_tokens = 128", "max_new_tokens = 16")):
+        assert f"\n{line} " in settings
+        settings = settings.replace(f"\n{line} ", f"\n{short} ")
+    (folder / "config.py").write_text(settings, encoding="utf-8")
     make_start_model(folder / "HuggingFaceTB" / "smollm2-135M-SFT-Only")
     make_start_model(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     make_base_model(folder / "HuggingFaceTB" / "SmolLM2-135M")
@@ -148,7 +155,7 @@ def test_every_command_of_the_pages_runs(project, forked):
             assert "http://" in serve(words[1:], project)
             continue
         program = [*MODULES.get(words[0], []), *words[1:], *(WITHOUT_A_GPU if words[0] == "trl" else [])]
-        start = run if words[0] in LAUNCHERS or "--parallel" in words else forked
+        start = run if words[0] in LAUNCHERS else forked
         done = start(program, project)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         for record in project.glob("*reward_model*/metrics.json"):

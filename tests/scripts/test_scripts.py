@@ -85,22 +85,21 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
     assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
 
-    again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # an encoding of Windows consoles
-    assert again.returncode == 0 and f"moved the old run in {name} to {name}_1" in again.stdout
-
 
 @pytest.mark.ci
-def test_several_seeds_in_one_command(project, flags):
-    """Runs two seeds, then three: finished seeds are skipped, and the table has all of them. tests/run/test_seeds.py
-    and tests/run/test_resume.py run several seeds in one process."""
+def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys):
+    """Runs two seeds, then three: finished seeds are skipped, and the table has all of them."""
+    import train_grpo
+
+    monkeypatch.chdir(tmp_path)
     few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
-    done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
-    assert done.returncode == 0, done.stderr
-    assert "GRPO, 2 seeds" in done.stdout and "standard deviation" in done.stdout
-    again = run(["train_grpo.py", *few, "--seeds", "1", "2", "3"], project)
-    assert again.returncode == 0, again.stderr
-    assert "seed 2: already finished in many_seed2" in again.stdout and "GRPO, 3 seeds" in again.stdout
-    rises = json.loads((project / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
+    train_grpo.main([*few, "--seeds", "1", "2"])
+    printed = capsys.readouterr().out
+    assert "GRPO, 2 seeds" in printed and "standard deviation" in printed
+    train_grpo.main([*few, "--seeds", "1", "2", "3"])
+    printed = capsys.readouterr().out
+    assert "seed 2: already finished in many_seed2" in printed and "GRPO, 3 seeds" in printed
+    rises = json.loads((tmp_path / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
     assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
 
 
@@ -147,11 +146,9 @@ ERRORS = {
 }  # fmt: skip
 
 
-# tests/scripts/test_bad_inputs.py tests all errors without a process for each, so most of these run only in CI
-PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in ERRORS]
-
-
-@pytest.mark.parametrize("what", PROCESSES)
+# tests/scripts/test_bad_inputs.py tests all errors without a process for each
+@pytest.mark.ci
+@pytest.mark.parametrize("what", ERRORS)
 def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
@@ -165,6 +162,7 @@ def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, w
     assert not (project / "unused").exists()
 
 
+@pytest.mark.ci
 def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
     done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
@@ -176,8 +174,11 @@ def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
 
 @pytest.mark.ci
 def test_training_works_on_a_cp1252_console(project, flags):
-    done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
-    assert done.returncode == 0, done.stderr
+    """An encoding of Windows consoles. The second run moves the folder of the first one."""
+    for _ in range(2):
+        done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
+        assert done.returncode == 0, done.stderr
+    assert "moved the old run in cp1252 to cp1252_1" in done.stdout
 
 
 def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):

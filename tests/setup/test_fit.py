@@ -19,7 +19,6 @@ from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.shape import Shape
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
 
 CPU, GIB = torch.device("cpu"), 2**30
 SMOLLM2 = Shape.of(
@@ -112,14 +111,14 @@ def test_without_bitsandbytes_its_optimizer_is_not_chosen(configured, monkeypatc
     assert "optim" not in chosen(config, 0.1) and chosen(config, 0.1)["use_lora"]
 
 
-def test_nothing_fits(configured):
+def test_nothing_fits(configured, user_error):
     config = configured("--fit", "100MB")
-    with pytest.raises(UserError, match=r"no settings fit: --fit 100MB\. The smallest predicted peak is 0\.\d\d GiB"):
+    with user_error("--fit 100MB", "GiB"):
         fit(config, load_inputs(config, Screen()), CPU, Screen())
 
 
-def test_a_memory_size_without_unit_is_an_error(configured):
-    with pytest.raises(UserError, match="fit is '8': --fit. Give a size with its unit, such as 8GB or 6000MB"):
+def test_a_memory_size_without_unit_is_an_error(configured, user_error):
+    with user_error("--fit", "8GB", "6000MB"):
         configured("--fit", "8")
 
 
@@ -161,9 +160,9 @@ def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, cap
     assert {name: after[name] for name in FITTED} == {name: before[name] for name in FITTED}
 
 
-def test_another_size_on_resume_is_an_error(run_flags):
+def test_another_size_on_resume_is_an_error(run_flags, user_error):
     train_ppo.main(run_flags("--num-iterations", 1, "--fit", "64GB"))
-    with pytest.raises(UserError, match="--fit chooses settings when a run starts: --resume, --fit 32GB"):
+    with user_error("--resume", "--fit 32GB"):
         train_ppo.main(run_flags("--num-iterations", 1, "--fit", "32GB", "--resume"))
 
 

@@ -12,14 +12,14 @@ import torch
 
 import train_grpo
 import train_rloo
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.trainer.scores import Scores
+from tests.conftest import BY_TIER
 
 NAN = math.nan
 
 
-@pytest.fixture(params=list(ALGORITHMS))
+@pytest.fixture(params=BY_TIER)
 def make(build, request):
     """`build` for each algorithm: 4 prompts, or 2 prompts x 2 completions."""
     return functools.partial(build, algorithm=request.param)

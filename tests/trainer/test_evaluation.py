@@ -21,7 +21,6 @@ from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.trainer.state import _text_from_json, _text_to_json
-from rlhf.utils.errors import UserError
 from tests.conftest import attach
 
 CPU = torch.device("cpu")
@@ -83,7 +82,7 @@ def test_perplexity_without_pairs_uses_completions_of_the_start_model(build, tmp
     assert capsys.readouterr().out.count(f"on {source}") == 2, "once before and once after training"
 
 
-def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path):
+def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path, user_error):
     file = tmp_path / "text.txt"
     file.write_text("the cat sat\n\nParis is a city\non a river\n\n\n")
     trainer = build("--eval-text", file)
@@ -95,9 +94,9 @@ def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path):
         [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(UserError, match="no paragraph with at least 2 tokens: --eval-text"):
+    with user_error("--eval-text", 2):
         build("--eval-text", tmp_path / "empty.txt")
-    with pytest.raises(UserError, match="file not found: --eval-text"):
+    with user_error("--eval-text"):
         build("--eval-text", tmp_path / "nowhere.txt")
 
 

@@ -77,12 +77,12 @@ def test_non_finite_weights_end_the_run_and_are_not_saved(run_flags, tmp_path, c
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_trainer_state"])
-def test_non_finite_weights_are_rejected_by_both_save_functions(build, tmp_path, save):
+def test_non_finite_weights_are_rejected_by_both_save_functions(build, tmp_path, save, user_error):
     from rlhf.trainer.state import save_trainer_state
 
     trainer = build()
     next(trainer.model.parameters()).data[0] = math.nan
-    with pytest.raises(RunError, match="1 weights are not finite, the first is .*They are not saved"):
+    with user_error("1 weights", kind=RunError):
         trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer_state(
             trainer, tmp_path / "model"
         )
@@ -133,7 +133,7 @@ def stop_after(update: int, call) -> None:
         call()
 
 
-def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path, capsys):
+def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path, capsys, snapshot):
     """The scores of update 3 are NaN, and SIGINT arrives in the same update."""
     rule = nan_rule(tmp_path, 4)
     flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
@@ -148,8 +148,8 @@ def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path,
         patch.setattr(collect.RolloutCollector, "score", stopped)
         run(flags, 128 + signal.SIGINT)
     output = capsys.readouterr().err
-    assert "stopped after update 3 of 8. This update was skipped, so no checkpoint was saved; the newest " in output
-    assert "checkpoint-2. Resume with: python train_ppo.py --resume" in output
+    assert "update 3 of 8" in output and "checkpoint-2" in output and "python train_ppo.py --resume" in output
+    snapshot(output)
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-2"]
 
 
@@ -169,12 +169,13 @@ def test_overdue_checkpoint_is_saved_by_the_next_successful_update(build, tmp_pa
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
+def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, snapshot, updates):
     rule = nan_rule(tmp_path, 2, 1 + updates)
     run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
-    output = capsys.readouterr().out
-    assert f"warning: the last update ({updates}) was skipped. The weights are finite, so they are saved" in output
-    assert "not measured, because every update was skipped" in output
+    output = " ".join(capsys.readouterr().out.split())
+    (warning,) = re.findall(rf"warning: [^.]*\({updates}\)[^.]*\.[^.\d]*", output)
+    assert "not measured" in output
+    snapshot(warning)
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.figures["kl_last_10_updates"] is None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0

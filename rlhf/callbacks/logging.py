@@ -12,10 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.findings import short_fields, show_run_findings
-from rlhf.callbacks.samples import markdown, sample_table, table_text
-from rlhf.checkpoints.run_record import flat_settings
+from rlhf.callbacks.samples import sample_table, table_text
 from rlhf.data.sampler import shorten
-from rlhf.settings.fields import as_text, to_dict
 from rlhf.settings.types import KL_METRICS, kl_text
 from rlhf.trainer.eval_metrics import shown, tag_of
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
@@ -42,8 +40,7 @@ def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
 
 
 class TensorBoardLog(Callback):
-    """Writes every metric to TensorBoard, the settings, and some samples of every evaluation. The x axis counts
-    updates."""
+    """Writes every metric to TensorBoard, and some samples of every evaluation. The x axis counts updates."""
 
     def __init__(self, folder: Path, time_of_event: Callable[[], float]):
         """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
@@ -55,10 +52,6 @@ class TensorBoardLog(Callback):
             title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts_of(trainer).items()
         }
         self.writer.add_custom_scalars({"most important": charts})
-        settings = flat_settings(to_dict(trainer.config))
-        first = ("recipe", "algorithm")
-        rows = [[name, as_text(settings[name])] for name in dict.fromkeys((*first, *settings))]
-        self.writer.add_text("settings", table_text(["setting", "value"], rows), self.done, self.time_of_event())
 
     @cached_property
     def writer(self) -> SummaryWriter:
@@ -78,9 +71,7 @@ class TensorBoardLog(Callback):
             self.writer.add_scalar(name, value, update, time_of_event)
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        time_of_event = self.time_of_event()
-        self.writer.add_text("skipped", markdown(str(reason)), update, time_of_event)
-        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, time_of_event)
+        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, self.time_of_event())
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())

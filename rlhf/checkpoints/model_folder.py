@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from rlhf.checkpoints.gguf import gguf_folder, gguf_record
 from rlhf.utils.command_lines import command, script_words
@@ -22,7 +24,6 @@ WEIGHTS_FILE = "model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a hub model in the local cache
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
-LARGEST_TOKENIZER = 2**25  # bytes; a larger tokenizer.json takes longer than a second to read
 
 
 def how_to_train() -> str:
@@ -121,7 +122,7 @@ def policy_problems(name: str, flag: str, targets: Collection[str] = ()) -> list
     folder = Path(find_model(name, flag))
     config = read_config(folder)
     tensors = tensors_of(folder)
-    problems = tokenizer_problems(folder, config)
+    problems = tokenizer_problems(folder)
     quantized = "quantization_config" in config
     missing = [] if quantized or ALL_LINEAR in targets else missing_targets(linear_modules(tensors), targets, folder)
     return [*problems, *missing]
@@ -137,7 +138,7 @@ def reward_model_problems(name: str, flag: str) -> list[str]:
     tensors = tensors_of(folder)
     if problem is None and not any("score" in tensor or "classifier" in tensor for tensor in tensors):
         problem = f"no trained score head (score.weight is missing): {flag} {name}. {how_to_train()}"
-    return [problem] if problem else tokenizer_problems(folder, config)
+    return [problem] if problem else tokenizer_problems(folder)
 
 
 def reward_config_problem(architecture: str, labels: int, pad: int | None, place: str) -> str | None:
@@ -192,20 +193,11 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
 
 def _header(file: Path) -> dict[str, list[int]] | None:
     """Return the names and shapes of a safetensors file's tensors; None if the file is not complete."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= size - 8:
-            return None
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            return None
-    header.pop("__metadata__", None)
-    ends = [tensor["data_offsets"][1] for tensor in header.values()]
-    if 8 + length + max(ends, default=0) != size:
+    try:
+        with safe_open(file, "numpy") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError:
         return None
-    return {name: tensor["shape"] for name, tensor in header.items()}
 
 
 def linear_modules(tensors: dict[str, list[int]]) -> set[str]:
@@ -226,22 +218,12 @@ def missing_targets(leaves: Collection[str], targets: Collection[str], name: str
     ]
 
 
-def tokenizer_problems(folder: Path, config: dict[str, Any]) -> list[str]:
-    """Return an error line if a tokenizer has no EOS, and one if it has more tokens than its model has embeddings."""
-    problems, settings, tokens = [], folder / "tokenizer_config.json", folder / "tokenizer.json"
+def tokenizer_problems(folder: Path) -> list[str]:
+    """Return an error line if a tokenizer has no EOS."""
+    settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_object(settings).get("eos_token", "not given") is None:
-        problems.append(f"no EOS token: tokenizer of {folder}. Set eos_token in its tokenizer_config.json")
-    embeddings = config.get("vocab_size")
-    if tokens.is_file() and tokens.stat().st_size < LARGEST_TOKENIZER and isinstance(embeddings, int):
-        problem = vocabulary_problem(len(set(_token_ids(read_object(tokens)))), embeddings, folder)
-        problems += [problem] if problem else []
-    return problems
-
-
-def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    yield from (token["id"] for token in tokenizer.get("added_tokens", ()))
+        return [f"no EOS token: tokenizer of {folder}. Set eos_token in its tokenizer_config.json"]
+    return []
 
 
 def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> str | None:

@@ -106,7 +106,7 @@ class RunRecord:
     ended: str | None = None  # UTC
     reason: str | None = None  # why the run stopped or failed
     sessions: list | None = None  # dicts of start, process and environment, one per --resume
-    processes: dict | None = None  # their number, and by process the sampled tokens and the trained tokens
+    processes: int | None = None  # their number, since the start or the resumption of the run
     unknown: dict | None = None  # keys that the user added to the file; they are preserved
 
     @property

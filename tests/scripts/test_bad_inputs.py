@@ -734,6 +734,7 @@ LATE = {
     *("not found", "gated", "offline", "needs trust_remote_code", "no pad token", "pad equals EOS"),
     *("policy's weights with NaN", "reward model's weights with infinity", "too little space for the checkpoints"),
     *("no column for an evaluation function", "nothing to learn", "no pass rate of a reward model"),
+    *("tokenizer larger than the policy", "tokenizer larger than the reward model"),
 }
 LATE |= {
     row.title

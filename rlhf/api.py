@@ -64,13 +64,8 @@ def make_trainer(
     check_given(config, callbacks, without_folder=output is None)
     check_trackers(config.record.report_to or ())
     folder = None if output is None else Path(local_path(output))
-    given = {
-        "prompts": prompts,
-        "evaluation_prompts": evaluation_prompts,
-        "rewards": rewards,
-        "reward_weights": reward_weights,
-        "eval_functions": eval_functions,
-    }
+    given = {"prompts": prompts, "evaluation_prompts": evaluation_prompts, "rewards": rewards,
+             "reward_weights": reward_weights, "eval_functions": eval_functions}  # fmt: skip
     trainer = agree(lambda: trainer_of(config, folder, progress, **given))
     for callback in callbacks:
         trainer.add_callback(callback)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -14,29 +13,13 @@ from rlhf.callbacks.base import Callback
 from rlhf.callbacks.findings import short_fields, show_run_findings
 from rlhf.callbacks.samples import sample_table, table_text
 from rlhf.data.sampler import shorten
-from rlhf.settings.types import KL_METRICS, kl_text
-from rlhf.trainer.eval_metrics import shown, tag_of
+from rlhf.settings.types import kl_text
+from rlhf.trainer.eval_metrics import shown
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number, one_line
 
 SOME_UPDATES = 10  # findings over this many updates are not a coincidence
-
-
-def charts_of(trainer: OnPolicyLoop) -> dict[str, list[str]]:
-    """Return the charts of TensorBoard's tab "Custom Scalars": title -> tags in it."""
-    per = trainer.kl.controller.targets[0].per
-    target = ["kl_divergence/target"] if trainer.config.kl.steered else []
-    functions = trainer.evaluator.functions
-    unseen = [tag_of(name, "value") for name in functions.names] if functions is not None else []
-    unseen += ["eval/gold"] if trainer.evaluator.gold is not None else []
-    return {
-        "score": ["rewards/mean", "eval/score"],
-        **({"metrics that training never sees": unseen} if unseen else {}),
-        f"KL{' and its target' if target else ''}, nats per {per}": [KL_METRICS[per], *target],
-        "entropy, nats per token": ["policy/entropy"],
-        "completion length, tokens": ["completions/mean_length", "eval/length"],
-    }
 
 
 class TensorBoardLog(Callback):
@@ -48,10 +31,6 @@ class TensorBoardLog(Callback):
 
     def on_train_begin(self, trainer):
         self.done, self.trainer = trainer.state.global_step, trainer
-        charts = {
-            title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts_of(trainer).items()
-        }
-        self.writer.add_custom_scalars({"most important": charts})
 
     @cached_property
     def writer(self) -> SummaryWriter:

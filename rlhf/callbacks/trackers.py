@@ -1,4 +1,4 @@
-"""The trackers of --report-to: Weights & Biases, trackio and MLflow, through transformers' integrations.
+"""The trackers of --report-to: Weights & Biases and trackio, through transformers' integrations.
 
 transformers' callbacks start the run in the tracker. What is sent differs from theirs: this project's settings instead
 of TrainingArguments, the TensorBoard tags without a prefix, samples, and the results. docs/trackers.md lists it.
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers.integrations import MLflowCallback, TrackioCallback, WandbCallback
+from transformers.integrations import TrackioCallback, WandbCallback
 
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.samples import sample_table
@@ -26,7 +26,6 @@ from rlhf.utils.processes import is_first
 
 PROJECT = "rlhf-workstation"  # the default project in wandb and trackio
 STEP = "train/global_step"  # the metric that transformers' WandbCallback defines as the x axis
-RUN_TAG = "rlhf_run"  # the tag of a run in MLflow with the id in its run.json
 SAMPLES = "samples"  # the name of the tables
 ID_DIGITS = 8  # of the id in a name
 
@@ -98,42 +97,7 @@ class TrackioTracker(TrackioCallback):
         self._trackio.finish()
 
 
-class MLflowTracker(MLflowCallback):
-    """A run of MLflow. A resumed run continues the run whose tag has the id of the run.json."""
-
-    def start(self, args: Any, state: Any, run_id: str | None) -> None:
-        same = f"tags.{RUN_TAG} = '{run_id}'"
-        found = run_id and self._ml_flow.search_runs(
-            filter_string=same, search_all_experiments=True, output_format="list", max_results=1
-        )
-        self.tables: set[str] = set()
-        if found:
-            number = self._ml_flow.start_run(run_id=found[0].info.run_id).info.run_id
-            listed = self._ml_flow.artifacts.list_artifacts(run_id=number, artifact_path=SAMPLES)
-            self.tables = {file.path for file in listed}
-            args = SimpleNamespace(run_name=args.run_name, to_dict=dict)  # MLflow refuses to change a parameter
-        self.setup(args, state, model=None)
-        if run_id is not None:
-            self._ml_flow.set_tag(RUN_TAG, run_id)
-
-    def log(self, metrics: dict[str, float], state: Any) -> None:
-        self.on_log(None, state, None, logs=metrics)
-
-    def table(self, columns: list[str], rows: list[list], state: Any) -> None:
-        file = f"{SAMPLES}/update-{state.global_step:06d}.json"
-        if file not in self.tables:  # MLflow would append the rows
-            self._ml_flow.log_table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)), file)
-
-    def finish(self, figures: dict[str, Any] | None, failed: bool, state: Any) -> None:
-        try:
-            if figures:
-                self.log(numbers_of(figures), state)
-                self._ml_flow.log_dict(figures, "figures.json")
-        finally:
-            self._ml_flow.end_run("FAILED" if failed else "FINISHED")
-
-
-TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
+TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker}
 
 
 class Trackers(Callback):

@@ -21,7 +21,6 @@ def warn_about_length(
     source: str,
     flag: str | None,
     say: Callable[[str], None],
-    room: int | None = None,
 ) -> None:
     """Print a warning if more than a fifth of the rows are longer than the limit.
 
@@ -32,17 +31,13 @@ def warn_about_length(
         source: the flag and value that gave the rows.
         flag: the flag that sets the limit; None: it is a model's context.
         say: prints one line.
-        room: tokens of the longest row that the model can read; None: not known.
     """
     too_long = sum(length > limit for length in lengths)
     if too_long <= MANY * len(lengths):
         return
-    fix, needed = "Use a model with a longer context", length_that_keeps(KEPT_PERCENT, lengths)
-    if flag is not None and (room is None or needed <= room):
-        fix = f"{flag} {needed} keeps {KEPT_PERCENT}% of them"
-    elif flag is not None and room > limit:
-        kept = sum(length <= room for length in lengths) / len(lengths)
-        fix = f"{flag} {room} is the most that fits into the model's context, and keeps {kept:.0%} of them"
+    fix = "Use a model with a longer context"
+    if flag is not None:
+        fix = f"{flag} {length_that_keeps(KEPT_PERCENT, lengths)} keeps {KEPT_PERCENT}% of them"
     say(
         f"warning: {too_long:,} of {len(lengths):,} {rows} ({too_long / len(lengths):.0%}) are longer than {limit:,} "
         f"tokens and are skipped: {source}. {fix}"

@@ -117,18 +117,17 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None] = print_line,
     evaluation_alone: bool = False,
-    room: int | None = None,
     selection: Selection | None = None,
 ) -> PromptSets:
     """Load, split and encode the prompts of the file or hub dataset in the settings.
 
     Prints a warning if a topic has no training prompt. Raises UserError if no training prompt is left (unless
-    `evaluation_alone`) or no evaluation prompt. `room` is the length of the longest prompt that the model can read,
-    for advice. `selection` is the result of `select_examples`, if it was called already.
+    `evaluation_alone`) or no evaluation prompt. `selection` is the result of `select_examples`, if it was called
+    already.
     """
     by_topic, selection = data.steps_per_topic is not None, selection or select_examples(data, say, evaluation_alone)
     examples, split, parts = selection.examples, selection.split, selection.parts
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say, room)
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say)
     where = f"{data.prompts}, {len(examples)} rows, split {split}"
     if not sets.train and not evaluation_alone:
         raise _no_prompts("train", where, parts["rl"], tokenizer)
@@ -195,7 +194,6 @@ def given_prompts(
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
     say: Callable[[str], None] = print_line,
-    room: int | None = None,
 ) -> PromptSets:
     """Encode prompts given in Python.
 
@@ -217,7 +215,7 @@ def given_prompts(
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
         if not held_out:
             raise UserError("an empty list: evaluation_prompts. Pass texts or chats, or None")
-    sets = render_sets(tokenizer, train, held_out, data, "prompts", say, room)
+    sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
@@ -230,7 +228,6 @@ def render_sets(
     data: DataSettings,
     source: str,
     say: Callable[[str], None] = print_line,
-    room: int | None = None,
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
@@ -240,7 +237,7 @@ def render_sets(
         warn_about_lost_rows(lost_rows(examples, by_topic), say)
     both = [_encoded(tokenizer, distinct_questions(examples, by_topic)) for examples in (train, evaluation)]
     lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
-    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say, room)
+    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
     kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)
     return PromptSets(
         kept,

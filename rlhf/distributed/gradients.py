@@ -29,48 +29,31 @@ def exchange_rows(own: Tensor | None, rows: Sequence[int], count: int, device: t
     return whole + others.requires_grad_(own is None)
 
 
-class GradientSum:
-    """Adds up the gradients of all processes."""
+def add_up_gradients(
+    weights: Iterable[nn.Parameter], stats: dict[str, Tensor], error: Exception | None = None
+) -> dict[str, Tensor]:
+    """Add up the gradients of all processes, in place, and return the sums of the statistics.
 
-    def __init__(self):
-        self.buffer: Tensor | None = None  # kept on a CPU, where new memory takes longer than the exchange
+    The gradients of a minibatch's loss are sums over its rows with one divisor, so they are added, not averaged.
+    One flat all-reduce sums everything. Afterwards each gradient is a part of the flat tensor. With one process
+    nothing is done, and `error` is raised.
 
-    def __call__(
-        self, weights: Iterable[nn.Parameter], stats: dict[str, Tensor], error: Exception | None = None
-    ) -> dict[str, Tensor]:
-        """Add up the gradients of all processes, in place, and return the sums of the statistics.
-
-        The gradients of a minibatch's loss are sums over its rows with one divisor, so they are added, not averaged.
-        One flat all-reduce sums everything. Afterwards each gradient is a part of the flat tensor. With one process
-        nothing is done, and `error` is raised.
-
-        Args:
-            weights: the weights, in the same order in every process. A weight keeps the gradient None if no process
-                has a gradient for it.
-            stats: scalars by name; {} in a process without rows.
-            error: why this process has no gradients. It is then raised in all processes.
-        """
-        names = next((found for found in gather_or_raise(list(stats), error) if found), [])
-        if size() == 1:
-            return stats
-        weights = [weight for weight in weights if weight.requires_grad]
-        has = [weight.grad is not None for weight in weights]
-        flags = weights[0].new_tensor(has)
-        grads = [
-            w.grad.reshape(-1) if there else w.new_zeros(w.numel()) for w, there in zip(weights, has, strict=True)
-        ]
-        scalars = [stats[name].to(flags).reshape(1) if name in stats else flags.new_zeros(1) for name in names]
-        flat = add_up(self._flat([*grads, flags, *scalars]))
-        *sums, found, totals = flat.split([*(weight.numel() for weight in weights), len(flags), len(names)])
-        for weight, total, there in zip(weights, sums, found.tolist(), strict=True):
-            weight.grad = total.view_as(weight) if there else None
-        return dict(zip(names, totals.clone().unbind(), strict=True))
-
-    def _flat(self, parts: list[Tensor]) -> Tensor:
-        """Return the parts as one tensor."""
-        if parts[0].is_cuda:
-            return torch.cat(parts)
-        length = sum(part.numel() for part in parts)
-        if self.buffer is None or self.buffer.numel() != length or self.buffer.dtype != parts[0].dtype:
-            self.buffer = torch.empty(length, dtype=parts[0].dtype)
-        return torch.cat(parts, out=self.buffer)
+    Args:
+        weights: the weights, in the same order in every process. A weight keeps the gradient None if no process
+            has a gradient for it.
+        stats: scalars by name; {} in a process without rows.
+        error: why this process has no gradients. It is then raised in all processes.
+    """
+    names = next((found for found in gather_or_raise(list(stats), error) if found), [])
+    if size() == 1:
+        return stats
+    weights = [weight for weight in weights if weight.requires_grad]
+    has = [weight.grad is not None for weight in weights]
+    flags = weights[0].new_tensor(has)
+    grads = [w.grad.reshape(-1) if there else w.new_zeros(w.numel()) for w, there in zip(weights, has, strict=True)]
+    scalars = [stats[name].to(flags).reshape(1) if name in stats else flags.new_zeros(1) for name in names]
+    flat = add_up(torch.cat([*grads, flags, *scalars]))
+    *sums, found, totals = flat.split([*(weight.numel() for weight in weights), len(flags), len(names)])
+    for weight, total, there in zip(weights, sums, found.tolist(), strict=True):
+        weight.grad = total.view_as(weight) if there else None
+    return dict(zip(names, totals.clone().unbind(), strict=True))

@@ -12,15 +12,10 @@ from rlhf.utils.processes import rank, size
 T = TypeVar("T")
 
 
-def own_rows(shares: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the rows of this process. `shares` are those of each process."""
-    return shares[rank()]
-
-
 def own_share(shares: Sequence[Sequence[int]], work: Callable[[Sequence[int]], T]) -> tuple[Sequence[int], T | None]:
     """Return this process's rows and `work(rows)`; None if it has no rows. If `work` fails in one process, its error
     is raised in all of them. `shares` are the rows of each process."""
-    rows = own_rows(shares)
+    rows = shares[rank()]
     return rows, agree(lambda: work(rows) if rows else None)
 
 

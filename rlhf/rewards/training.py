@@ -29,7 +29,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
-from rlhf.distributed.gradients import GradientSum, exchange_rows
+from rlhf.distributed.gradients import add_up_gradients, exchange_rows
 from rlhf.distributed.group import on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
@@ -171,7 +171,7 @@ class _PackedTrainer(RewardTrainer):
 
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
-        self.gradient_sum(model.parameters(), {})
+        add_up_gradients(model.parameters(), {})
         return loss
 
 
@@ -231,7 +231,6 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
             callbacks=[_Progress(screen)],
         )
         trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # transformers would divide a batch over all visible GPUs
-        trainer.gradient_sum = GradientSum()
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     require_equal_weights(model.model, "the training")

@@ -22,8 +22,7 @@ from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
-from rlhf.utils.hub import is_on_hub
-from rlhf.utils.paths import is_gguf
+from rlhf.utils.paths import is_gguf, is_on_hub
 from rlhf.utils.processes import size
 
 

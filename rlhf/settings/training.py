@@ -18,7 +18,7 @@ from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathNam
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
-TRACKERS = ("wandb", "trackio", "mlflow")
+TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
@@ -710,7 +710,7 @@ class RecordSettings:
 
     report_to: tuple[str, ...] | None = setting(
         None,
-        "trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio, mlflow "
+        "trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio "
         "(docs/trackers.md)",
         choices=("tensorboard", *TRACKERS),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhf.settings.fields import as_text
 from rlhf.settings.training import (
@@ -249,13 +248,7 @@ def _whole_commands(config: Config) -> list[str]:
     if not run.sweep:
         return []
     others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}
-    problems = []
-    if Path(run.output).name in ("", ".."):
-        problems.append(
-            f"the names of the run folders start with the name of the output folder, and this has none: --output "
-            f"{run.output}. Give a name, such as --output ./sweep"
-        )
-    problems += [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
+    problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
     if size() > 1:
         problems.append(
             "a launcher has already started several processes: --sweep. Start the command with python; add --parallel "

@@ -16,7 +16,7 @@ from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import exists, is_path, missing_path
+from rlhf.utils.paths import exists, is_on_hub, is_path, missing_path
 from rlhf.utils.processes import is_first
 
 if TYPE_CHECKING:
@@ -56,11 +56,7 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
 
 def _is_there(name: str, built: Container[str]) -> bool:
     """True for an existing local path that the recipe of a demo does not build."""
-    return name not in built and not is_on_hub_by_name(name)
-
-
-def is_on_hub_by_name(name: str) -> bool:
-    return not is_path(name) and not exists(name)
+    return name not in built and not is_on_hub(name)
 
 
 def check_fills_a_batch(config: Config, prompts: int) -> None:
@@ -132,9 +128,9 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
     named = [(flag, name) for flag, name in named if name and is_path(name) and not exists(name)]
     raise_if([problem for flag, name in named for problem in _missing(flag, name)])
     models = [("--base-model", config.training.base_model), ("--actor-model", config.calibration.actor_model)]
-    models = [(flag, name) for flag, name in models if name and not is_on_hub_by_name(name)]
+    models = [(flag, name) for flag, name in models if name and not is_on_hub(name)]
     raise_if([problem for flag, name in models for problem in policy_problems(name, flag)])
-    if is_on_hub_by_name(config.data.pairs):
+    if is_on_hub(config.data.pairs):
         return None
     return load_examples(DataSource.of(config.data), pairs=True, say=say)
 
@@ -158,7 +154,7 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
     model, name = config.model, config.export.push_to_hub
     if name is None:
         return
-    from rlhf.utils.hub import is_on_hub, require_push  # slow to import
+    from rlhf.utils.hub import require_push  # slow to import
 
     known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
     if model.use_lora and not config.export.merge_lora and not known:

@@ -181,13 +181,13 @@ def _load_prompt_sets(
     selection: Selection | None = None,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
-    data, room = config.data, start.context and max(0, start.context - config.sampling.max_new_tokens)
+    data = config.data
     if prompts is None:
         source = f"--prompts {data.prompts}"
-        sets = load_prompts(data, start.tokenizer, screen.say, room=room, selection=selection)
+        sets = load_prompts(data, start.tokenizer, screen.say, selection=selection)
         check_fills_a_batch(config, len(sets.train))
     else:
-        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
+        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
         if len(sets.train) < config.batch.batch_size:  # a flag is refused; a list in a program is often a first try
             screen.say(
                 f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "

@@ -106,6 +106,4 @@ def check_callback(callback: Any) -> None:
 
 def is_of_transformers(callback: Any) -> bool:
     """True if `callback` is a TrainerCallback of transformers, or a subclass of it."""
-    return isinstance(callback, TrainerCallback) or (
-        isinstance(callback, type) and issubclass(callback, TrainerCallback)
-    )
+    return issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback)

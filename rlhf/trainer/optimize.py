@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience
-from rlhf.distributed.gradients import GradientSum
-from rlhf.distributed.shares import own_rows
+from rlhf.distributed.gradients import add_up_gradients
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
@@ -21,6 +20,7 @@ from rlhf.trainer.passes import ForwardPasses, Pass
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.processes import rank
 from rlhf.utils.rng import rng_for
 
 
@@ -29,7 +29,6 @@ class PolicyOptimizer:
 
     def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
         self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
-        self.gradient_sum = GradientSum()
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -76,7 +75,7 @@ class PolicyOptimizer:
         chosen = on_device(self.passes.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
         tokens = learned.clamp(min=1)
-        own = own_rows(completions.shares(rows))
+        own = completions.shares(rows)[rank()]
 
         def all_micro_batches(passes: Iterator[Pass]) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
@@ -91,7 +90,7 @@ class PolicyOptimizer:
             stats = self.passes.over(completions, own, all_micro_batches, "the backward pass")
         except Exception as found:
             error = found
-        stats = self.gradient_sum(self.host.model.parameters(), stats, error)
+        stats = add_up_gradients(self.host.model.parameters(), stats, error)
         if self.host.state.global_step < self.config.critic.critic_warmup:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight

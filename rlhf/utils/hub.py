@@ -17,14 +17,8 @@ from huggingface_hub.errors import (
 )
 
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.paths import exists, is_path
 
 TIMEOUT_S = 5  # of one request without retries
-
-
-def is_on_hub(name: str) -> bool:
-    """True if a name refers to the hub. A local file or folder of that name is preferred."""
-    return not is_path(name) and not exists(name)
 
 
 def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -> str:
@@ -109,10 +103,6 @@ def require_push(name: str, flag: str) -> None:
         ) from None
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UserError(f"the token has read access only: {flag} {name}. {LOG_IN}")
-    owners = [me["name"], *(org["name"] for org in me.get("orgs", ()))]
-    owner = name.split("/")[0]
-    if owner.lower() not in map(str.lower, owners):
-        raise UserError(f"{owner} is not one of your accounts on the hub: {flag} {name}. Yours: {', '.join(owners)}")
 
 
 def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str], message: str) -> str:

@@ -48,6 +48,11 @@ def exists(name: str) -> bool:
     return name.startswith(PACKAGE) or resolve_path(name).exists()
 
 
+def is_on_hub(name: str) -> bool:
+    """True if a name refers to the hub. A local file or folder of that name is preferred."""
+    return not is_path(name) and not exists(name)
+
+
 def same_value(one: Any, other: Any) -> bool:
     """True if two values of a setting are equal, or are two spellings of one path: data/x.json and ./data/x.json."""
     if one == other:
@@ -81,8 +86,6 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
     target = Path(local_path(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
         return UserError(f"not a regular file: {path}. Write the content into a file first. {hint}")
-    if target.is_symlink() and not target.exists():
-        return UserError(f"a broken link: {path} (to {target.readlink()}). {hint}")
     names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
     siblings = sorted(name for name in names if name != target.name)
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)

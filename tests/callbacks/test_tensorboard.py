@@ -8,9 +8,8 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
-from tensorboard.plugins.custom_scalar import layout_pb2
 
-from rlhf.callbacks.logging import TensorBoardLog, charts_of
+from rlhf.callbacks.logging import TensorBoardLog
 from rlhf.callbacks.samples import LONGEST_CELL, markdown, table_text
 
 
@@ -29,41 +28,6 @@ def shown(tmp_path_factory):
 
 def text_of(events: EventAccumulator, name: str) -> dict[int, str]:
     return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{name}/text_summary")}
-
-
-def test_the_first_charts_are_score_unseen_metrics_kl_entropy_and_length(build, shown):
-    trainer = build("--num-iterations", 2, "--eval-every", 1)
-    trainer.evaluator.gold = lambda question, completion, ended: 0.25 if ended else 0.125
-    events = shown(trainer)
-    layout = layout_pb2.Layout()
-    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    (category,) = layout.category
-    charts = {chart.title: list(chart.multiline.tag) for chart in category.chart}
-    assert list(charts) == [
-        "score", "metrics that training never sees", "KL and its target, nats per sequence",
-        "entropy, nats per token", "completion length, tokens",
-    ]  # fmt: skip
-    logged = events.Tags()["scalars"]
-    found = {
-        title: {name for name in logged for tag in tags if re.compile(tag).match(name)}  # as TensorBoard does it
-        for title, tags in charts.items()
-    }
-    assert found == {
-        "score": {"rewards/mean", "eval/score"},
-        "metrics that training never sees": {"eval/gold"},
-        "KL and its target, nats per sequence": {"kl_divergence", "kl_divergence/target"},
-        "entropy, nats per token": {"policy/entropy"},
-        "completion length, tokens": {"completions/mean_length", "eval/length"},
-    }
-
-
-def test_charts_name_the_evaluation_functions_and_the_unit_of_the_target(build):
-    per_token = build("--kl-target", "0.05/token", "--eval-func", "length_penalty")
-    charts = charts_of(per_token)
-    assert charts["KL and its target, nats per token"] == ["kl_divergence/token", "kl_divergence/target"]
-    assert charts["metrics that training never sees"] == ["eval/length_penalty"]
-    fixed = charts_of(build("--kl-schedule", "fixed"))
-    assert fixed["KL, nats per sequence"] == ["kl_divergence"] and "metrics that training never sees" not in fixed
 
 
 def test_the_same_samples_of_every_evaluation_are_text(build, shown):

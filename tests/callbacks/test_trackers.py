@@ -36,9 +36,9 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
     monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
     with pytest.raises(UserError) as raised:
-        train_ppo.main(run_flags("--report-to", "wandb", "mlflow"))
+        train_ppo.main(run_flags("--report-to", "wandb", "trackio"))
     assert len(raised.value.problems) == 2
-    for name, problem in zip(("wandb", "mlflow"), raised.value.problems, strict=True):
+    for name, problem in zip(("wandb", "trackio"), raised.value.problems, strict=True):
         start = f'{name} is not installed: --report-to {name}. Install it with: pip install "{name}>='
         assert problem.startswith(start), problem
     check_trackers(())
@@ -56,7 +56,7 @@ def test_a_missing_library_is_reported_before_a_look_too(monkeypatch, tmp_path, 
 def test_names_of_trackers_are_checked(configured):
     with pytest.raises(UserError, match=r"report_to is wandbb: --report-to\. Did you mean wandb\?"):
         configured("--report-to", "wandbb")
-    assert configured("--report-to", "tensorboard", "mlflow").record.report_to == ("tensorboard", "mlflow")
+    assert configured("--report-to", "tensorboard", "trackio").record.report_to == ("tensorboard", "trackio")
     assert configured().record.report_to is None and configured("--report-to", "none").record.report_to is None
     assert tuple(trackers.TRACKERS) == training.TRACKERS
 
@@ -194,7 +194,7 @@ def python(folder):
     """Return a function that runs code in a separate process, because the libraries read their environment once."""
     environment = {
         "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true",
-        "TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
+        "TRACKIO_DIR": str(folder / "trackio"),
     }  # fmt: skip
 
     def execute(code: str, *words: object, status: int = 0) -> str:
@@ -285,30 +285,6 @@ def test_trackio_has_settings_metrics_tables_and_results(tracked, python):
     assert len(tables) == 4 and all(len(table) == 6 for table in tables)
     (figures,) = [row for row in rows if "figures/score_after" in row]
     assert figures["figures/score_after"] == pytest.approx(run.figures["score_after"]) and figures["step"] == 5
-
-
-@pytest.mark.ci
-@needs("mlflow")
-def test_mlflow_has_settings_metrics_tables_and_results(tracked, folder, monkeypatch):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-    run, client = RunRecord.read(tracked), mlflow.MlflowClient()
-    (found,) = client.search_runs(["0"])
-    assert (found.info.run_name, found.info.status) == ("my_run", "FINISHED")
-    assert found.data.tags[trackers.RUN_TAG] == run.id
-    assert found.data.params == {name: str(value) for name, value in {**run.flat_settings, "save_every": 2}.items()}, (
-        "the parameters of the first session"
-    )
-    losses = {row["update"]: row["loss"] for row in expected(tracked) if "loss" in row}
-    sent = sorted((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss"))
-    assert {step for step, _ in sent} == {1, 2, 3, 4, 5}
-    assert all(value == pytest.approx(losses[step]) for step, value in sent)
-    assert found.data.metrics["score_after"] == pytest.approx(run.figures["score_after"])
-    names = sorted(Path(file.path).name for file in client.list_artifacts(found.info.run_id, trackers.SAMPLES))
-    assert names == [f"update-{update:06d}.json" for update in (0, 3, 5)]
-    table = mlflow.load_table(f"{trackers.SAMPLES}/update-000003.json", run_ids=[found.info.run_id])
-    assert list(table.columns)[:3] == ["prompt", "completion", "score"] and len(table) == 6, "not sent twice"
 
 
 @pytest.mark.ci

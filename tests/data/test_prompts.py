@@ -256,17 +256,6 @@ def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned):
                         ". --prompt-length 415 keeps 95% of them"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("room", "advice"), [
-    (415, "--prompt-length 415 keeps 95% of them"),
-    (405, "--prompt-length 405 is the most that fits into the model's context, and keeps 85% of them"),
-    (256, "Use a model with a longer context"),
-])  # fmt: skip
-def test_advised_length_fits_into_the_context(room, advice):
-    text, lengths = [], [400 + i for i in range(21)] + [100] * 79
-    warn_about_length(lengths, 256, "prompts", "--prompts a", "--prompt-length", text.append, room)
-    assert text[0].endswith(f"are skipped: --prompts a. {advice}")
-
-
 def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}" + " and so on" * (i % 10)} for i in range(100)]
     file, text = write(tmp_path / "rows.jsonl", *rows), []

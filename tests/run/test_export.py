@@ -475,8 +475,6 @@ REFUSED_UPLOADS = {
                     r"the hub rejects the request \(Invalid user token\.\): --push-to-hub ada/mine\. Log in"),
     "a read-only token": ({"me": {**ME, "auth": {"accessToken": {"role": "read"}}}},
                           r"the token has read access only: --push-to-hub ada/mine\. Log in with a token that has"),
-    "another account": ({"me": {**ME, "name": "bob"}},
-                        r"ada is not one of your accounts on the hub: --push-to-hub ada/mine\. Yours: bob, lab"),
 }  # fmt: skip
 
 

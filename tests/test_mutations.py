@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.mutations import COUNT, ROOT, TESTS, drawn, mutations_of
 
 CODE = '''def f(*rows: A | B, last: int = 0) -> C | D:
@@ -22,6 +24,7 @@ def test_tokens_of_texts_annotations_and_errors_stay():
     assert found[3].apply(CODE) == CODE.replace("rows[0] * 5", "rows[0] / 5")
 
 
+@pytest.mark.ci
 def test_the_same_seed_draws_the_same_mutations_and_each_compiles():
     mutations = drawn()
     assert mutations == drawn() and len(set(mutations)) == COUNT

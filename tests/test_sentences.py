@@ -46,6 +46,7 @@ def run_tests(tmp_path):
     return run
 
 
+@pytest.mark.ci
 def test_another_sentence_fails_the_session_and_no_test(run_tests, tmp_path):
     good = ("-k", "not place")
     file = tmp_path / FILE

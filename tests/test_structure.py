@@ -160,7 +160,11 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize("command", [*(f"{script}.py" for script in SCRIPTS), "-m reward_model.train"])
+COMMANDS = [*(f"{script}.py" for script in SCRIPTS), "-m reward_model.train"]
+SAME_CODE = [f"train_{name}.py" for name in ALGORITHMS if name != "ppo"]  # as train_ppo.py
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.ci) if c in SAME_CODE else c for c in COMMANDS])
 def test_help_and_errors_in_inputs_import_no_slow_library(command, tmp_path):
     """In a folder without demo parts, and in under a second of CPU time each."""
     words = command.split()

@@ -120,7 +120,7 @@ def usable_pairs(
     if skipped:
         screen.say(f"  skipped {skipped} pairs longer than {shown} ({too_long} of them training pairs)")
     lengths = [length for part in pairs.values() for length, _ in part]
-    warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say, model.context)
+    warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say)
     return train, held_out
 
 

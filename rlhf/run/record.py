@@ -42,10 +42,10 @@ def start_run(
             else claimed(config, components, data, updates, screen)
         )
         began.append(log)
-        log.add(processes=processes)
         if pass_rates is not None and not config.run.resume:
             pass_rates.write(folder)
             log.add(pass_rates=pass_rates.counts)
+        log.add(processes=processes)
         return log.record
 
     record = from_first(begin)

@@ -220,7 +220,8 @@ def test_question_with_two_topics_is_a_prompt_of_each(configured, topic_file):
     assert topics_of_it("--eval-prompts", 99) == ["rain"], "without --steps-per-topic it is one prompt"
 
 
-@pytest.mark.parametrize("update", [6, 8])  # 6: in the middle of a topic, 8: after the first update of a topic
+# 6: in the middle of a topic, 8: after the first update of a topic
+@pytest.mark.parametrize("update", [6, pytest.param(8, marks=pytest.mark.ci)])
 def test_resume_in_the_middle_of_a_topic(topic_flags, tmp_path, monkeypatch, update):
     more = ["--num-iterations", 11]  # reaches the second round
     train_ppo.main(topic_flags(*more, output="whole"))

@@ -15,6 +15,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.commands.train import train_command
 from rlhf.demo import ready
 
+pytestmark = pytest.mark.ci
 FEW = ["--recipe", "demo", "--num-iterations", "2", "--eval-every", "1", "--eval-prompts", "16", "--record-tokens",
        "--allow-weak-reward-model"]  # fmt: skip
 RUNS = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]

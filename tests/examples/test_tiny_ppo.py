@@ -131,6 +131,7 @@ def test_weights_equal_the_librarys(algorithm, norm_in_float64):
     assert float(differences(algorithm, torch.float64).max()) < 1e-7
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_completions")
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_weights_equal_the_librarys_with_other_values_of_the_constants(algorithm, norm_in_float64, monkeypatch):

@@ -210,10 +210,10 @@ def test_the_order_of_the_callbacks_changes_nothing(made, monkeypatch):
     assert all(found == betas[0] for found in betas) and betas[0][3] == 0.3 and len(set(betas[0])) > 3
 
 
-def test_a_run_is_replaced_with_overwrite(made, capsys):
+def test_a_run_is_moved_aside_with_overwrite(made, capsys):
     made(num_iterations=1).train()
     made(num_iterations=1, overwrite=True).train()
-    assert [path.name for path in Path().glob("run*")] == ["run"] and "not removed" not in capsys.readouterr().out
+    assert sorted(path.name for path in Path().glob("run*")) == ["run", "run_1"] and "run_1" in capsys.readouterr().out
 
 
 def test_what_cannot_be_resumed_is_one_line(made):

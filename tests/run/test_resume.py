@@ -305,6 +305,7 @@ def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_f
         train_ppo.main(["--resume", "--output", str(output)])
 
 
+@pytest.mark.ci
 def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys):
     """The run of seed 2 is killed, and that of seed 3 is not started."""
     plain, broken = tmp_path / "plain", tmp_path / "broken"
@@ -351,7 +352,8 @@ def start_run(words, output: Path, *more: object) -> subprocess.Popen:
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
-@pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, tmp_path, which):
     """Until then, another run in the same folder is refused."""
     output = tmp_path / "run"
@@ -517,7 +519,6 @@ def test_full_disk_for_tensorboard_is_one_error_line(words, tmp_path, monkeypatc
 
 
 KILLS = [
-    ("ppo", 4),
     *(pytest.param(name, 10, marks=pytest.mark.ci) for name in SCRIPTS),
     *(pytest.param(name, 25, marks=pytest.mark.proof) for name in SCRIPTS),
 ]

@@ -19,7 +19,6 @@ import rlhf.commands.train
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli, usual_config
-from rlhf.rewards import checks
 from rlhf.settings import next_commands as commands
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.recipes import shipped_recipes
@@ -97,7 +96,8 @@ def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tm
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
         monkeypatch.setattr("rlhf.commands.reward_model.training_command", lambda *_: "THE COMMAND")
-        monkeypatch.setattr(checks, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
+        record = {"accuracy": accuracy, "length_baseline": 0.5}
+        monkeypatch.setattr("rlhf.checkpoints.model_folder.read_record", lambda _, found=record: found)
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         output = capsys.readouterr().out
         assert ("next: THE COMMAND" in output) == (accuracy > 0.6)

@@ -154,6 +154,7 @@ print("chosen:", results(2, work))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_several_processes_use_the_choice_of_the_first(start_model):
     ended = subprocess.run(

@@ -491,6 +491,7 @@ def test_beta_rises_again_from_its_minimum_with_kl_in_the_loss(make):
     flags = ("--kl-placement", "loss", "--kl-coef", "0.01", "--kl-target", "1000/sequence", "--kl-horizon", 1)
     trainer = make(*flags, "--num-iterations", 12)
     attach(trainer)
+    trainer._begin()
     for update in range(1, 11):
         logged = trainer.update_step(update)
     assert trainer.kl_coef == LOWEST_BETA

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.scripts.test_scripts import ROOT
 
 CODE = """
@@ -26,6 +28,7 @@ assert "TORCHDYNAMO_DISABLE" not in os.environ
 """
 
 
+@pytest.mark.ci
 def test_the_compiler_is_not_imported():
     """Afterwards, torch.compile works."""
     code = CODE.format(root=str(ROOT))

@@ -77,7 +77,7 @@ def test_platform_specific_functions_are_used_in_one_file():
     users = {
         path.name
         for path in (*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py"))
-        if any(word in code_of(path) for word in ONLY_IN_SYSTEM)
+        if any(word in path.read_text("utf-8") and word in code_of(path) for word in ONLY_IN_SYSTEM)
     }
     assert users == {"system.py"}
 

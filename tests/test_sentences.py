@@ -65,6 +65,7 @@ def test_another_sentence_fails_the_session_and_no_test(run_tests, tmp_path):
         assert "- gamma is two: --gamma" in printed and "+ gamma is 2: --gamma" in printed
 
 
+@pytest.mark.ci
 def test_a_missing_part_fails_the_test(run_tests, tmp_path):
     status, printed = run_tests("two", "-n", "0", "--rewrite-sentences")
     assert status == 1 and "1 failed, 3 passed" in printed and "test_place" in printed

@@ -33,10 +33,11 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
 from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
-from rlhf.setup.trial import check_start
+from rlhf.setup.preflight import disk_has_room
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
@@ -72,9 +73,10 @@ class RunSession(Session):
         self.checkpoints: Checkpoints | None = None
 
     def build_trainer(self) -> OnPolicyLoop:
-        """Check the start model, and return the trainer of this session. Raises UserError."""
+        """Return the trainer of this session. Raises UserError if its files need more space than the disk has."""
         if self.folder is not None:
-            check_start(self.config, self.components)
+            disk = disk_has_room(self.config, self.components.policy, self.components.reward_model)
+            raise_if([] if disk.ok else [disk.problem])
         return build_trainer(self.config, self.components, session=self)
 
     @contextmanager

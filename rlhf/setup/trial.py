@@ -33,7 +33,7 @@ from rlhf.setup.preflight import (
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
-from rlhf.utils.errors import RunError, UserError, raise_if
+from rlhf.utils.errors import RunError, UserError
 
 # Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
 # (bfloat16 has 8 significant bits).
@@ -45,12 +45,6 @@ MORE, SLACK = 1.25, 128 * 2**20
 
 
 # --- running the checks ----------------------------------------------------------------------------------------------
-
-
-def check_start(config: Config, components: Components) -> None:
-    """Make the check that every run makes. Raises UserError if it fails."""
-    disk = disk_has_room(config, components.policy, components.reward_model)
-    raise_if([] if disk.ok else [disk.problem])
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:

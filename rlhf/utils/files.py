@@ -109,6 +109,9 @@ def check_folder(output: str, flag: str = "--output") -> Path:
             f"the path is too long ({longest} with the files inside it; the limits are {LONGEST_PATH}, and "
             f"{LONGEST_NAME} for a name): {flag} {output}. Give a shorter one"
         )
+    link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
+    if link is not None:
+        raise UserError(f"a broken link: {flag} {output} ({link}). Remove it, or give another folder")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise UserError(f"not a folder: {flag} {output} ({nearest} is a file). Give another folder")

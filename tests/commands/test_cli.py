@@ -170,6 +170,7 @@ def test_in_another_folder_the_scripts_have_their_path(program, started_as, monk
         assert command_lines.short_name(name) == Path(plain).name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*ALGORITHMS, *OTHER_SCRIPTS])
 def test_a_printed_script_starts_in_another_folder(name, tmp_path):
     script = "reward_model/train.py" if name == "reward-model" else OTHER_SCRIPTS.get(name, f"train_{name}.py")

@@ -235,7 +235,7 @@ def test_pipes_and_broken_links_are_named_as_such(tmp_path):
     """`--prompts <(cat file)` gives the name of a pipe, which exists and cannot be read twice."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
-    for name, problem in (("pipe.jsonl", "not a regular file: "), ("link.jsonl", "not found: ")):
+    for name, problem in (("pipe.jsonl", "not a regular file: "), ("link.jsonl", "data file not found: ")):
         with pytest.raises(UserError, match=f"^{problem}") as caught:
             load_examples(str(tmp_path / name))
         assert "Did you mean" not in str(caught.value)

@@ -88,7 +88,7 @@ def loading_raises() -> None:
     def fail(*_, **__):
         raise UserError("loading failed on purpose: a test. Fix it")
 
-    session.check_start = fail
+    session.disk_has_room = fail
 
 
 def with_nan(optimizer, original, given):

@@ -56,10 +56,6 @@ def check_proof(folder: Path, names: list[str], processes: int = 2) -> None:
             assert case["float64"]["resampled"] > 0
 
 
-def test_two_processes_make_the_same_updates_as_one(tmp_path):
-    check_proof(tmp_path, ["ppo"])
-
-
 CHUNKS = [list(CASES)[start : start + 6] for start in range(0, len(CASES), 6)]
 
 
@@ -138,7 +134,7 @@ def check_faults(folder: Path, names: list[str]) -> None:
 
 
 def test_faults_in_one_process_are_decided_by_all(tmp_path):
-    check_faults(tmp_path, ["reward-raises", "killed", "first-killed-by-launcher"])
+    check_faults(tmp_path, ["reward-raises", "killed"])
 
 
 @pytest.mark.ci

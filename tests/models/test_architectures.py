@@ -351,7 +351,7 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("algorithm", SCRIPTS)
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
 def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, monkeypatch):
     """Covers models whose attention cannot be replaced: padded rows, plain decoding, autograd's head, and the model's
     own attention, in which dropout would act."""
@@ -414,6 +414,7 @@ def test_lora_targets_missing_in_the_model_are_refused(name, make_flags):
     assert {*FAMILIES[name].targets, "all-linear"} <= set(choices.replace(",", " ").split())
 
 
+@pytest.mark.ci
 def test_lora_on_all_linear_layers(name, make_flags, start, tmp_path):
     """`all-linear` adapts every linear layer except the head. Saving and resuming work as with named targets."""
     output, killed = tmp_path / "run", tmp_path / "killed"

@@ -73,7 +73,7 @@ def test_many_slots_sample_the_same_completions(slots=1_024):
     assert sample(small, "slots", slots, batch).rows() == sample(small, "slots", 64, batch).rows()
 
 
-@pytest.mark.parametrize("slots", [1, 3, 9])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.ci), 3, pytest.param(9, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
 def test_continuous_batching_samples_the_same_completions_as_plain(model, slots, limits):
     """In float64 the tokens are the same, although slots are refilled and the batch shrinks at the end."""

@@ -124,7 +124,6 @@ def test_a_setting_of_one_algorithm():
             ["micro_batch_size=8,16", "--fit", "8GB"],
             r"^--fit chooses micro_batch_size: --fit, --sweep micro_batch_size",
         ),
-        (["gamma=1,0.9", "--output", "."], r"the output folder, and this has none: --output \.\. Give a name"),
         (["gamma=1,0.9", "--push-to-hub", "a/b"], "several runs and one repository: --sweep, --push-to-hub a/b"),
         (["learning_rate=1e-5,0.00001"], r"two combinations are equal: --sweep, learning_rate=1e-05\. Keep one"),
         (

@@ -544,6 +544,7 @@ def default_record(reward_record):
     return reward_record()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", REWARD_SETTINGS)
 def test_setting_changes_a_reward_model(reward_record, default_record, name):
     assert reward_record(*REWARD_SETTINGS[name]) != default_record

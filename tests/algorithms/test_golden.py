@@ -109,7 +109,7 @@ def replayed(monkeypatch):
     return replay
 
 
-@pytest.mark.parametrize("critic", ["shared", "separate"])
+@pytest.mark.parametrize("critic", ["shared", pytest.param("separate", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.ci)])
 def test_three_updates_of_two_epochs_match_trl(
     monkeypatch, build, start_model, reward_folder, replayed, tmp_path, dtype, critic

@@ -86,6 +86,7 @@ def weights(run: Path) -> dict[str, Tensor]:
     return load_file(run / "model.safetensors")
 
 
+@pytest.mark.ci
 def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
     toy, run_flags, runs, tmp_path, monkeypatch, capsys
 ):

@@ -70,6 +70,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.ci
 def test_section_over_its_time_limit_is_ended_with_its_child_processes():
     process, received = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS), []
     assert not on_gpu.follow(process, time.monotonic() + 2, received.append)

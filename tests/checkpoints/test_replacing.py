@@ -84,6 +84,7 @@ def reward_words(start_model, pairs_file, tmp_path) -> list[str]:
     return [str(word) for word in words]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
 def test_full_disk_keeps_the_old_reward_model(reward_words, tmp_path, capsys):
     import resource
@@ -107,7 +108,8 @@ def test_full_disk_keeps_the_old_reward_model(reward_words, tmp_path, capsys):
     assert (tmp_path / "judge_1" / METRICS_FILE).read_bytes() == before
 
 
-@pytest.mark.parametrize("renames", [0, *(pytest.param(count, marks=pytest.mark.ci) for count in (1, 2))])
+@pytest.mark.ci
+@pytest.mark.parametrize("renames", [0, 1, 2])
 def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_path, monkeypatch, renames):
     """Killed before, between and after the two renames. The old model stays complete, and the next start trains a new
     one."""

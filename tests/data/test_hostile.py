@@ -434,6 +434,7 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("rows")
 
 
+@pytest.mark.ci
 @FEW_SECONDS
 @given(lines=st.lists(LINES, max_size=4), end=st.sampled_from(["\n", "\r\n"]), bom=st.booleans(), pairs=st.booleans())
 @example(lines=['{"prompt": ' + "[" * 990 + "]" * 990 + "}"], end="\n", bom=False, pairs=False)

@@ -221,7 +221,8 @@ def test_question_with_two_topics_is_a_prompt_of_each(configured, topic_file):
 
 
 # 6: in the middle of a topic, 8: after the first update of a topic
-@pytest.mark.parametrize("update", [6, pytest.param(8, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("update", [6, 8])
 def test_resume_in_the_middle_of_a_topic(topic_flags, tmp_path, monkeypatch, update):
     more = ["--num-iterations", 11]  # reaches the second round
     train_ppo.main(topic_flags(*more, output="whole"))

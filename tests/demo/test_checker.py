@@ -195,6 +195,7 @@ def misread_by(text: str) -> str:
 # --- start model -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_corpus_has_the_stated_share_of_right_answers():
     right = defaultdict(list)
     rows = itertools.islice(corpus(0, mixed=True), 24 * 4000)
@@ -214,6 +215,7 @@ def test_shipped_start_model_is_small_and_ends_its_answers():
     assert fmean(ended for _, ended in answers) >= 0.95
 
 
+@pytest.mark.ci
 def test_rebuild_command_trains_and_saves_a_start_model(tmp_path, capsys):
     """Two steps; the tokenizer is that of the shipped model."""
     few = replace(PRETRAINING, steps=2)

@@ -133,6 +133,7 @@ def check_faults(folder: Path, names: list[str]) -> None:
         assert found["seconds"] < (60 if found["name"] in SLOW else 20), found
 
 
+@pytest.mark.ci
 def test_faults_in_one_process_are_decided_by_all(tmp_path):
     check_faults(tmp_path, ["reward-raises", "killed"])
 

@@ -121,9 +121,8 @@ def test_mask_has_the_probability_and_no_pattern_between_tokens_features_and_lay
         assert abs(float(((a - 0.8) * (b - 0.8)).mean())) < 5 * 0.16 / 999
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.ci) for a in ALGORITHMS if a != "ppo")]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_resumed_run_equals_the_uninterrupted_run(configured, tmp_path, monkeypatch, algorithm):
     config = configured()
     more = ["--batch-size", 2, "--K", 2] if ALGORITHMS[algorithm].group_size > 1 else []

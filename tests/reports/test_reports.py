@@ -68,6 +68,7 @@ def test_which_best_evaluates_the_best_checkpoint(evaluation, runs, tmp_path):
     assert report["models"][0]["which"] == "best" and "(best, after update 1)" in shown
 
 
+@pytest.mark.ci
 def test_adapter_trained_on_4_bit_weights_is_evaluated_on_4_bit_weights(
     start_model, reward_folder, pairs_file, tmp_path
 ):
@@ -193,6 +194,7 @@ def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, t
         comparison(runs["ppo", 1], start_model)
 
 
+@pytest.mark.ci
 def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, tmp_path):
     """Names, verdict, tables and JSON have the settings in which the groups differ."""
     other = [copy_with_settings(runs["ppo", s], tmp_path / f"other{s}", learning_rate=0.5) for s in (1, 2)]

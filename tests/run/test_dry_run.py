@@ -13,6 +13,7 @@ from tests.scripts.test_scripts import ROOT
 SLOW = ("trl", "peft", "bitsandbytes", "scipy", "transformers.modeling_utils", "transformers.activations")
 
 
+@pytest.mark.ci
 def test_dry_run_does_not_import_the_training_loop(run_flags):
     """These imports take most of the time of a start. The plan needs config.json, headers and the tokenizer."""
     plain, fit = run_flags("--dry-run"), run_flags("--dry-run", "--use-lora", "--fit", "8GB")

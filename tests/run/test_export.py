@@ -149,6 +149,7 @@ def test_merged_model_is_evaluated_in_full_precision(train, start_model, tmp_pat
     assert_close(logits(policy), logits(load_adapter(run, start_model)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_finished_run_can_be_merged_later_without_other_changes(finished, start_model, capsys):
     run = finished("grpo")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}

@@ -30,6 +30,7 @@ def test_changed_run_length_is_refused(finished):
     assert RunRecord.read(finished).plan.updates == 2
 
 
+@pytest.mark.ci
 def test_resume_anyway_trains_a_finished_run_further(finished, run_flags, tmp_path, capsys):
     """The weights are bit-identical to a run of 4 updates, because neither the learning rate nor beta depends on the
     length of this run."""

@@ -97,6 +97,7 @@ def interrupted(words, made_once):
     return copy
 
 
+@pytest.mark.ci
 def test_resume_restores_a_separate_critic(words, tmp_path):
     critic = ["--critic", "separate", "--use-lora"]
     train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "uninterrupted")])
@@ -105,7 +106,8 @@ def test_resume_restores_a_separate_critic(words, tmp_path):
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, algorithm):
     """The run is killed in update 4 of a warm-up of 5, and resumes from the checkpoint of update 2."""
     more = ["--optim", "adamw_8bit", "--warmup-steps", 5, "--weight-decay", 0.1, "--no-use-lora"]
@@ -146,7 +148,8 @@ def test_resumed_run_is_identical_to_the_uninterrupted_run(
     assert [f.read_bytes() for f in samples[0]] == [f.read_bytes() for f in samples[1]]
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("ppo", marks=pytest.mark.ci), "grpo"])
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resumed_control_exchanges_the_scores_as_the_uninterrupted_one(words, tmp_path, algorithm, user_error):
     """Killed in update 4, so that update 3 is repeated from the checkpoint of update 2."""
     control = ["--control", "shuffled"]
@@ -404,6 +407,7 @@ def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkey
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_during_a_save_keeps_the_older_checkpoints(
     interrupted, uninterrupted, tmp_path, monkeypatch, capsys

@@ -110,6 +110,7 @@ def test_finished_run_is_exported_without_executing_its_code(untrusted_run, tmp_
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.ci
 def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules.py").write_text("def words(completions, **_): return [len(c.split()) for c in completions]")

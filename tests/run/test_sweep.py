@@ -260,6 +260,7 @@ def test_a_missing_tracker_is_refused_before_the_first_run(pretended, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ci
 def test_resume_with_other_settings_is_refused(pretended):
     with pytest.raises(RunError):
         pretended()

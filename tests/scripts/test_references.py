@@ -58,6 +58,7 @@ def orca(tmp_path, pairs_file, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_smollm2_orca_commands(orca, capsys):
     """Reward model, PPO with all weights and with LoRA, GRPO, evaluation and curves. Flags set only the size."""
     reward_model.train.main(["--max-new-tokens", "6"])
@@ -214,7 +215,8 @@ def test_mlx_phased_kl_commands_run(phased, algorithm):
     assert {"eval/perplexity", "eval/kl_divergence/token", "memory/peak_gib"} <= scalars.keys()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_mlx_phased_kl_recipe_matches_their_tables(phased, algorithm):
     """4-bit weights, LoRA r 16, score at EOS, best checkpoint by KL gate and perplexity. Two seeds in one command."""
     config = parse_cli(["--recipe", "phased-kl"], algorithm)

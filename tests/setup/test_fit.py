@@ -166,6 +166,7 @@ def test_another_size_on_resume_is_an_error(run_flags, user_error):
         train_ppo.main(run_flags("--num-iterations", 1, "--fit", "32GB", "--resume"))
 
 
+@pytest.mark.ci
 def test_seeds_with_fit_are_recognised_as_finished(run_flags, configured, capsys):
     flags = run_flags("--num-iterations", 1, "--fit", _tight(configured), "--seeds", 1, 2)
     train_ppo.main(flags)

@@ -96,6 +96,7 @@ def test_a_resumed_run_keeps_its_precision(run_flags, measures, tmp_path):
     assert run.flat_settings["bf16"] is True and run.spent.updates == 2
 
 
+@pytest.mark.ci
 def test_seeds_that_are_trained_later_have_the_precision_of_the_first(run_flags, measures, tmp_path, capsys):
     measures(FASTER)
     train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1))

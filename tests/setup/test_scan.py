@@ -298,6 +298,7 @@ def test_reward_functions_see_the_first_update(configured):
     assert set(seen) == {(0, 3)}
 
 
+@pytest.mark.ci
 def test_seeds_have_their_own_pass_rates(flags, tmp_path):
     train_grpo.main(flags("--keep-pass-rate", 0.2, 0.8, "--K", 2, "--batch-size", 4, "--seeds", 1, 2))
     one, two = (rates(tmp_path / f"run_seed{seed}") for seed in (1, 2))

@@ -69,15 +69,15 @@ def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = 
     if flag != "--output":
         if not overwrite and not is_default:
             raise UserError(
-                f"the folder already contains a reward model: {flag} {folder}. Add --rm-overwrite to replace it, or "
-                f"use another folder with {flag}"
+                f"the folder already contains a reward model: {flag} {folder}. Add --rm-overwrite to move it aside, "
+                f"or use another folder with {flag}"
             )
         return
     if not overwrite and not (status == "finished" and is_default):
         kind, more = ("a finished", "") if status == "finished" else ("an unfinished", "--resume to continue it, ")
         raise UserError(
             f"the folder already contains {kind} run: --output {folder}. "
-            f"Add {more}--overwrite to replace it, or use another folder with --output"
+            f"Add {more}--overwrite to move it aside, or use another folder with --output"
         )
 
 

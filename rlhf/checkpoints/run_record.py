@@ -20,7 +20,7 @@ from rlhf.utils.files import write_json
 from rlhf.utils.paths import note_names, same_value
 
 RUN_FILE = "run.json"
-FORMAT = 3  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
+FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.config import parse_cli
-from rlhf.distributed.group import agree
 from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
@@ -84,7 +83,7 @@ def run_training_command(config: Config) -> None:
         join(config.run.ddp_timeout)
     from rlhf.run.seeds import for_each_seed
 
-    agree(lambda: for_each_seed(partial(one_run, selection=selection), config, screen))
+    for_each_seed(partial(one_run, selection=selection), config, screen)
     leave()
 
 

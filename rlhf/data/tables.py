@@ -116,15 +116,17 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
     from datasets import load_dataset
 
     place = find_on_hub(source.name, "dataset", "a data file")
+    split = source.dataset_split or source.usual_split
     try:
-        split = source.dataset_split or source.usual_split
         return _rows(source.name, load_dataset(place, name=source.dataset_config, split=split))
     except Exception as error:  # the exceptions of `datasets` and of the readers below it have no common class
         flags = [("--dataset-config", source.dataset_config), ("--dataset-split", source.dataset_split)]
         given = "".join(f", {flag} {value}" for flag, value in flags if value is not None)
+        fix = "Give a --dataset-config and a --dataset-split that it has"
+        if source.usual_split != "train":  # those of --dataset-split are the training prompts
+            fix = f"It needs a split {split!r}: save other rows as a file, and give the file"
         raise UserError(
-            f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. "
-            "Give a --dataset-config and a --dataset-split that it has"
+            f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. {fix}"
         ) from None
 
 

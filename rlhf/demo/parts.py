@@ -33,8 +33,9 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
         stamp_file = ready.FOLDER / ready.STAMP_FILE
         stamp_file.unlink(missing_ok=True)
         shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
+        shutil.rmtree(ready.FOLDER / "reward_model", ignore_errors=True)
         make_pairs(screen, device)
-        train_reward_model(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]), screen, device)
+        train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
         write_json(stamp_file, ready.demo_stamp())
 
 

@@ -93,7 +93,7 @@ def _is_complete(folder: Path, files: Iterable[str], stamp: dict[str, str]) -> b
 def demo_stamp() -> dict[str, str]:
     """Return a hash of the generator's and the calibration's code, the start model, and the settings of pairs and
     reward model."""
-    settings = to_dict(parse_reward_cli(["--recipe", "demo", "--rm-overwrite"]))
+    settings = to_dict(parse_reward_cli(["--recipe", "demo"]))
     code = [HERE / name for name in ("families.py", "tasks.py", "pairs.py")]
     code.append(HERE.parent / "rewards" / "calibration.py")
     return _stamp((settings, QUESTIONS, SAMPLES_PER_QUESTION, SEED), [*code, WEIGHTS / WEIGHTS_FILE])

@@ -4,9 +4,9 @@ All processes run the same program. Each samples, scores and differentiates its 
 exchanged, and everything else is computed from the same full tensors in every process. So the number of processes does
 not change the optimization. Only the first process (rank 0) prints, and writes files.
 
-`agree` stands around the loading of a run, its training, and each share of a pass. If a process fails inside, it sends
-its error, and the others receive it at their next exchange of objects. Objects are exchanged before tensors are, so an
-error never meets a tensor.
+`agree` stands around the loading of a run, its training, and a share of sampling, log-probs and scores. The sum of the
+gradients does the same. If a process fails inside, it sends its error, and the others receive it at their next
+exchange of objects. Objects are exchanged before tensors are, so an error never meets a tensor.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ class Rewards:
     ) -> RewardScores:
         """Return the scores of completions.
 
-        Raises RunError with the function's name if a function raises, exceeds its time limit or
-        returns the wrong number of scores. Raises BadScore for a score or a weighted sum that is not finite or too
-        large, so that it never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
+        Raises RunError with the function's name if a function raises, exceeds its time limit or returns the wrong
+        number of scores. Raises BadScore for a score or a weighted sum that is not finite or too large, so that it
+        never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
 
         Args:
             prompts: one per completion.

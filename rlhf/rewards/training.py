@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import saving_tensors, staging_name, write_json
+from rlhf.utils.files import saving_tensors, write_json
 from rlhf.utils.processes import size
 from rlhf.utils.system import remove_folder, sync_file
 
@@ -249,7 +250,7 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
     An interruption leaves the old model complete, in `folder` or where it was moved.
     """
     folder = folder.resolve()
-    staging = staging_name(folder.with_name(folder.name + ".new"))
+    staging = folder.with_name(f"{folder.name}.new-{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
     try:
         with saving_tensors(staging):
             model.model.save_pretrained(staging)

@@ -31,8 +31,8 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     run.
 
     A finished run is exported as the settings request (merged adapter, model card, upload). A run without a checkpoint
-    starts again. Raises UserError if there is no run, if its settings or versions differ, or if
-    none of its checkpoints is valid.
+    starts again. Raises UserError if there is no run, if its settings or versions differ, or if none of its
+    checkpoints is valid.
     """
     output = config.run.output
     run = RunRecord.require(Path(output), "--resume, --output")

@@ -114,7 +114,7 @@ def with_seed(config: Config, seed: int) -> Config:
 
 def is_finished(config: Config) -> bool:
     """Return True if this run is finished. Raises UserError if its folder has a finished run with other settings, or a
-    run.json of another format, unless --overwrite replaces it."""
+    run.json of another format, unless --overwrite moves it aside."""
     folder = Path(config.run.output)
     if config.run.dry_run or config.run.scan or read_status(folder) != "finished":
         return False
@@ -130,7 +130,7 @@ def is_finished(config: Config) -> bool:
     if differ and not config.run.overwrite:
         raise UserError(
             f"the folder holds a finished run with other settings ({', '.join(differ)}): {config.run.output}. "
-            "Add --overwrite to replace it, or use another folder with --output"
+            "Add --overwrite to move it aside, or use another folder with --output"
         )
     return not differ
 

@@ -21,7 +21,7 @@ from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOL
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Prompt
-from rlhf.distributed.group import gather, on_first, require_equal
+from rlhf.distributed.group import agree, gather, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.run.export import export_run
 from rlhf.run.figures import results_of
@@ -92,7 +92,7 @@ class RunSession(Session):
             run_id = self.log and self.log.record.id
             trackers = stack.enter_context(Trackers(config, self.screen, run_id))
             with trainer.events.extended([*self.callbacks(trainer, stop), trackers]):
-                self._begin(trainer)
+                agree(lambda: self._begin(trainer))
                 yield
             self._finish(trainer, trackers)
         if self.folder is not None and is_first():  # the others need not wait: an upload may exceed --ddp-timeout

@@ -107,11 +107,10 @@ def show_samples(
     gold: Gold | None,
     seed: int,
     screen: Screen,
-    most: int = 5,
 ) -> None:
-    """Print a table of completions before and after training, for up to `most` randomly drawn evaluation prompts: the
-    first completion of each."""
-    drawn = shown_prompts(len(prompts), seed, most)
+    """Print a table of completions before and after training, for some randomly drawn evaluation prompts: the first
+    completion of each."""
+    drawn = shown_prompts(len(prompts), seed)
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:

@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_record import environment
 from rlhf.data.prompts import Selection
 from rlhf.data.sampler import planned_updates
 from rlhf.demo.parts import gold_of
-from rlhf.distributed.group import in_turn, require_equal
+from rlhf.distributed.group import agree, in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
 from rlhf.settings.training import Config
@@ -24,12 +24,20 @@ from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import plan_run
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
 
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
     """Train, save and summarize one run. With --check only check it, with --scan only print what can be learned.
     `selection` has the rows of the data, if they were read already."""
+    trainer = agree(lambda: load_trainer(config, screen, selection))
+    if trainer is not None:
+        trainer.train()
+
+
+def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop | None:
+    """Return the trainer of a run. With --check and --scan, do what they ask for, and return None."""
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     asked, components, pass_rates = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))
@@ -37,8 +45,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
         return check_run(config, components, screen)
     if config.run.scan:
         return scan_run(asked, components, screen)
-    session = RunSession(config, components, screen, pass_rates, folder=Path(config.run.output))
-    session.build_trainer().train()
+    return RunSession(config, components, screen, pass_rates, folder=Path(config.run.output)).build_trainer()
 
 
 def load_parts(

@@ -5,7 +5,6 @@ The scripts, the Python API, the benchmarks and the tests build their trainers h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +78,8 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated)
 
 
-def build_trainer(
-    config: Config, components: Components, callbacks: Sequence = (), session: Session | None = None
-) -> OnPolicyLoop:
-    """Return a trainer for `config.algorithm` with exactly these callbacks. `session` saves, prints and stops; None:
-    nothing is saved."""
+def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:
+    """Return a trainer for `config.algorithm`. `session` saves, prints and stops; None: nothing is saved."""
     return OnPolicyLoop(
         config,
         policy=components.policy,
@@ -91,7 +87,6 @@ def build_trainer(
         train=components.prompts.train,
         evaluation=components.prompts.evaluation,
         rewards=components.rewards,
-        callbacks=callbacks,
         eval_functions=components.eval_functions,
         gold=components.gold,
         session=session,

@@ -175,12 +175,9 @@ class OnPolicyLoop:
         training fails."""
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
-        return agree(self._train)
-
-    def _train(self) -> dict[str, float]:
         with self.session.opened(self), advise_on_bad_logits(self.state, self.session.advice):
             self.trained = True
-            return self._run()
+            return agree(self._run)
 
     def _run(self) -> dict[str, float]:
         self._begin()

@@ -104,7 +104,7 @@ def test_start_model_of_an_adapter_without_a_run_is_its_base_model(runs, start_m
         ),
         (
             "run.json",
-            '{"status": "failed", "format": 3}',
+            '{"status": "failed", "format": 4}',
             "corrupted, 'id' is missing or invalid: .*corrupted_model. Restore",
         ),
     ],

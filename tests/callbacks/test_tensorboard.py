@@ -1,4 +1,4 @@
-"""Tests what TensorBoard shows besides scalars: the charts of "Custom Scalars", the settings and some samples."""
+"""Tests what TensorBoard shows: the samples of every evaluation."""
 
 from __future__ import annotations
 

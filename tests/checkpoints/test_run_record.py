@@ -181,7 +181,7 @@ def test_keys_of_run_json(tmp_path):
     start |= {"algorithm", "settings", "seed", "data", "plan", "prompts", "on_hub"}
     RunLog(tmp_path, **facts_of())
     content = json.loads((tmp_path / "run.json").read_text())
-    assert next(iter(content)) == "format" and content["format"] == FORMAT == 3 and set(content) == {"format", *start}
+    assert next(iter(content)) == "format" and content["format"] == FORMAT == 4 and set(content) == {"format", *start}
     assert set(content["plan"]) == {"updates", "episodes", "optimizer_steps", "completion_tokens_at_most"}
     complete = record_of(**PARTS).as_json()
     assert set(complete) == {"format", *start, *PARTS} and complete["commit"] is None, (
@@ -213,7 +213,7 @@ def test_resume_clears_the_end_and_restores_it_if_refused(tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-OTHER_FORMATS = {"none": None, "older": 2, "newer": 4, "text": "two"}
+OTHER_FORMATS = {"none": None, "older": 3, "newer": 5, "text": "two"}
 
 
 @pytest.mark.parametrize("found", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
@@ -225,7 +225,7 @@ def test_another_format_is_one_error_line(tmp_path, found):
         with pytest.raises(UserError) as refused:
             read(tmp_path)
         assert str(refused.value) == (
-            f"run.json has format {found or 1}, and this version reads format 3: {tmp_path}. "
+            f"run.json has format {found or 1}, and this version reads format 4: {tmp_path}. "
             "Train the run again, or use the version that made it"
         )
 
@@ -298,7 +298,7 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch):
     Path("a_newer").mkdir()
     write_json(Path("a_newer"), {**newer, "format": 1})
     assert last_run("--model-path") == Path("a_newer")
-    with pytest.raises(UserError, match="has format 1, and this version reads format 3: a_newer"):
+    with pytest.raises(UserError, match="has format 1, and this version reads format 4: a_newer"):
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 

@@ -56,7 +56,7 @@ def error_of(module, argv, capsys) -> str:
 def test_a_run_of_an_older_format_is_refused_in_one_line(change_record, capsys, command):
     change_record(lambda facts: json.dumps({name: value for name, value in facts.items() if name != "format"}))
     assert error_of(*COMMANDS[command], capsys) == (
-        "error: run.json has format 1, and this version reads format 3: ppo_seed1. Train the run again, or use the "
+        "error: run.json has format 1, and this version reads format 4: ppo_seed1. Train the run again, or use the "
         "version that made it\n"
     )
     assert {path.name for path in Path().iterdir()} == {"ppo_seed1"}, "nothing was written"

@@ -230,7 +230,10 @@ def build(configured, load_prompts_once, monkeypatch):
         groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()
         config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_components(config, torch.device("cpu"), Screen())
-        return build_trainer(config, dataclasses.replace(parts, **parts_changed), callbacks)
+        trainer = build_trainer(config, dataclasses.replace(parts, **parts_changed))
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
 
     return make
 

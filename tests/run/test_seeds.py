@@ -68,7 +68,7 @@ def test_finished_seed_of_an_older_format_is_refused_or_replaced(train_seeds, tm
     file = tmp_path / "out_seed1" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
     for flags in ((), ("--resume",)):
-        with user_error(1, 3, "out_seed1"):
+        with user_error(1, 4, "out_seed1"):
             train_seeds("--seeds", 1, 2, *flags)
     assert train_seeds("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
 

@@ -131,7 +131,7 @@ def test_unfinished_run_is_not_overwritten(project, flags):
     assert done.returncode == 2
     assert done.stderr == (
         "error: the folder already contains an unfinished run: --output mine. "
-        "Add --resume to continue it, --overwrite to replace it, or use another folder with --output\n"
+        "Add --resume to continue it, --overwrite to move it aside, or use another folder with --output\n"
     )
 
 

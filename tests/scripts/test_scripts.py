@@ -176,7 +176,7 @@ def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
 def test_training_works_on_a_cp1252_console(project, flags):
     """An encoding of Windows consoles. The second run moves the folder of the first one."""
     for _ in range(2):
-        done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
+        done = run(["train_ppo.py", *flags, "--output", "cp1252", "--overwrite"], project, PYTHONIOENCODING="cp1252")
         assert done.returncode == 0, done.stderr
     assert "moved the old run in cp1252 to cp1252_1" in done.stdout
 

@@ -36,12 +36,10 @@ def pairs_hash(pairs: Iterable[Example]) -> str:
 
 
 def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
-    """Return the first example of every distinct prompt, in order. Prompts differ if any message differs or, with
-    `by_topic`, if the topic differs."""
-    first: dict[str, Example] = {}
-    for example in examples:
-        first.setdefault(_prompt_key(example, by_topic), example)
-    return list(first.values())
+    """Return the first example of every distinct prompt, in the order of the prompts' last rows. Prompts differ if any
+    message differs or, with `by_topic`, if the topic differs."""
+    # another order would give each prompt other random numbers, and runs other results than the published ones
+    return list({_prompt_key(e, by_topic): e for e in reversed(list(examples))}.values())[::-1]
 
 
 def lost_rows(examples: Sequence[Example], by_topic: bool = False) -> list[tuple[Example, Example, list[str]]]:

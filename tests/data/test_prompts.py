@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.lengths import length_that_keeps, warn_about_length
 from rlhf.data.prompts import given_prompts, load_prompts
-from rlhf.data.splits import part_of, split_examples
+from rlhf.data.splits import distinct_questions, part_of, split_examples
 from rlhf.data.tokenizer import ids_of, load_tokenizer
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
@@ -307,3 +307,9 @@ def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokeni
 def test_a_tokenizer_needs_an_embedding_for_its_largest_id():
     """Ids may be missing in between, so the number of tokens would be too small."""
     assert ids_of(SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 7})) == 8
+
+
+def test_distinct_prompts_keep_the_first_row_in_the_order_of_the_last_rows():
+    """The order decides the random numbers of each prompt, so another one would change the published results."""
+    rows = examples_of([{"prompt": prompt, "answer": i} for i, prompt in enumerate("abac")])
+    assert [(e.question, e.columns["answer"]) for e in distinct_questions(rows)] == [("b", 1), ("a", 0), ("c", 3)]

@@ -10,6 +10,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
+from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
@@ -20,6 +21,7 @@ from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.files import write_json, write_text
+from rlhf.utils.system import replace
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
@@ -33,7 +35,8 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
         stamp_file = ready.FOLDER / ready.STAMP_FILE
         stamp_file.unlink(missing_ok=True)
         shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
-        shutil.rmtree(ready.FOLDER / "reward_model", ignore_errors=True)
+        if (older := ready.FOLDER / "reward_model").exists():
+            replace(older, numbered_name(older))  # it may contain files of the user
         make_pairs(screen, device)
         train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
         write_json(stamp_file, ready.demo_stamp())

@@ -213,6 +213,14 @@ def test_missing_demo_part_is_built_again(demo, tmp_path, missing):
     assert demo == ["reward model"] * 2 and (tmp_path / "demo_parts" / missing).is_file()
 
 
+def test_files_of_the_user_in_the_demos_reward_model_are_moved_aside(demo, tmp_path):
+    folder = tmp_path / "demo_parts" / "reward_model"
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("mine")
+    parts.prepare_demo(Screen(), CPU)
+    assert demo == ["reward model"] and (tmp_path / "demo_parts" / "reward_model_1" / "thesis.txt").is_file()
+
+
 # --- export ----------------------------------------------------------------------------------------------------------
 
 

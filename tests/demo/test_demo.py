@@ -92,8 +92,9 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, other
     done = run(["compare_runs.py", *run_names], project)
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
-    pairs, against_start = compared["verdict"][:3], compared["verdict"][3:]
-    assert len(against_start) == 3, "after PPO and GRPO, PPO and RLOO, GRPO and RLOO"
+    count = len(ALGORITHMS)
+    pairs, against_start = compared["verdict"][:-count], compared["verdict"][-count:]
+    assert len(pairs) == count * (count - 1) // 2, "one sentence per pair of algorithms"
     assert "by the judge (gold quality, not used in RL training)" in pairs[0]
     for sentence in pairs:
         assert "by the judge" in sentence and "after 9,600 episodes each" in sentence

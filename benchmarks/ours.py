@@ -19,6 +19,7 @@ from rlhf.rewards.find import find_rewards
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.errors import RunError
 
 PARTS = ("rollout", "score", "update")
 
@@ -70,9 +71,14 @@ def build(work: Work, **more: Any) -> OnPolicyLoop:
 
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
-    """Run one update. Return its seconds, those of its parts, its completion tokens, and optimizer steps so far."""
+    """Run one update. Return its seconds, those of its parts, its completion tokens, and optimizer steps so far.
+
+    Raises RunError if the update was skipped.
+    """
     tokens, start = trainer.progress.completion_tokens, seconds(device)
     metrics = trainer.update_step(update)
+    if trainer.progress.skipped:
+        raise RunError(f"update {update} was skipped")
     return {
         "seconds": seconds(device) - start,
         "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
-os.environ["ACCELERATE_USE_CPU"] = (
-    "true"  # the same results with and without a GPU; tests marked gpu use the GPU explicitly
-)
+# the same results with and without a GPU; tests marked gpu use the GPU explicitly
+os.environ["ACCELERATE_USE_CPU"] = "true"
+# --deterministic refuses a process that has used CUDA without it, and tests marked gpu run in the same process
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 import dataclasses
 import json

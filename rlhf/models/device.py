@@ -9,6 +9,7 @@ import shutil
 import psutil
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
 from rlhf.distributed.join import TIMEOUT_S, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
@@ -76,9 +77,15 @@ def start_device(screen: Screen, deterministic: bool = False, timeout_s: float =
     hint = unused_card()
     if hint:
         screen.say(hint)
-    state = PartialState()
+    device = selected_device()
     cap_gpu_memory()
-    return state.device
+    return device
+
+
+def selected_device() -> torch.device:
+    """Returns the device that accelerate selects: this process's GPU, or the CPU if ACCELERATE_USE_CPU is true."""
+    # PartialState alone ignores the variable, but transformers' trainer reads it: a run would be on two devices
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device
 
 
 def unused_card() -> str | None:

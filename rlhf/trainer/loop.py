@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelerate import PartialState
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +20,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
-from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
+from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
@@ -98,7 +97,7 @@ class OnPolicyLoop:
 
     def _construct_host(self, policy: PreTrainedModel | PeftModel) -> None:
         """Construct the TRL trainer and the frozen reference, which must be copied before the policy is wrapped."""
-        config, device = self.config, PartialState().device
+        config, device = self.config, selected_device()
         if device.type == "cpu":
             keep_freed_memory()
         self.dtype = autocast_dtype(config.model.bf16, device)

@@ -203,6 +203,7 @@ class Run:
         more = {}
         if self.method == "4-bit LoRA":
             more["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            more["device_map"] = "cpu"  # transformers would load 4-bit weights to a GPU
         model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32, **more).eval()
         for module in model.modules():
             # bitsandbytes would round the scales here (docs/decisions/data_and_models.md)

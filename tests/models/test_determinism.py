@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ from rlhf.utils.errors import run_command
 
 @pytest.fixture(autouse=True)
 def restore_determinism(monkeypatch):
-    """Restores torch's determinism settings after each test and unsets the cuBLAS workspace variable."""
+    """Restores torch's determinism settings after each test and unsets the cuBLAS workspace variable.
+
+    A GPU test in the same process may have initialized CUDA.
+    """
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv(CUBLAS, "")  # makes monkeypatch remove a value that the test sets
     monkeypatch.delenv(CUBLAS)
     on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
@@ -114,6 +119,14 @@ def test_cpu_uses_torch_cumsum():
     use_deterministic_algorithms()
     values = torch.rand(3, 7)
     assert torch.equal(determinism.cumulative_sum(values), values.cumsum(-1))
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_accelerates_variable_selects_the_cpu_from_the_start(monkeypatch, value):
+    """On a machine with a GPU the inputs were on the GPU and the model on the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+    monkeypatch.setattr(device, "PartialState", lambda cpu: SimpleNamespace(device=cpu))
+    assert device.selected_device() is (value == "true")
 
 
 def test_attention_of_cudnn_is_disabled_at_the_start():

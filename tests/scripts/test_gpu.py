@@ -132,7 +132,8 @@ print(json.dumps(counts))
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_optimizer_steps_wait_for_the_gpu_once_each(tmp_path, algorithm):
     """Agreed: one wait per optimizer step, which protects the weights, and one per update for its statistics."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "false", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "false", "PYTHONPATH": paths}
     words = [sys.executable, "-c", WATCHED, str(tmp_path), algorithm]
     done = run_process(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -314,6 +314,15 @@ def test_model_card_escapes_markup(finished):
     assert ModelCard(card).data.tags == ["trl", "ppo", "rlhf"], "the front matter must be intact"
 
 
+def test_model_card_leaves_out_packages_that_are_not_installed(finished):
+    """Without bitsandbytes, which is optional, the card ended every run with an AttributeError."""
+    run = finished("ppo")
+    content = read_run_json(run)
+    content["versions"]["bitsandbytes"] = None
+    record = write_run_json(run, content)
+    assert "bitsandbytes" not in model_card(record, saved_models(run, record)["final"], "x")
+
+
 def test_model_card_prints_not_finite_for_missing_figures(finished):
     run = finished("ppo")
     content = read_run_json(run)

@@ -29,6 +29,7 @@ PLACEHOLDERS = {
     r"(\w)\1{20,}": r"\1...",
     r"[+-]?\d+\.\d{3,}": "<number>",  # measured
     r"\d[\d,.]* (?=GiB|GB|MB|KB|bytes)": "<size> ",
+    r"(?<=bytes instead of )\d[\d,]*": "<size>",
 }
 
 

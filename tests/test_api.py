@@ -213,10 +213,10 @@ def test_settings_about_files_are_refused_without_a_folder(config, settings, use
 
 @pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], ["much"], [True], {1.0}])
 @pytest.mark.parametrize("output", [None, "run"])
-def test_weights_that_the_flag_refuses_are_refused(config, tmp_path, weights, output):
+def test_weights_that_the_flag_refuses_are_refused(config, tmp_path, weights, output, user_error):
     for use in (make_trainer, scan):
         more = {"output": tmp_path / output} if output and use is make_trainer else {}
-        with pytest.raises(UserError, match=r"reward_weights is .*: reward_weights=\. "):
+        with user_error("reward_weights"):
             use(config(), ["a cat?"], [words], reward_weights=weights, **more)
     assert not (tmp_path / "run" / "run.json").exists()
 

@@ -20,7 +20,7 @@ from rlhf.analysis.verdict import RunGroup, judge_runs
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.config import config_of_run
 from rlhf.reports.comparison_tables import samples_in_words
-from rlhf.reports.evaluation_report import completions_by_model, facts_as_json, facts_as_rows
+from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.settings.fields import as_text
@@ -74,7 +74,7 @@ def make_comparison(
         ],
         "judges": judges,
         "warnings": _warnings(groups, start, seed),
-        "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),
+        "facts": dict([*evaluator.facts(), *settings_that_differ(groups)]),
         "groups": {group.name: {"algorithm": group.algorithm, "settings": group.settings} for group in groups},
         "figures": {"start": figures(start)}
         | {group.name: dict(zip(map(str, group.seeds), group.figures, strict=True)) for group in groups},
@@ -221,7 +221,7 @@ def write_comparison(
         "title": f"Comparison of the start model{' and ' if len(groups) > ALL_PAIRS else ', '}{names}",
         "shown": len(shown),
         "report": report,
-        "facts": facts_as_rows(report["facts"]),
+        "facts": list(report["facts"].items()),
         "tables": made,
     }
     write_text(folder / "comparison.md", render("comparison.md", **shared))

@@ -30,7 +30,6 @@ from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
-FACT_KEYS = {"completions": "replies"}  # name of a fact -> its key in JSON, if it is another one
 VERSUS = {  # figure -> label, and "+" if it has a sign
     "win_rate": ("win rate by score", ""),
     "judge_win_rate": ("win rate by judge", ""),
@@ -57,7 +56,7 @@ def make_report(
     report = {
         "made": now(),
         **environment(),
-        "facts": facts_as_json(evaluator.facts()),
+        "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
         "notes": [*notes, *without_score(everyone)],
         "seed": seed,
@@ -69,17 +68,6 @@ def make_report(
         ],
     }
     return json_ready(report)
-
-
-def facts_as_json(facts: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Returns named facts with their keys in JSON."""
-    return {FACT_KEYS.get(name, name): value for name, value in facts}
-
-
-def facts_as_rows(facts: dict[str, str]) -> list[tuple[str, str]]:
-    """Reverses `facts_as_json`, for tables."""
-    names = {key: name for name, key in FACT_KEYS.items()}
-    return [(names.get(key, key), value) for key, value in facts.items()]
 
 
 def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
@@ -210,7 +198,7 @@ def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], 
     page = render(
         "evaluation.html",
         title="Evaluation: completions, scored and ranked",
-        facts=facts_as_rows(report["facts"]),
+        facts=list(report["facts"].items()),
         models=report["models"],
         figure_columns=figure_columns,
         figure_rows=figure_rows,

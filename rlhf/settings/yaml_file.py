@@ -12,6 +12,7 @@ from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import local_path
 
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
+DEEPEST = 20  # blocks in blocks
 MAPPINGS = ("columns",)  # settings whose value may be a mapping
 KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"  # keys that only recipes have
 
@@ -35,7 +36,12 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
     try:
         with open(local_path(path), encoding="utf-8-sig") as stream:
             text = stream.read()
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                where = f"{path}:{event.start_mark.line + 1}"
+                raise UserError(f"not a file of settings (nested too deeply): {where}. Write lines such as `gamma: 1`")
             if isinstance(event, yaml.AliasEvent):  # it can contain itself, or expand without limit
                 where = f"{path}:{event.start_mark.line + 1}"
                 raise UserError(f"an alias (*{event.anchor}): {where}. Write the value instead")
@@ -48,10 +54,6 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
         mark = error.problem_mark
         raise UserError(
             f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
-        ) from None
-    except RecursionError:
-        raise UserError(
-            f"not a file of settings (nested too deeply): {path}. Write lines such as `gamma: 1`"
         ) from None
     except yaml.YAMLError as error:  # for example a control character: the error has no line
         raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None

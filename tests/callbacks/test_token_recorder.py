@@ -96,13 +96,13 @@ def test_nothing_is_recorded_by_default(build, tmp_path):
     assert not (tmp_path / "run" / TOKENS_FOLDER).exists()
 
 
-def test_missing_token_records_are_an_error(runs, tmp_path):
+def test_missing_token_records_are_an_error(runs, tmp_path, user_error):
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text((runs["ppo", 1] / "run.json").read_text())
-    with pytest.raises(UserError, match=r"this run has no recorded tokens: --tokens .*Train with --record-tokens"):
+    with user_error("--tokens", "--record-tokens"):
         recorded_updates(run, "--tokens")
-    with pytest.raises(UserError, match="folder not found: --tokens"):
+    with user_error("--tokens"):
         recorded_updates(tmp_path / "nowhere", "--tokens")
 
 

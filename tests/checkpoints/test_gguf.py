@@ -198,7 +198,7 @@ def test_a_missing_package_names_the_command_that_installs_it(tmp_path, monkeypa
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_damaged_files_and_unknown_architectures_are_one_line(tiny, tmp_path, cache):
+def test_damaged_files_and_unknown_architectures_are_one_line(tiny, tmp_path, cache, user_error):
     whole = tiny.read_bytes()
     files = {"empty": b"", "zip": b"PK\3\4" + whole[4:], "version": whole[:4] + b"\xff\xff\xff\xff" + whole[8:]}
     files |= {f"cut{cut}": whole[: len(whole) * cut // 100] for cut in (1, 10, 50, 99)}
@@ -209,14 +209,14 @@ def test_damaged_files_and_unknown_architectures_are_one_line(tiny, tmp_path, ca
             find_model(str(file), FLAG)
         assert f"{FLAG} {file}" in str(error.value) and "\n" not in str(error.value)
     write_gguf(tmp_path / "other.gguf", architecture="nosuchmodel")
-    with pytest.raises(UserError, match="nosuchmodel is not supported"):
+    with user_error("nosuchmodel", "other.gguf"):
         find_model(str(tmp_path / "other.gguf"), FLAG)
     assert not list(cache.rglob("model.safetensors"))
 
 
-def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch):
+def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch, user_error):
     monkeypatch.setattr(converter, "is_installed", lambda name: False)
-    with pytest.raises(UserError, match=r'pip install "gguf'):
+    with user_error('pip install "gguf'):
         find_model(str(tiny), FLAG)
 
 

@@ -104,9 +104,9 @@ def test_a_dataset_in_the_cache_needs_a_data_file(theirs, asked, monkeypatch, tm
     assert len(asked) == 1
 
 
-def test_the_base_of_an_adapter_is_a_name_in_a_file(asked, tmp_path):
+def test_the_base_of_an_adapter_is_a_name_in_a_file(asked, tmp_path, user_error):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/a-base"}))
-    with pytest.raises(UserError, match=r"owner/a-base \(in .*adapter_config\.json\)"):
+    with user_error("owner/a-base", "adapter_config.json"):
         find_model(base_of_adapter(tmp_path), "--model-path")
     assert "adapter_config.json names the model owner/a-base" in asked[0][1]
 
@@ -118,12 +118,12 @@ def test_a_base_that_is_no_text_is_one_error(tmp_path, base):
         base_of_adapter(tmp_path)
 
 
-def test_a_name_in_an_incident_is_printed_with_its_file(asked, tmp_path):
+def test_a_name_in_an_incident_is_printed_with_its_file(asked, tmp_path, user_error):
     content = {"algorithm": "ppo", "settings": to_dict(make_config("demo", **NAMES)), "update": 1}
     (tmp_path / "incident.json").write_text(json.dumps(content))
     (tmp_path / "batch.jsonl").write_text("")
     save_file({}, tmp_path / "tensors.safetensors")
     config = Incident.read(str(tmp_path)).config("out")
-    with pytest.raises(UserError, match=r"owner/a-model \(in .*incident\.json\)"):
+    with user_error("owner/a-model", "incident.json"):
         find_each(config)["actor_model"]()
     assert "incident.json names the model owner/a-model" in asked[0][1]

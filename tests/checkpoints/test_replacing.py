@@ -155,8 +155,8 @@ def test_input_in_the_reward_models_folder_is_refused(reward_words, tmp_path, pa
     assert input_path.exists()
 
 
-def test_non_finite_reward_model_weights_are_not_saved(reward_words, tmp_path):
-    with pytest.raises(RunError, match="weights are not finite after training"):
+def test_non_finite_reward_model_weights_are_not_saved(reward_words, tmp_path, user_error):
+    with user_error(kind=RunError, varying=r"\d+ weights"):
         reward_model.train.main([*reward_words, "--rm-learning-rate", "1e38"])
     assert not (tmp_path / "judge").exists()
 
@@ -297,20 +297,20 @@ def test_failed_move_is_undone(tmp_path, monkeypatch):
     assert not (tmp_path / "aside").exists()
 
 
-def test_output_that_cannot_be_renamed_is_refused_before_training(reward_words, tmp_path, monkeypatch):
+def test_output_that_cannot_be_renamed_is_refused_before_training(reward_words, tmp_path, monkeypatch, user_error):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replacing.os.path, "ismount", lambda path: True)
     monkeypatch.setattr(training, "run_training", lambda *_: pytest.fail("training was started before the check"))
-    with pytest.raises(UserError, match="cannot replace the root folder of a disk: --rm-output"):
+    with user_error("--rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", ".", "--rm-overwrite"])
 
 
 @pytest.mark.parametrize("name", [".", "../here", ".."])
-def test_current_folder_as_output_is_refused(reward_words, tmp_path, monkeypatch, name):
+def test_current_folder_as_output_is_refused(reward_words, tmp_path, monkeypatch, name, user_error):
     """The folder is renamed. Then the current folder of the shell would no longer exist."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match="cannot replace the current folder or its parents: --rm-output"):
+    with user_error("--rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", name])
 
 

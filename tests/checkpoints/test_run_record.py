@@ -41,27 +41,25 @@ def test_finished_run_in_the_default_folder_is_moved(tmp_path):
     assert json.loads((folder / "run.json").read_text())["seed"] == 2
 
 
-def test_finished_run_in_a_given_folder_is_refused(tmp_path):
+def test_finished_run_in_a_given_folder_is_refused(tmp_path, user_error):
     finished(tmp_path / "mine")
-    with pytest.raises(
-        UserError, match=r"the folder already contains a finished run: --output .*mine. Add --overwrite"
-    ):
+    with user_error("--output", "--overwrite"):
         claim_output(tmp_path / "mine", overwrite=False, is_default=False)
 
 
 @pytest.mark.parametrize("is_default", [True, False])
-def test_folder_with_an_unfinished_run_is_refused(tmp_path, is_default):
+def test_folder_with_an_unfinished_run_is_refused(tmp_path, is_default, user_error):
     folder = tmp_path / "run"
     folder.mkdir()
     RunLog(folder, **facts_of(seed=1))._lock.close()  # as if the process had been killed
-    with pytest.raises(UserError, match="already contains an unfinished run: .*--overwrite.*--output"):
+    with user_error("--overwrite", "--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     lock, line = claim_output(folder, overwrite=True, is_default=is_default)
     assert line.endswith(f" to {folder}_1") and [path.name for path in folder.iterdir()] == [LOCK_FILE]
     lock.close()
 
 
-def test_claimed_folder_is_locked_for_others(tmp_path):
+def test_claimed_folder_is_locked_for_others(tmp_path, user_error):
     """The lock is held from claiming the folder until the log is closed, without a gap. Its file names the process
     before there is a run.json."""
     lock, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
@@ -70,7 +68,7 @@ def test_claimed_folder_is_locked_for_others(tmp_path):
             UserError, match=rf"the folder is in use by a running process \(PID {os.getpid()}, started 20\d\d-"
         ):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
-    with pytest.raises(UserError, match="the folder is in use by a running process"):
+    with user_error(f"PID {os.getpid()}"):
         RunLog(tmp_path / "run", **facts_of())
     with RunLog(tmp_path / "run", lock, **facts_of()):
         pass
@@ -116,23 +114,23 @@ def test_moved_run_folder_is_complete(tmp_path):
     assert read_status(tmp_path / "run_1") == "finished" and read_status(tmp_path / "run") is None
 
 
-def test_folder_that_is_not_a_run_is_never_replaced(tmp_path):
+def test_folder_that_is_not_a_run_is_never_replaced(tmp_path, user_error):
     (tmp_path / "thesis.txt").write_text("years of work")
     for overwrite in (True, False):
-        with pytest.raises(UserError, match="the folder contains files but no run.json, so it is not replaced"):
+        with user_error("run.json"):
             claim_output(tmp_path, overwrite=overwrite, is_default=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_output_that_is_a_file_is_refused(tmp_path):
+def test_output_that_is_a_file_is_refused(tmp_path, user_error):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match="not a folder"):
+    with user_error(f"--output {tmp_path / 'run'}"):
         check_output(tmp_path / "run", overwrite=True, is_default=True)
 
 
-def test_read_only_folder_is_refused(tmp_path, monkeypatch):
+def test_read_only_folder_is_refused(tmp_path, monkeypatch, user_error):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere, so the error is injected
-    with pytest.raises(UserError, match="no permission to write"):
+    with user_error("--output"):
         check_output(tmp_path / "a" / "run", overwrite=False, is_default=True)
 
 
@@ -270,24 +268,21 @@ def test_damaged_file_is_one_error_line(tmp_path, damage):
     assert line.startswith("run.json ") and expected in line and str(tmp_path) in line and "\n" not in line
 
 
-def test_folder_without_a_run_is_refused(tmp_path, monkeypatch):
+def test_folder_without_a_run_is_refused(tmp_path, monkeypatch, user_error):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert RunRecord.read(Path("empty")) is None and RunRecord.read(Path("nowhere")) is None
-    with pytest.raises(
-        UserError,
-        match=r"^folder not found: --output nowhere. Pass --output RUN_FOLDER; the current folder has no run folder$",
-    ):
+    with user_error("--output nowhere", "--output RUN_FOLDER"):
         RunRecord.require(Path("nowhere"), "--output")
     finished(Path("mine"))
-    with pytest.raises(UserError, match=r"^not a run folder \(no run.json\): --output empty. Pass .* folder: mine$"):
+    with user_error("run.json", "--output empty"):
         RunRecord.require(Path("empty"), "--output")
 
 
-def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch):
+def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch, user_error):
     """If the last run cannot be read, no other run is used instead. Reward models and damaged files are ignored."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run in the current folder: --model-path"):
+    with user_error("--model-path"):
         last_run("--model-path")
     older, newer = record_of(started="2026-01-01"), record_of(started="2026-01-02").as_json()
     later = {"started": "2026-01-03", "status": "finished"}
@@ -298,16 +293,16 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch):
     Path("a_newer").mkdir()
     write_json(Path("a_newer"), {**newer, "format": 1})
     assert last_run("--model-path") == Path("a_newer")
-    with pytest.raises(UserError, match="has format 1, and this version reads format 4: a_newer"):
+    with user_error("1", "4", "a_newer"):
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 
-def test_run_of_another_format_can_be_replaced_or_moved(tmp_path):
+def test_run_of_another_format_can_be_replaced_or_moved(tmp_path, user_error):
     """A run that is only moved or replaced need not be readable."""
     folder = tmp_path / "ppo_training_output"
     finished(folder)
     write_json(folder, without("format")(json.loads((folder / "run.json").read_text())))
-    with pytest.raises(UserError, match="already contains a finished run: .*--overwrite"):
+    with user_error("--overwrite"):
         check_output(folder, overwrite=False, is_default=False)
     check_output(folder, overwrite=True, is_default=False)
     lock, line = claim_output(folder, overwrite=False, is_default=True)

@@ -34,8 +34,10 @@ def demo(project):
 
 @pytest.fixture(scope="module")
 def other_demos(project, demo):
-    """Returns the same for every other algorithm, as a dict from its name. GRPO has the machine for itself, because its
-    time is documented; the others are trained at the same time."""
+    """Returns the same for every other algorithm, as a dict from its name.
+
+    GRPO has the machine for itself, because its time is documented. The others are trained at the same time.
+    """
     runs = {"grpo": run_demo(project, "grpo")}
     rest = [name for name in ALGORITHMS if name not in ("ppo", "grpo")]
     with ThreadPoolExecutor() as pool:

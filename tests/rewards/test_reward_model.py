@@ -23,7 +23,6 @@ from rlhf.rewards.training import pair_ids, run_training, train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
 from tests.shapes import make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -257,7 +256,7 @@ def test_metrics_file_of_another_tool_is_ignored(tmp_path):
 
 def test_errors_are_found_before_training(flags, learnable_pairs, monkeypatch, tmp_path, user_error):
     monkeypatch.setattr("rlhf.rewards.training.run_training", lambda *_: pytest.fail("trained first"))
-    with pytest.raises(UserError, match="model not found"):
+    with user_error("--actor-model", "nowhere"):
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--actor-model", "./nowhere")), Screen(), CPU)
     with user_error():
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--calibration-prompt-length", 2)), Screen(), CPU)

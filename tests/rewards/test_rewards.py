@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,19 +86,16 @@ def test_async_function_is_awaited(score):
     assert score(slow) == [1.0, 1.0]
 
 
-def test_failing_function_is_called_once_and_its_line_is_named(score):
+def test_failing_function_is_called_once_and_its_line_is_named(score, user_error):
     calls = []
 
     def judge(completions, **_):
         calls.append(len(completions))
         raise ConnectionError("judge is down")
 
-    with pytest.raises(
-        RunError,
-        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* is down: reward function 'judge', 2 completions, the fir",
-    ):
+    with user_error("'judge'", "2 completions", kind=RunError, varying=r"test_rewards.py:\d+") as error:
         score(judge)
-    assert calls == [2]
+    assert calls == [2] and re.match(r"test_rewards\.py:\d+ `raise ", str(error.value))
 
 
 def test_number_of_weights_must_match_functions(tokenizer, user_error):
@@ -193,7 +191,7 @@ def test_rule_from_a_file(score, tmp_path, user_error):
 def test_missing_rules_are_refused(tmp_path, user_error):
     with user_error("--reward-func lenght_penalty", "length_penalty"):
         find_rule("lenght_penalty", ())
-    with pytest.raises(UserError, match="no such file"):
+    with user_error("nowhere.py"):
         find_rule(f"{tmp_path}/nowhere.py:f", ())
     (tmp_path / "broken.py").write_text("1 / 0")
     with user_error("ZeroDivisionError"):

@@ -167,17 +167,19 @@ def test_errors_of_the_settings(more, problem):
     assert problem in str(refused.value) and len(refused.value.problems) == 1
 
 
-def test_missing_files_and_columns_are_errors_before_a_model_loads(flags, questions, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"nowhere\.py\. --eval-func takes a file"):
+def test_missing_files_and_columns_are_errors_before_a_model_loads(
+    flags, questions, tmp_path, monkeypatch, user_error
+):
+    with user_error("nowhere.py", "--eval-func takes"):
         train_ppo.main(flags("--eval-func", tmp_path / "nowhere.py:f"))
     plain = tmp_path / "plain.jsonl"
     plain.write_text("\n".join(json.dumps({"question": f"What is {i}?"}) for i in range(60)))
     monkeypatch.setattr("rlhf.setup.build.load_start_policy", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(UserError, match=r"'exact_match' requires the column 'answer'"):
+    with user_error("'exact_match'", "'answer'"):
         train_ppo.main(flags("--prompts", plain, "--eval-func", "exact_match"))
 
 
-def test_evaluation_functions_from_python(start_model, tmp_path):
+def test_evaluation_functions_from_python(start_model, tmp_path, user_error):
     config = make_config(actor_model=str(start_model), num_iterations=1, max_new_tokens=6, batch_size=2, ppo_epochs=1)
 
     def words(completions, **_):
@@ -190,7 +192,7 @@ def test_evaluation_functions_from_python(start_model, tmp_path):
     assert metrics["eval/words"] == pytest.approx(
         sum(len(t.split()) for t in trainer.evaluations[-1].texts) / len(trainer.evaluations[-1].texts)
     )
-    with pytest.raises(UserError, match="'<lambda>' cannot be the name of a metric: eval_functions"):
+    with user_error("'<lambda>'", "eval_functions"):
         make_trainer(config, asked, rewards=[words], eval_functions=[lambda completions, **_: [0.0]])
 
 
@@ -203,13 +205,11 @@ def test_reward_functions_may_return_none_in_an_evaluation(flags, tmp_path):
     assert RunRecord.read(tmp_path / "run").figures["score_before"] == pytest.approx(sum(scores) / len(scores))
 
 
-def test_an_evaluation_without_any_score_ends_the_run(build, questions, tmp_path):
+def test_an_evaluation_without_any_score_ends_the_run(build, questions, tmp_path, user_error):
     trainer = build("--prompts", questions, "--split", "0/80/20", "--rm-model", "none", "--reward-func",
                     f"{tmp_path / 'checks.py'}:never")  # fmt: skip
     attach(trainer)
-    with pytest.raises(
-        RunError, match=r"every reward function returned None \(never\): the evaluation after update 0"
-    ):
+    with user_error("0", kind=RunError):
         trainer.train()
 
 

@@ -532,21 +532,18 @@ def test_invalid_export_settings_are_refused_before_loading(
     assert not (tmp_path / "run").exists()
 
 
-def test_merging_a_finished_run_without_adapter_is_refused(finished, capsys):
+def test_merging_a_finished_run_without_adapter_is_refused(finished, capsys, user_error):
     run = finished("ppo")
-    with pytest.raises(UserError, match="merge_lora has no effect without --use-lora: --merge-lora"):
+    with user_error("merge_lora", "--use-lora", "--merge-lora"):
         train_ppo.main(["--resume", "--merge-lora", "--output", str(run)])
     assert not (run / "merged").exists()
 
 
-def test_deleted_weights_cannot_be_exported(finished):
+def test_deleted_weights_cannot_be_exported(finished, user_error):
     run = finished("grpo")
     shutil.rmtree(run / "best")
     train_grpo.main(["--resume", "--output", str(run)])
-    with pytest.raises(
-        UserError,
-        match=r"the best weights of this run no longer exist: --merge-lora\. Use --export-from with one of: final",
-    ):
+    with user_error("--merge-lora", "--export-from with"):
         train_grpo.main(["--resume", "--merge-lora", "--export-from", "best", "--output", str(run)])
 
 
@@ -558,16 +555,14 @@ def test_export_flags_may_change_on_resume(finished):
     assert not config_of_run(RunRecord.read(run)).export.merge_lora
 
 
-def test_run_json_records_what_came_from_the_hub(train, start_model, tmp_path, monkeypatch):
+def test_run_json_records_what_came_from_the_hub(train, start_model, tmp_path, monkeypatch, user_error):
     """A local folder with a name like `owner/name` is treated as local, also if the current folder changes later."""
     shutil.copytree(start_model, tmp_path / "some" / "base")
     monkeypatch.chdir(tmp_path)
     run = train(tmp_path / "run", "--actor-model", "some/base", "--use-lora")
     assert read_run_json(run)["on_hub"] == []
     monkeypatch.chdir("/")
-    with pytest.raises(
-        UserError, match="other users could not load this adapter, because its base model is not on the hub"
-    ):
+    with user_error("some/base"):
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])
     assert ModelCard.load(run / "README.md").data.base_model is None

@@ -216,38 +216,37 @@ def test_a_run_is_moved_aside_with_overwrite(made, capsys):
     assert sorted(path.name for path in Path().glob("run*")) == ["run", "run_1"] and "run_1" in capsys.readouterr().out
 
 
-def test_what_cannot_be_resumed_is_one_line(made):
-    with pytest.raises(UserError, match=r"folder not found: output run\."):
+def test_what_cannot_be_resumed_is_one_line(made, user_error):
+    with user_error("output run"):
         made(resume=True)
     made(num_iterations=2).train()
-    with pytest.raises(UserError, match=r"already finished: make_config\(resume=True\), run\. .*load_model\('run'\)"):
+    with user_error("make_config", "load_model", "'run'"):
         made(num_iterations=2, resume=True)
-    with pytest.raises(UserError, match=r"already contains a finished run: --output run"):
+    with user_error("--output run"):
         made()
-    with pytest.raises(UserError, match=r"learning_rate was 0\.001 in this run and is 0\.1 now"):
+    with user_error("learning_rate", "0.001", "0.1"):
         made(num_iterations=2, learning_rate=0.1, resume=True)
     script = ["--resume", "--resume-anyway", "--num-iterations", "3", "--output", "run"]
-    with pytest.raises(UserError, match=r"this run was started in Python: --resume, --output run\. Resume it there"):
+    with user_error("--resume", "--output run"):
         train_ppo.main([*script, "--reward-func", "length_penalty"])
     made(resume=True, resume_anyway=True).train()
     assert RunRecord.read(Path("run")).spent.updates == 4, "trained further"
     run = RunRecord.read(Path("run"))
     run.__class__(**{**vars(run), "status": "stopped"}).write(Path("run"))
-    with pytest.raises(UserError, match=r"this run was started in Python: --resume, --output run\. Resume it there"):
+    with user_error("--resume", "--output run"):
         train_ppo.main(["--resume", "--output", "run"])
 
 
-def test_a_skipped_update_is_saved_and_replayed(made, capsys, tmp_path):
+def test_a_skipped_update_is_saved_and_replayed(made, capsys, tmp_path, user_error):
     def nothing(prompts, completions, **_):
         """NaN for the training prompts, which skips an update. An evaluation would end the run."""
         return [float("nan") if "number" in prompt else 1.0 for prompt in prompts]
 
-    with pytest.raises(RunError, match=r"3 updates in a row were skipped.*then resume with: make_config"):
+    with user_error("3", "make_config", kind=RunError, varying=r"completion '[^']*'"):
         made(nothing).train()
     incident = Path("run/incidents/update-000003")
     assert (incident / "incident.json").is_file()
-    with pytest.raises(UserError, match=r"reward code must be given .*: --replay, python:nothing in .* --reward-func "
-                       r"FILE\.py:nothing"):  # fmt: skip
+    with user_error("--replay", "--reward-func FILE.py:nothing"):  # fmt: skip
         train_ppo.main(["--replay", str(incident)])
     (tmp_path / "mine.py").write_text("def nothing(completions, **_):\n    return [0.5] * len(completions)\n")
     train_ppo.main(["--replay", str(incident), "--reward-func", "mine.py:nothing"])
@@ -289,10 +288,10 @@ def test_names_of_functions_in_run_json():
     assert name_in_settings(think_format_reward) == "trl:think_format_reward"
 
 
-def test_a_printed_command_has_the_form_of_a_function_in_a_file():
+def test_a_printed_command_has_the_form_of_a_function_in_a_file(user_error):
     assert code_words(["python:words"]) == ["--reward-func", "FILE.py:words"]
     assert code_words(["python:<lambda>", "length_penalty"]) == ["--reward-func", "FILE.py:NAME", "length_penalty"]
-    with pytest.raises(UserError, match=r"the function <lambda> was defined .*: --reward-func\. .* FILE\.py:NAME$"):
+    with user_error("--reward-func", "FILE.py:NAME"):
         find_rule("python:<lambda>")
 
 

@@ -138,9 +138,9 @@ def test_wrong_sweeps(words, message):
         points("--sweep", *words)
 
 
-def test_a_launcher_is_refused(monkeypatch):
+def test_a_launcher_is_refused(monkeypatch, user_error):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="a launcher has already started several processes: --sweep"):
+    with user_error("--sweep"):
         points("--sweep", "learning_rate=1e-5,3e-5")
 
 
@@ -192,8 +192,8 @@ def pretended(monkeypatch, tmp_path):
     return lambda *flags: train_command("ppo", ["--recipe", "demo", "--output", "out", *grid, *flags])
 
 
-def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(pretended, capsys):
-    with pytest.raises(RunError, match=r"^learning_rate 2e-05, seed 2: a test$"):
+def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(pretended, capsys, user_error):
+    with user_error("learning_rate", "05", "2", kind=RunError):
         pretended("--parallel")
     printed = capsys.readouterr().out
     (again,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("train the failed runs")]
@@ -253,21 +253,21 @@ def test_warnings_of_the_processes_are_printed_and_a_launcher_of_one_process_is_
     assert sum("warning: a tracker None" in line for line in printed) == 4
 
 
-def test_a_missing_tracker_is_refused_before_the_first_run(pretended, monkeypatch, tmp_path):
+def test_a_missing_tracker_is_refused_before_the_first_run(pretended, monkeypatch, tmp_path, user_error):
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="wandb is not installed: --report-to wandb"):
+    with user_error("--report-to wandb"):
         pretended("--report-to", "wandb")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.ci
-def test_resume_with_other_settings_is_refused(pretended):
+def test_resume_with_other_settings_is_refused(pretended, user_error):
     with pytest.raises(RunError):
         pretended()
     message = "cannot resume: gamma was 1.0 in this run and is 0.9 now|other settings .gamma.: out_"
     with pytest.raises(UserError, match=message):
         pretended("--resume", "--gamma", "0.9")
-    with pytest.raises(UserError, match="already contains an unfinished run: .*Add --resume to continue it"):
+    with user_error("--resume to"):
         pretended()
 
 

@@ -79,7 +79,7 @@ def test_default_kl_targets_depend_on_the_schedule(user_error):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence")
     with user_error("--kl-target"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence", "0.1/token")
-    with pytest.raises(UserError, match="1 boundaries for 3 KL targets"):
+    with user_error("1", "3"):
         targets("--kl-schedule", "phased", "--kl-boundaries", "0.5")
 
 
@@ -111,7 +111,7 @@ def test_flags_of_another_algorithm_are_refused(tmp_path, user_error):
             "all algorithms may use one file: each reads its own groups"
         )
     (tmp_path / "wrong.yaml").write_text("lam: 7\n")
-    with pytest.raises(UserError, match=r"lam is 7: .*wrong.yaml:1"):
+    with user_error("7", "wrong.yaml:1"):
         parse_cli(["--config", str(tmp_path / "wrong.yaml")], "grpo")
 
 
@@ -195,63 +195,58 @@ def test_phased_kl_targets():
 
 
 BAD_FLAGS = {
-    "misspelt flag": ("--learning-rat 1", r"unknown flag --learning-rat: command line\. Did you mean --learning-rate"),
-    "abbreviated flag": ("--learning-r 3", "unknown flag --learning-r: command line. Did you mean --learning-rate"),
-    "abbreviated with =": ("--gam=3", "unknown flag --gam: command line. Did you mean --gamma"),
-    "text for a number": ("--gamma much", "gamma is 'much': --gamma. Give a number"),
-    "a fraction for a count": ("--batch-size 2.5", "batch_size is '2.5': --batch-size. Give a whole number"),
-    "no value": ("--gamma", "expected one argument"),
-    "unknown recipe": ("--recipe smolm2-orca", "unknown recipe 'smolm2-orca': --recipe. Did you mean smollm2-orca"),
-    "learning rate 0": ("--learning-rate 0", "learning_rate is 0: --learning-rate. It must be above 0"),
-    "learning rate nan": ("--learning-rate nan", "learning_rate is nan"),
-    "temperature 0": ("--temperature 0", "temperature is 0: --temperature. It must be above 0"),
-    "negative KL coefficient": ("--kl-coef -0.1", "kl_coef is -0.1: --kl-coef. It must be at least 0"),
-    "negative penalty": ("--missing-eos-penalty -1", "missing_eos_penalty is -1"),
-    "completion length 0": ("--max-new-tokens 0", "max_new_tokens is 0"),
-    "clip range 1": ("--clip-range 1", "clip_range is 1: --clip-range. It must be above 0 and below 1"),
-    "gamma 1.1": ("--gamma 1.1", "gamma is 1.1: --gamma. It must be at least 0 and at most 1"),
-    "a bare KL target": (
-        "--kl-target 6",
-        "kl_target is '6': --kl-target. Give a number of nats above 0 with its unit",
-    ),
-    "unknown choice": ("--kl-schedule adaptiv", "Did you mean adaptive"),
-    "minibatches": (
-        "--batch-size 8 --minibatches 3",
-        "minibatches 3 does not divide batch_size 8: --minibatches. Try 2",
-    ),
-    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets with kl_schedule adaptive"),
-    "adaptive beta that starts at 0": ("--kl-coef 0", "beta starts at 0 and is changed by factors"),
-    "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
-    "a stray word": ("demo", "unexpected word 'demo'"),
+    "misspelt flag": ("--learning-rat 1", ["--learning-rat", "--learning-rate"]),
+    "abbreviated flag": ("--learning-r 3", ["--learning-r", "--learning-rate"]),
+    "abbreviated with =": ("--gam=3", ["--gam", "--gamma"]),
+    "text for a number": ("--gamma much", ["'much'", "--gamma"]),
+    "a fraction for a count": ("--batch-size 2.5", ["batch_size", "'2.5'", "--batch-size"]),
+    "no value": ("--gamma", []),
+    "unknown recipe": ("--recipe smolm2-orca", ["'smolm2-orca'", "--recipe", "smollm2-orca"]),
+    "learning rate 0": ("--learning-rate 0", ["learning_rate", "0", "--learning-rate"]),
+    "learning rate nan": ("--learning-rate nan", ["learning_rate"]),
+    "temperature 0": ("--temperature 0", ["0", "--temperature"]),
+    "negative KL coefficient": ("--kl-coef -0.1", ["kl_coef", "0.1", "--kl-coef"]),
+    "negative penalty": ("--missing-eos-penalty -1", ["missing_eos_penalty", "1"]),
+    "completion length 0": ("--max-new-tokens 0", ["max_new_tokens", "0"]),
+    "clip range 1": ("--clip-range 1", ["clip_range", "1", "--clip-range", "0"]),
+    "gamma 1.1": ("--gamma 1.1", ["1.1", "--gamma", "0"]),
+    "a bare KL target": ("--kl-target 6", ["kl_target", "'6'", "--kl-target", "0"]),
+    "unknown choice": ("--kl-schedule adaptiv", ["adaptive"]),
+    "minibatches": ("--batch-size 8 --minibatches 3", ["3", "batch_size", "8", "--minibatches", "2"]),
+    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", ["2", "kl_schedule"]),
+    "adaptive beta that starts at 0": ("--kl-coef 0", ["0"]),
+    "a bad split": ("--split 50/50/50", ["'50/50/50'", "--split"]),
+    "a stray word": ("demo", ["'demo'"]),
 }
 
 
 @pytest.mark.parametrize("what", BAD_FLAGS)
-def test_errors_in_flags(what):
-    words, message = BAD_FLAGS[what]
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+def test_errors_in_flags(what, user_error):
+    words, parts = BAD_FLAGS[what]
+    with user_error(*parts):
         parse_cli(words.split())
 
 
 BAD_YAML = {
-    "unknown key": ("learning_rat: 1\n", r"unknown setting learning_rat: .*a.yaml:1. Did you mean learning_rate"),
-    "unknown nested key": ("ppo:\n  gama: 1\n", r"unknown setting gama: .*a.yaml:2. Did you mean gamma"),
-    "syntax": ("a: [1\nb: 2\n", r"not YAML .*a.yaml:\d+:\d+"),
-    "a list": ("- 1\n- 2\n", r"not a mapping of names to values: .*a.yaml:1"),
-    "a key twice": ("gamma: 1\ngamma: 0.5\n", r"gamma is set twice: .*a.yaml:2 and .*a.yaml:1"),
-    "twice by its alias": ("lam: 1\nppo:\n  gae_lambda: 0.5\n", r"gae_lambda is set twice: .*a.yaml:3 and .*a.yaml:1"),
-    "out of range": ("gamma: 2\n", r"gamma is 2: .*a.yaml:1. It must be at least 0 and at most 1"),
-    "a wrong type": ("batch_size: [1, 2]\n", r"batch_size is \[1, 2\]: .*a.yaml:1. Give a whole number"),
-    "a Python tag": ("seed: !!python/object/apply:os.getpid []\n", r"seed is not plain data .*a.yaml:1"),
-    "unknown recipe": ("recipe: demmo\n", r"unknown recipe 'demmo': .*a.yaml:1. Did you mean demo"),
+    "unknown key": ("learning_rat: 1\n", ["learning_rat", "a.yaml:1", "learning_rate"]),
+    "unknown nested key": ("ppo:\n  gama: 1\n", ["gama", "a.yaml:2", "gamma"]),
+    "syntax": ("a: [1\nb: 2\n", []),
+    "a list": ("- 1\n- 2\n", ["a.yaml:1"]),
+    "a key twice": ("gamma: 1\ngamma: 0.5\n", ["a.yaml:2", "a.yaml:1"]),
+    "twice by its alias": ("lam: 1\nppo:\n  gae_lambda: 0.5\n", ["gae_lambda", "a.yaml:3", "a.yaml:1"]),
+    "out of range": ("gamma: 2\n", ["2", "a.yaml:1", "0"]),
+    "a wrong type": ("batch_size: [1, 2]\n", ["batch_size", "1", "2", "a.yaml:1"]),
+    "a Python tag": ("seed: !!python/object/apply:os.getpid []\n", ["a.yaml:1"]),
+    "deep": ("a:\n" + "".join(" " * depth + "b:\n" for depth in range(1, 400)), ["a.yaml:21"]),
+    "unknown recipe": ("recipe: demmo\n", ["'demmo'", "a.yaml:1", "demo"]),
 }
 
 
 @pytest.mark.parametrize("what", BAD_YAML)
-def test_errors_in_yaml(what, tmp_path):
-    text, message = BAD_YAML[what]
+def test_errors_in_yaml(what, tmp_path, user_error):
+    text, parts = BAD_YAML[what]
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with user_error(*parts):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 

@@ -31,14 +31,12 @@ def test_an_unknown_name_gets_the_nearest_one(name, answer):
     assert problem == f"unknown flag --{name}: command line. {answer}"
 
 
-def test_unknown_names_in_files_and_in_python_have_no_dashes(tmp_path):
-    with pytest.raises(
-        UserError, match=r"unknown setting kl_coeff: make_config\(kl_coeff=\)\. Did you mean kl_coef\?"
-    ):
+def test_unknown_names_in_files_and_in_python_have_no_dashes(tmp_path, user_error):
+    with user_error("kl_coeff", "make_config"):
         make_config(kl_coeff=0.1)
     file = tmp_path / "grpo.yaml"
     file.write_text("trainer:\n  max_new_token: 64\n")
-    with pytest.raises(UserError, match=r"unknown setting max_new_token: .*:2\. Did you mean max_new_tokens\?"):
+    with user_error("max_new_token", "2", "max_new_tokens"):
         parse_cli(["--config", str(file)])
 
 
@@ -50,12 +48,12 @@ def test_assignments_as_in_verl_get_the_flag():
     assert second.endswith("Did you mean --learning-rate?")
 
 
-def test_a_kl_target_without_a_unit_is_accepted_only_if_its_unit_is_known():
+def test_a_kl_target_without_a_unit_is_accepted_only_if_its_unit_is_known(user_error):
     """verl's target_kl is per token, that of the documents with TRL's first PPO per completion."""
     for words in (["--target-kl", "0.1"], ["--sweep", "target_kl=0.1,6"]):
-        with pytest.raises(UserError, match=r"target_kl 0\.1 has no unit: --\S+.*0\.1/token .*0\.1/sequence"):
+        with user_error("target_kl", "0.1"):
             parse_cli(words)
-    with pytest.raises(UserError, match=r"target_kl 0\.1 has no unit: make_config\(target_kl=\)"):
+    with user_error("target_kl", "0.1", "make_config"):
         make_config(target_kl=0.1)
     assert str(parse_cli(["--target-kl", "0.1/token"]).kl.targets[0]) == "0.1/token"
     assert str(parse_cli(["--init-kl-coef", "0.2", "--target-kl", "6"]).kl.targets[0]) == "6/sequence"

@@ -574,14 +574,14 @@ def test_base_model_and_pairs_change_a_reward_model(reward_record, default_recor
     assert reward_record("--pairs", fewer) != default_record
 
 
-def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
+def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path, user_error):
     def train(*flags):
         words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, *flags]
         return train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
 
     folder = tmp_path / "mine"
     assert train("--rm-output", folder) == folder and (folder / METRICS_FILE).is_file()
-    with pytest.raises(UserError, match="contains a reward model: --rm-output .*Add --rm-overwrite"):
+    with user_error("--rm-output", "--rm-overwrite"):
         train("--rm-output", folder)
     train("--rm-output", folder, "--rm-overwrite")
 

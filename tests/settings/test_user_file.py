@@ -202,7 +202,7 @@ def test_resume_uses_the_output_folder_of_the_file(write, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("place", ["config.py", "recipe"])
-def test_reward_code_named_only_in_run_json_is_not_run(write, tmp_path, place):
+def test_reward_code_named_only_in_run_json_is_not_run(write, tmp_path, place, user_error):
     """The command line must name the code, also if config.py or the recipe names other code."""
     (tmp_path / "stranger").mkdir()
     with RunLog(tmp_path / "stranger", **facts_of(make_config(reward_func=["./evil.py:g"]))):
@@ -214,7 +214,7 @@ def test_reward_code_named_only_in_run_json_is_not_run(write, tmp_path, place):
     else:
         (tmp_path / "r.yaml").write_text("kind: recipe\nreward_func: ['mine.py:f']\n")
         words += ["--recipe", str(tmp_path / "r.yaml")]
-    with pytest.raises(UserError, match="reward code must be given on the command line: --resume, ./evil.py:g"):
+    with user_error("--resume", "evil.py:g"):
         parse_cli(words, user_file=file)
     config = parse_cli([*words, "--reward-func", "./evil.py:g"], user_file=file)
     assert config.reward.reward_func == ("./evil.py:g",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from rlhf.distributed.group import agree
@@ -26,12 +27,7 @@ def by_group(groups: Sequence[Hashable], processes: int | None = None) -> list[l
     Groups are neighbouring rows with equal entries. If there are fewer groups than processes, they are divided.
     """
     processes = processes or size()
-    blocks: list[list[int]] = []
-    for row, group in enumerate(groups):
-        if blocks and groups[blocks[-1][-1]] == group:
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
+    blocks = [list(rows) for _, rows in groupby(range(len(groups)), key=lambda row: groups[row])]
     if len(blocks) < processes:
         blocks = [[row] for row in range(len(groups))]
     ends = [len(blocks) * (process + 1) // processes for process in range(processes)]
@@ -89,9 +85,9 @@ def _longest_first(blocks: dict[tuple[int, ...], int], processes: int) -> tuple[
     return [sorted(share) for share in shares], [load for load, _, _ in loads]
 
 
-def merge_rows(parts: Sequence[tuple[Sequence[int], Sequence[T]]], count: int, missing: T | None = None) -> list[T]:
-    """Return one list of `count` entries from parts with (rows, entries). A row that no part has is `missing`."""
-    whole: list = [missing] * count
+def merge_rows(parts: Sequence[tuple[Sequence[int], Sequence[T]]], count: int) -> list[T]:
+    """Return one list of `count` entries from parts with (rows, entries). A row that no part has is None."""
+    whole: list = [None] * count
     for rows, entries in parts:
         for row, entry in zip(rows, entries, strict=True):
             whole[row] = entry

@@ -136,7 +136,7 @@ class Checkpoints(Callback):
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
         require_equal_weights(self.trainer.model, f"update {update}")
         on_first(lambda: self.write(update))
-        self.trainer.hosted.call("on_save")
+        self.trainer.host_callbacks.call("on_save")
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""

@@ -30,7 +30,7 @@ from rlhf.models.logprobs import forward_dtype, upcast
 BACKBONES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # do not depend on the length of the text
 USED = "_few_operators"  # attribute of a backbone; False: its self-test failed
-TURNS = "_rotary_table"  # attribute of a backbone: the table of `known_rotary`
+ROTARY_TABLE = "_rotary_table"  # attribute of a backbone: the table of `known_rotary`
 
 
 def supports(backbone: nn.Module) -> bool:
@@ -53,21 +53,21 @@ def disable(backbone: nn.Module) -> None:
 def forward(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, cache: Any = None) -> Tensor:
     """Returns the hidden states (N, H) of a packed row with ids and positions (N,). `cache` stores keys and values."""
     hidden = backbone.embed_tokens(ids.unsqueeze(0)).squeeze(0)  # hooks of the embedding expect a batch
-    turns = (rotary if cache is not None else known_rotary)(backbone, hidden, positions)
+    cos_sin = (rotary if cache is not None else known_rotary)(backbone, hidden, positions)
     again = backbone.training and getattr(backbone, "gradient_checkpointing", False) and torch.is_grad_enabled()
     for number, layer in enumerate(backbone.layers):
         store = None if cache is None else partial(cache.store, layer=number)
-        arguments = (layer, hidden, turns, layout, store)
+        arguments = (layer, hidden, cos_sin, layout, store)
         hidden = checkpoint(_layer, *arguments, use_reentrant=False) if again else _layer(*arguments)
     return norm(backbone.norm, hidden)
 
 
 def _layer(
-    layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor], layout: Layout, store: Callable | None
+    layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], layout: Layout, store: Callable | None
 ) -> Tensor:
     """Returns the hidden states (N, H) after one transformer layer."""
     attention = layer.self_attn
-    query, key, value = attention_input(layer, hidden, turns)
+    query, key, value = attention_input(layer, hidden, cos_sin)
     if store is not None:
         key, value = store(torch.stack([key, value], 1))
     attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None))
@@ -84,7 +84,7 @@ def all_plain(*layers: nn.Module) -> bool:
     return all(type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer) for layer in layers)
 
 
-def attention_input(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
     attention, size = layer.self_attn, layer.self_attn.head_dim
     layers = attention.q_proj, attention.k_proj, attention.v_proj
@@ -97,7 +97,7 @@ def attention_input(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tenso
     query, key, value = (x.unflatten(-1, (-1, size)) for x in found)
     if hasattr(attention, "q_norm"):  # Qwen 3 normalizes each head
         query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
-    return turn(query, *turns), turn(key, *turns), value
+    return apply_rotary(query, *cos_sin), apply_rotary(key, *cos_sin), value
 
 
 def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -179,32 +179,32 @@ def rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor
 
 def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `rotary` for positions (N,) below N, from a table that is computed once."""
-    table = getattr(backbone, TURNS, None)
+    table = getattr(backbone, ROTARY_TABLE, None)
     if table is None or len(table) < len(positions) or (table.dtype, table.device) != (like.dtype, like.device):
         count = 1 << (len(positions) - 1).bit_length()  # the next power of two
         table = torch.stack(rotary(backbone, like, torch.arange(count, device=like.device)), 1)  # (count, 2, 1, D)
-        setattr(backbone, TURNS, table)
+        setattr(backbone, ROTARY_TABLE, table)
     return table.index_select(0, positions).unbind(1)
 
 
-def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns heads (N, heads, D) with the rotary embedding, in the precision of `cos`."""
-    return _Turn.apply(heads, cos, sin) if torch.is_grad_enabled() else _turned(heads, cos, sin)
+    return _Rotary.apply(heads, cos, sin) if torch.is_grad_enabled() else _rotated(heads, cos, sin)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # y = x cos + swap(x) sin, in which swap exchanges the halves of each head
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1).to(cos.dtype), sin)
 
 
-class _Turn(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """The rotary embedding with its gradient. Saves nothing of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return _turned(x, cos, sin)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx, by_output):

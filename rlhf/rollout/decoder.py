@@ -2,7 +2,7 @@
 
 `ModelDecoder` calls the model's own layers. `FusedDecoder` uses copies of the weights of Llama and its relatives, in
 half as many operators: q, k and v are one matrix, so are gate and up, adapters are merged, and the rotary embedding
-turns queries and keys together, in place.
+rotates queries and keys together, in place.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ class FusedDecoder:
             return copied_product(weight, torch.cat(biases) if biases else None, slots)
 
         self.norm = _Norm(self.backbone.norm)
-        self.layers = [_Layer(layer, product) for layer in self.backbone.layers]
+        self.layers = [_FusedLayer(layer, product) for layer in self.backbone.layers]
         self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
         # cosines and signed sines of all positions, (columns, 2, 1, D)
-        self.turns = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
+        self.cos_sin = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
         hidden, layout = self.backbone.embed_tokens(tokens), DecodeLayout(at, span, self.columns)
-        cos, sin = self.turns.index_select(0, at).unbind(1)  # (S, 1, D) each
+        cos, sin = self.cos_sin.index_select(0, at).unbind(1)  # (S, 1, D) each
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, layout, cache, number)
         return self.norm(hidden, self.dtype)
@@ -155,7 +155,7 @@ class _Norm:
         return (hidden / size).mul_(self.gain).to(dtype)
 
 
-class _Layer:
+class _FusedLayer:
     """One transformer layer of a FusedDecoder."""
 
     def __init__(self, layer: nn.Module, product: Callable[..., Product]):
@@ -177,9 +177,9 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             heads[:, : -2 * count] = llama.norm(attention.q_norm, heads[:, : -2 * count])
             heads[:, -2 * count : -count] = llama.norm(attention.k_norm, heads[:, -2 * count : -count])
-        turned = heads[:, :-count]  # queries and keys
-        swapped = turned.roll(attention.head_dim // 2, -1)
-        turned.mul_(cos).addcmul_(swapped, sin)
+        rotated = heads[:, :-count]  # queries and keys
+        swapped = rotated.roll(attention.head_dim // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
         keys, values = cache.store(heads[:, -2 * count :].unflatten(1, (2, count)), number)
         attended = layout.attend_row(heads[:, : -2 * count], keys, values, self.window, self.kernel)
         hidden = hidden + self.out(attended.flatten(1))

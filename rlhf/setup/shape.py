@@ -151,10 +151,10 @@ class Shape:
 
     def temporary(self, element: int, targets: Collection[str]) -> int:
         """Return the bytes per token that one layer's forward pass computes and does not save."""
-        turned = self.q + self.kv  # queries and keys
-        floats = 2 * self.hidden + turned  # the results of both norms, and the gathered rows
+        rotated = self.q + self.kv  # queries and keys
+        floats = 2 * self.hidden + rotated  # the results of both norms, and the gathered rows
         # queries and keys before the rotary embedding, and with exchanged halves; values; both halves' outputs; SwiGLU
-        others = 2 * turned + self.kv + 2 * self.hidden + self.inner
+        others = 2 * rotated + self.kv + 2 * self.hidden + self.inner
         return (
             floats * FLOAT + (others + 3 * self.outputs(targets)) * element
         )  # of a frozen layer, its adapter, scaled

@@ -106,7 +106,7 @@ class OnPolicyLoop:
         host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
         self.host, self.model, self.accelerator, self.args = host, host.model, host.accelerator, host.args
-        self.hosted = HostEvents(host)
+        self.host_callbacks = HostEvents(host)
         self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
 
     def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
@@ -159,7 +159,7 @@ class OnPolicyLoop:
             return "all updates are done"
         if budget is not None and self.episodes >= budget:
             return "--episodes are spent"
-        return "a callback asked for it" if self.hosted.stopped else None
+        return "a callback asked for it" if self.host_callbacks.stopped else None
 
     def add_callback(self, callback) -> None:
         """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
@@ -194,7 +194,7 @@ class OnPolicyLoop:
             self.session.save(update, last, signal)
             if signal is not None and not last:
                 raise self.session.interrupted(update, signal)
-        self.hosted.call("on_train_end")
+        self.host_callbacks.call("on_train_end")
         self.events.call("on_train_end")
         return Metrics(metrics | self.evaluations[-1].metrics())
 
@@ -202,14 +202,14 @@ class OnPolicyLoop:
         """Prepare the processes and the callbacks, and evaluate the start model."""
         reset_peak_memory(self.accelerator.device)
         copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
-        self.hosted.call("on_train_begin")
+        self.host_callbacks.call("on_train_begin")
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
-        self.hosted.call("on_step_begin")
+        self.host_callbacks.call("on_step_begin")
         timer, experience = Timer(), None
         # 1. sample: completions, their log-probs, the reference's, and the critic's values
         with timer("rollout"):
@@ -298,14 +298,14 @@ class OnPolicyLoop:
             self.host.log(dict(metrics))  # appends to the log history, and calls the callbacks of transformers
             self.events.call("on_update_end", update, metrics)
             self.this_epoch.append(metrics)
-        self.hosted.call("on_step_end")
+        self.host_callbacks.call("on_step_end")
         self._finish_epoch(update)
 
     def _finish_epoch(self, update: int) -> None:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
         before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
-            self.hosted.call("on_epoch_end")
+            self.host_callbacks.call("on_epoch_end")
             self.events.call("on_epoch_end", passes, mean_metrics(self.this_epoch))
             self.this_epoch = []
 
@@ -321,7 +321,7 @@ class OnPolicyLoop:
     def apply_requests(self) -> str | None:
         """Apply what callbacks have asked for since the last update. Returns why no update follows, or None."""
         self.kl.apply_request()
-        self.hosted.agree_on_stop()
+        self.host_callbacks.agree_on_stop()
         return self.reason_to_end()
 
     def update_peak_memory(self) -> None:
@@ -338,7 +338,7 @@ class OnPolicyLoop:
         self.evaluations.append(result)
         self.update_peak_memory()
         self.host.log(result.metrics())
-        self.hosted.call("on_evaluate", metrics=result.metrics())
+        self.host_callbacks.call("on_evaluate", metrics=result.metrics())
         self.events.call("on_evaluation", result)
         return result.metrics()
 

@@ -38,7 +38,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, **GROUPED),
 }  # fmt: skip
 
-TURNS = torch.tensor([[[0.6, 0.8]], [[0.3, -0.9]]], dtype=torch.float64)  # cosines and signed sines
+COS_SIN = torch.tensor([[[0.6, 0.8]], [[0.3, -0.9]]], dtype=torch.float64)  # cosines and signed sines
 
 
 @pytest.fixture(params=CONFIGS)
@@ -138,7 +138,7 @@ def test_under_bfloat16_the_difference_is_rounding():
         lambda x, g, w, v: torch.cat(llama._NormedProducts.apply(x, g, 1e-5, w, v), -1),
         lambda x, g, w, v: llama._FeedForward.apply(x, g, 1e-5, w, v, (w * v).t()),
         lambda x, g, w, v: llama._SwiGLU.apply(x @ w.t(), x @ v.t()),
-        lambda x, g, w, v: llama._Turn.apply(x.unflatten(-1, (2, 2)), *TURNS),
+        lambda x, g, w, v: llama._Rotary.apply(x.unflatten(-1, (2, 2)), *COS_SIN),
     ],
     ids=["norm", "products", "feed-forward", "swiglu", "rotary"],
 )  # fmt: skip

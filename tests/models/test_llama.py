@@ -189,7 +189,7 @@ def test_other_backbones_are_not_supported():
 
 def test_a_model_that_fails_the_self_test_runs_its_own_layers(monkeypatch):
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
-    monkeypatch.setattr(llama, "_turned", lambda x, cos, sin: x * cos)
+    monkeypatch.setattr(llama, "_rotated", lambda x, cos, sin: x * cos)
     with pytest.warns(RLHFWarning, match="LlamaForCausalLM .* training is slower"):
         check_forward_matches(model, "a model")
     assert not llama.supports(backbone_of(model))

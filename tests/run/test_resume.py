@@ -523,7 +523,7 @@ def test_full_disk_for_tensorboard_is_one_error_line(words, tmp_path, monkeypatc
 
 
 KILLS = [
-    *(pytest.param(name, 10, marks=pytest.mark.ci) for name in SCRIPTS),
+    *(pytest.param(name, 6, marks=pytest.mark.ci) for name in SCRIPTS),
     *(pytest.param(name, 25, marks=pytest.mark.proof) for name in SCRIPTS),
 ]
 

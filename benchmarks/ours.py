@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import PartialState
-
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from rlhf.algorithms.table import ALGORITHMS
@@ -13,7 +11,7 @@ from rlhf.config import make_config
 from rlhf.data.prompts import PromptSets
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.distributed.join import join
-from rlhf.models.device import memory_in_use
+from rlhf.models.device import memory_in_use, selected_device
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.find import find_rewards
 from rlhf.settings.training import Config
@@ -60,7 +58,7 @@ def build(work: Work, **more: Any) -> OnPolicyLoop:
     """Return a complete trainer for the work and the settings `more`, with reference model and reward model."""
     config = configuration(work, **more)
     join(timeout_s=300)
-    device = PartialState().device
+    device = selected_device()
     before, start = memory_in_use(device), str(work.policy)
     tokenizer = load_tokenizer(start)
     rewards, reward_model = make_rewards(config, find_rewards(config), tokenizer, device)

@@ -66,11 +66,16 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(count)] if names is None else names.split(",")[:count]
 
 
+def cpu_is_selected() -> bool:
+    """True if ACCELERATE_USE_CPU is true, in one of the spellings that accelerate accepts."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
 def use_own_gpu() -> None:
     """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
     if size() > 1 and connected() is None and "number" not in group.local:
         group.local["number"] = group.local_rank()
-        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        if cpu_is_selected():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         else:
             select_gpu(group.local["number"])

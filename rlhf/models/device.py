@@ -9,9 +9,8 @@ import shutil
 import psutil
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 
-from rlhf.distributed.join import TIMEOUT_S, join
+from rlhf.distributed.join import TIMEOUT_S, cpu_is_selected, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen
@@ -74,8 +73,7 @@ def start_device(screen: Screen, deterministic: bool = False, timeout_s: float =
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         use_deterministic_algorithms()
-    hint = unused_card()
-    if hint:
+    if hint := unused_card():
         screen.say(hint)
     device = selected_device()
     cap_gpu_memory()
@@ -85,7 +83,7 @@ def start_device(screen: Screen, deterministic: bool = False, timeout_s: float =
 def selected_device() -> torch.device:
     """Returns the device that accelerate selects: this process's GPU, or the CPU if ACCELERATE_USE_CPU is true."""
     # PartialState alone ignores the variable, but transformers' trainer reads it: a run would be on two devices
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device
+    return PartialState(cpu=cpu_is_selected()).device
 
 
 def unused_card() -> str | None:

@@ -293,7 +293,7 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch, u
     Path("a_newer").mkdir()
     write_json(Path("a_newer"), {**newer, "format": 1})
     assert last_run("--model-path") == Path("a_newer")
-    with user_error("1", "4", "a_newer"):
+    with user_error("format 1", "format 4", "a_newer"):
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 

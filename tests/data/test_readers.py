@@ -455,10 +455,12 @@ def test_bad_rows_are_skipped_with_a_count_and_the_first_five(tmp_path):
     assert text[1].startswith(f"  prompt is empty: {file}:1, ") and len(text) == 7 and text[6] == "  and 2 more"
 
 
-@pytest.mark.parametrize("end", ['{"prompt": "a', "{oops}\n", '{"prompt": "caf\\xe9"}'])
-def test_broken_json_and_invalid_utf8_are_never_skipped(tmp_path, end, user_error):
+@pytest.mark.parametrize(
+    ("end", "kind"), [('{"prompt": "a', "JSON"), ("{oops}\n", "JSON"), ('{"prompt": "caf\\xe9"}', "UTF-8")]
+)
+def test_broken_json_and_invalid_utf8_are_never_skipped(tmp_path, end, kind, user_error):
     content = with_bad_rows(0).encode() + end.encode().replace(b"\\xe9", b"\xe9")
-    with user_error("a.jsonl"):
+    with user_error(f"not {kind}", "a.jsonl"):
         load_examples(DataSource(str(write(tmp_path / "a.jsonl", content)), skip_bad_rows=50))
 
 

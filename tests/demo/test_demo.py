@@ -1,8 +1,8 @@
 """Tests the demo with the README's commands: it must learn, within the documented time.
 
-`.ci/run` trains PPO, which makes the demo parts, and then GRPO, with seed 42. Other algorithms, other seeds and falling
-KL targets have the marker `proof`: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py runs the same steps
-on a small scale.
+`.ci/run` trains PPO, which makes the demo parts, and then GRPO, with seed 42. Other algorithms, other seeds and
+falling KL targets have the marker `proof`: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py runs the
+same steps on a small scale.
 """
 
 from __future__ import annotations

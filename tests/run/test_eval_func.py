@@ -209,7 +209,7 @@ def test_an_evaluation_without_any_score_ends_the_run(build, questions, tmp_path
     trainer = build("--prompts", questions, "--split", "0/80/20", "--rm-model", "none", "--reward-func",
                     f"{tmp_path / 'checks.py'}:never")  # fmt: skip
     attach(trainer)
-    with user_error("0", kind=RunError):
+    with user_error("never", "update 0", kind=RunError):
         trainer.train()
 
 

@@ -242,7 +242,7 @@ def test_a_skipped_update_is_saved_and_replayed(made, capsys, tmp_path, user_err
         """NaN for the training prompts, which skips an update. An evaluation would end the run."""
         return [float("nan") if "number" in prompt else 1.0 for prompt in prompts]
 
-    with user_error("3", "make_config", kind=RunError, varying=r"completion '[^']*'"):
+    with user_error("3", "make_config", kind=RunError, varying=r"completion (['\"]).*?(?=\. Fix)"):
         made(nothing).train()
     incident = Path("run/incidents/update-000003")
     assert (incident / "incident.json").is_file()

@@ -57,9 +57,10 @@ def test_engine_samples_the_same_tokens_as_on_the_cpu(model, engine):  # noqa: F
 
 @pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_bad_logits_end_in_one_line_and_leave_the_gpu_usable(engine, value):
+@pytest.mark.parametrize("name", [one for one in CONFIGS if "gemma 2" not in one])  # its softcap makes inf finite
+def test_bad_logits_end_in_one_line_and_leave_the_gpu_usable(engine, value, name):
     """An index out of range would be a device-side assert, after which no checkpoint can be written."""
-    policy = make_model(next(iter(CONFIGS)), seed=3).to(GPU)  # without the softcap of Gemma 2, which makes inf finite
+    policy = make_model(name, seed=3).to(GPU)
     noise = uniform_noise(1, 2, "rollout", range(9), 20)
     head = policy.get_output_embeddings()
     policy.set_output_embeddings(HeadWithBadLogits(head, value, 7))

@@ -155,7 +155,7 @@ def test_gradient_accumulation_may_be_set_in_one_way_only(tmp_path, user_error):
     assert (later.batch.minibatches, later.batch.micro_batch_size) == (2, 2), (
         "the later layer replaces the earlier one"
     )
-    with user_error("3", "--micro-batch-size", "1"):
+    with user_error("--micro-batch-size", "--gradient-accumulation-steps"):
         parse_cli(["--mini-batch-size", "3"])
     with user_error("mini_batch_size", "--mini-batch-size", "--micro-batch-size"):
         parse_cli(["--micro-batch-size", "1", "--mini-batch-size", "1"])
@@ -442,7 +442,7 @@ def test_bare_kl_target_is_allowed_only_with_reference_names(rank_1_file, user_e
         rank_1_file.write_text(text)
         assert [str(t) for t in parse_cli(["--config", str(rank_1_file)]).kl.targets] == expected
     for words in (["--kl-target", "6"], ["--target-kl", "-6"], ["--target", "six"]):
-        with user_error("0"):
+        with user_error("/sequence", "/token"):
             parse_cli(words)
 
 

@@ -79,7 +79,7 @@ def test_default_kl_targets_depend_on_the_schedule(user_error):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence")
     with user_error("--kl-target"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence", "0.1/token")
-    with user_error("1", "3"):
+    with user_error("1", "3", "--kl-boundaries"):
         targets("--kl-schedule", "phased", "--kl-boundaries", "0.5")
 
 
@@ -200,10 +200,10 @@ BAD_FLAGS = {
     "abbreviated with =": ("--gam=3", ["--gam", "--gamma"]),
     "text for a number": ("--gamma much", ["'much'", "--gamma"]),
     "a fraction for a count": ("--batch-size 2.5", ["batch_size", "'2.5'", "--batch-size"]),
-    "no value": ("--gamma", []),
+    "no value": ("--gamma", ["--gamma"]),
     "unknown recipe": ("--recipe smolm2-orca", ["'smolm2-orca'", "--recipe", "smollm2-orca"]),
     "learning rate 0": ("--learning-rate 0", ["learning_rate", "0", "--learning-rate"]),
-    "learning rate nan": ("--learning-rate nan", ["learning_rate"]),
+    "learning rate nan": ("--learning-rate nan", ["learning_rate", "nan", "--learning-rate"]),
     "temperature 0": ("--temperature 0", ["0", "--temperature"]),
     "negative KL coefficient": ("--kl-coef -0.1", ["kl_coef", "0.1", "--kl-coef"]),
     "negative penalty": ("--missing-eos-penalty -1", ["missing_eos_penalty", "1"]),
@@ -214,7 +214,7 @@ BAD_FLAGS = {
     "unknown choice": ("--kl-schedule adaptiv", ["adaptive"]),
     "minibatches": ("--batch-size 8 --minibatches 3", ["3", "batch_size", "8", "--minibatches", "2"]),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", ["2", "kl_schedule"]),
-    "adaptive beta that starts at 0": ("--kl-coef 0", ["0"]),
+    "adaptive beta that starts at 0": ("--kl-coef 0", ["--kl-coef 0", "kl_schedule"]),
     "a bad split": ("--split 50/50/50", ["'50/50/50'", "--split"]),
     "a stray word": ("demo", ["'demo'"]),
 }
@@ -230,7 +230,7 @@ def test_errors_in_flags(what, user_error):
 BAD_YAML = {
     "unknown key": ("learning_rat: 1\n", ["learning_rat", "a.yaml:1", "learning_rate"]),
     "unknown nested key": ("ppo:\n  gama: 1\n", ["gama", "a.yaml:2", "gamma"]),
-    "syntax": ("a: [1\nb: 2\n", []),
+    "syntax": ("a: [1\nb: 2\n", ["a.yaml:2:2"]),
     "a list": ("- 1\n- 2\n", ["a.yaml:1"]),
     "a key twice": ("gamma: 1\ngamma: 0.5\n", ["a.yaml:2", "a.yaml:1"]),
     "twice by its alias": ("lam: 1\nppo:\n  gae_lambda: 0.5\n", ["gae_lambda", "a.yaml:3", "a.yaml:1"]),

@@ -32,11 +32,12 @@ def test_an_unknown_name_gets_the_nearest_one(name, answer):
 
 
 def test_unknown_names_in_files_and_in_python_have_no_dashes(tmp_path, user_error):
-    with user_error("kl_coeff", "make_config"):
+    with user_error("make_config(kl_coeff=)", "kl_coef?") as error:
         make_config(kl_coeff=0.1)
+    assert "--" not in str(error.value)
     file = tmp_path / "grpo.yaml"
     file.write_text("trainer:\n  max_new_token: 64\n")
-    with user_error("max_new_token", "2", "max_new_tokens"):
+    with user_error("max_new_token: ", ":2", "max_new_tokens?"):
         parse_cli(["--config", str(file)])
 
 

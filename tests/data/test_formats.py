@@ -200,7 +200,7 @@ def test_rows_in_python(user_error):
     ]  # fmt: skip
     with user_error("1"):
         examples_of([{1: "x", "prompt": "a"}])
-    with user_error("'tools'", "1"):
+    with user_error("'tools'", "prompt 1"):
         examples_of([{"prompt": "a", "tools": np.array(["f", "g"])}])
 
 

@@ -268,5 +268,5 @@ def test_python_prompts_can_have_topics(start_model, tmp_path, user_error):
     trainer = make_trainer(config, rows, [lambda completions, **_: [0.0] * len(completions)])
     assert trainer.sampler.topics == ["pets", "things"] and trainer.updates == 2
     assert {"topic/pets/score", "topic/things/score"} <= trainer.train().keys() | trainer.state.log_history[1].keys()
-    with user_error("2", "'prompt'"):
+    with user_error("prompt 2", "['prompt']", "--steps-per-topic"):
         make_trainer(config, [rows[0], "a car?"], [lambda completions, **_: [0.0] * len(completions)])

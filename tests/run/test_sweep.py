@@ -193,7 +193,7 @@ def pretended(monkeypatch, tmp_path):
 
 
 def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(pretended, capsys, user_error):
-    with user_error("learning_rate", "05", "2", kind=RunError):
+    with user_error("learning_rate 2e-05, seed 2: a test", kind=RunError):
         pretended("--parallel")
     printed = capsys.readouterr().out
     (again,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("train the failed runs")]
@@ -267,7 +267,7 @@ def test_resume_with_other_settings_is_refused(pretended, user_error):
     message = "cannot resume: gamma was 1.0 in this run and is 0.9 now|other settings .gamma.: out_"
     with pytest.raises(UserError, match=message):
         pretended("--resume", "--gamma", "0.9")
-    with user_error("--resume to"):
+    with user_error("seed2", "--resume"):
         pretended()
 
 

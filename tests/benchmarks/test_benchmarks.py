@@ -96,7 +96,7 @@ def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
         assert 0 < techniques[name]["peak_bytes"]["ours"] < techniques[name]["peak_bytes"]["plain"], name
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_epoch_benchmark_reports_how_much_is_extrapolated(tmp_path):
     sizes = ["--prompts", "100", "--rollout-batch", "8", "--updates", "1", "--reply-length", "6", "--stock"]
     found, printed = figures(tmp_path, "epoch", *SHORT, *sizes)

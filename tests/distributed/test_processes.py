@@ -135,11 +135,6 @@ def check_faults(folder: Path, names: list[str]) -> None:
 
 
 @pytest.mark.ci
-def test_faults_in_one_process_are_decided_by_all(tmp_path):
-    check_faults(tmp_path, ["reward-raises", "killed"])
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("names", [list(EXPECTED)[:11], list(EXPECTED)[11:]], ids=["errors", "ends"])
 def test_every_fault_in_one_process_is_decided_by_all(tmp_path, names):
     check_faults(tmp_path, names)

@@ -173,7 +173,7 @@ def test_setting_changes_a_grpo_run(differs, name):
         if algorithm != "ppo"
         for name in BY_RUN
         if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
-        and (algorithm == "grpo" or settings_of(Config)[name].group in READ_BY_ALGORITHMS)
+        and settings_of(Config)[name].group in READ_BY_ALGORITHMS
     ],
 )
 def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):

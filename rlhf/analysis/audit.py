@@ -49,6 +49,7 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
         "judge": None,
         **{name.replace("judged", "judge", 1): _mean(ratings) for name, ratings in judges},
         **_pass_at_k(completions),
+        **{f"variant/{name}": value for name, value in completions.variants.items()},
         "kl": float(completions.kl.mean()) if completions.kl is not None else None,
         "kl_per_token": float(completions.kl.sum() / completions.lengths.sum())
         if completions.kl is not None
@@ -123,6 +124,8 @@ def label_of(figure: str, judges: Sequence[str]) -> str:
     kind, _, name = figure.partition("/")
     if kind.startswith("pass@"):
         return f"{kind}, {name}"
+    if kind == "variant":
+        return name
     if kind == "judge" and len(judges) > 1:
         return f"judge {name or judges[0]}"
     return LABELS[kind][0]

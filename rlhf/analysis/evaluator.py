@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ from rlhf.analysis.models import (
     require_trusted_code,
     shared_settings,
 )
-from rlhf.analysis.prompts import choose_prompts, takes_every_row
+from rlhf.analysis.prompts import choose_prompts, takes_every_row, worked_examples
+from rlhf.analysis.statistics import scored
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import encode_prompt
+from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.prompts import Prompt
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
@@ -39,7 +40,7 @@ from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import Config, function_name
+from rlhf.settings.training import Config, SamplingSettings, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
@@ -59,6 +60,9 @@ class GenerationResults:
     ended: np.ndarray  # (P, K) True if the completion ends with EOS
     perplexity: float | None  # at temperature 1, on the evaluator's text
     functions: tuple[str, ...] = ()  # the judges that are evaluation functions
+    # of a checker (0 or 1): "greedy", more tokens, worked examples -> its mean, sampled in this way
+    variants: dict[str, float] = field(default_factory=dict)
+    ids: list[list[int]] = field(default_factory=list)  # of the P x K completions, EOS included
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
@@ -66,6 +70,22 @@ class GenerationResults:
         judges."""
         names = [f"judged/{name}" if i else "judged" for i, name in enumerate(self.judged)]
         return {"scores": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
+
+    def ids_of(self, prompt: int) -> list[list[int]]:
+        """Returns the token ids of a prompt's K completions."""
+        count = self.scores.shape[1]
+        return self.ids[prompt * count : (prompt + 1) * count]
+
+    @property
+    def deciding(self) -> np.ndarray:
+        """The first judge's ratings (P, K); the scores without a judge."""
+        return next(iter(self.judged.values()), self.scores)
+
+    @property
+    def checked(self) -> bool:
+        """True if what decides is a checker: all its values are 0 or 1."""
+        known = scored(self.deciding)
+        return bool(known.size and np.isin(known, (0, 1)).all())
 
 
 class ModelEvaluator:
@@ -78,9 +98,14 @@ class ModelEvaluator:
         device: torch.device,
         screen: Screen,
         usual_prompts: int = HELD_OUT_PROMPTS,
+        with_variants: bool = False,
+        few_shot: str | None = None,
     ):
         """Finds and loads what all evaluations share. Raises UserError before loading if something is missing.
-        `usual_prompts` is the number of held-out prompts without --num-prompts."""
+
+        `usual_prompts` is the number of held-out prompts without --num-prompts. `with_variants`: models that a checker
+        decides on are also sampled in other ways (`GenerationResults.variants`). `few_shot` is a file with worked
+        examples for the start model."""
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
@@ -112,6 +137,8 @@ class ModelEvaluator:
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
+        self.with_variants = with_variants
+        self.shots = worked_examples(few_shot) if few_shot else []
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)
@@ -183,18 +210,25 @@ class ModelEvaluator:
         """Samples the start model's completions as a run does for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
         uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
-        return self._sample(self.reference.copy, self.tokenizer, prompts, uniform).rows()
+        return self.sample(self.reference.copy, self.tokenizer, prompts, uniform).rows()
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def _sample(self, policy, tokenizer, prompts: Sequence[Prompt], uniform: torch.Tensor) -> Completions:
+    def sample(
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        uniform: torch.Tensor,
+        sampling: SamplingSettings | None = None,
+    ) -> Completions:
         with autocast(self.device, self.dtype):
             return sample_completions(
                 policy,
                 prompts,
                 uniform,
-                self.config.sampling,
+                sampling or self.config.sampling,
                 eos=tokenizer.eos_token_id,
                 pad=tokenizer.pad_token_id,
                 device=self.device,
@@ -226,9 +260,13 @@ class ModelEvaluator:
     def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
         """Evaluates a model. There is no KL without a start model, or if the start model has another vocabulary."""
         tokenizer = self.tokenizers[model.source]
-        policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
+        policy = self.load(model)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
         return self._evaluate(model.label, policy, tokenizer, reference, screen)
+
+    def load(self, model: ModelRef) -> PreTrainedModel:
+        """Loads a model's weights."""
+        return load_model_ref(model, self.tokenizers[model.source], in_4_bit(model), self.dtype, self.device)
 
     @torch.no_grad()
     def _evaluate(
@@ -239,38 +277,88 @@ class ModelEvaluator:
         reference: Reference | None,
         screen: Screen,
     ) -> GenerationResults:
-        count = self.settings.completions
-        prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in self.examples]
-        rows = [p for p in prompts for _ in range(count)]
-        texts, ids, ended, kl = self._sample_all(label, policy, tokenizer, reference, rows, screen)
-        shape = (len(prompts), count)
-        return GenerationResults(
-            label=label,
-            texts=[texts[i : i + count] for i in range(0, len(texts), count)],
-            scores=as_array(self.rewards.score(rows, texts, ids, ended).total).reshape(shape),
-            judged={
-                judge.name: as_array(judge.rewards.score(rows, texts, ids, ended).total).reshape(shape)
-                for judge in self.judges
-            },
-            kl=np.reshape(kl, shape) if reference is not None else None,
-            lengths=np.reshape([len(row) for row in ids], shape),
-            ended=np.reshape(ended, shape),
-            perplexity=self._perplexity(policy, tokenizer),
-            functions=tuple(judge.name for judge in self.judges if judge.is_function),
-        )
+        rows = [p for p in self.encoded(tokenizer) for _ in range(self.settings.completions)]
+        ids, ended, kl = self._sample_all(label, policy, tokenizer, rows, screen, self.config.sampling, reference)
+        results = self.rated(label, tokenizer, rows, ids, ended)
+        kl = np.reshape(kl, results.scores.shape) if reference is not None else None
+        results = replace(results, kl=kl, perplexity=self._perplexity(policy, tokenizer))
+        if not (self.with_variants and results.checked):
+            return results
+        return replace(results, variants=self._variants(label, policy, tokenizer, screen))
 
-    def _sample_all(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
-        """Samples one completion per row in batches. Returns texts, token ids, ended flags, and KL in nats."""
+    def _sample_all(
+        self,
+        label: str,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Prompt],
+        screen: Screen,
+        sampling: SamplingSettings,
+        reference: Reference | None = None,
+    ) -> list[list]:
+        """Samples one completion per row in batches. Returns token ids, ended flags, and KL in nats."""
         parts, size = [], budget_of(self.device).generation_batch_size
         for at in range(0, len(rows), size):
-            part = rows[at : at + size]
-            done, length = at + len(part), self.config.sampling.max_new_tokens
-            uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), length)
-            completions = self._sample(policy, tokenizer, part, uniform)
-            parts.append((completions.texts(tokenizer), completions.rows(), completions.ended.tolist(),
-                          self._kl(policy, reference, completions)))  # fmt: skip
+            done = min(at + size, len(rows))
+            uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), sampling.max_new_tokens)
+            completions = self.sample(policy, tokenizer, rows[at:done], uniform, sampling)
+            parts.append((completions.rows(), completions.ended.tolist(), self._kl(policy, reference, completions)))
             screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
-        return [[x for part in parts for x in part[i]] for i in range(4)]
+        return [[x for part in parts for x in part[i]] for i in range(3)]
+
+    def _variants(
+        self, label: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, screen: Screen
+    ) -> dict[str, float]:
+        """Returns the mean of the checker for greedy completions and for more tokens; of the start model also with
+        worked examples."""
+        sampling, count, prompts = self.config.sampling, self.settings.completions, self.encoded(tokenizer)
+        asked = {"greedy": (prompts, 1, replace(sampling, top_k=1))}
+        context, longest = context_of(policy.config), max(len(p.ids) for p in prompts)
+        room = 2 * sampling.max_new_tokens if context is None else min(2 * sampling.max_new_tokens, context - longest)
+        if room > sampling.max_new_tokens:
+            asked[f"up to {room} tokens"] = prompts, count, replace(sampling, max_new_tokens=room)
+        if self.shots and self.reference is not None and policy is self.reference.copy:
+            asked[f"{len(self.shots) // 2} worked examples"] = self.encoded(tokenizer, self.shots), count, sampling
+        found = {}
+        for name, (of, times, settings) in asked.items():
+            rows = [p for p in of for _ in range(times)]
+            ids, ended, _ = self._sample_all(f"{label}, {name}", policy, tokenizer, rows, screen, settings)
+            results = self.rated(label, tokenizer, rows, ids, ended)
+            found[name] = float(np.nanmean(results.deciding))
+            found[f"{name}, cut off"] = 1 - float(results.ended.mean())
+        return found
+
+    def encoded(self, tokenizer: PreTrainedTokenizerBase, shots: Sequence[dict[str, str]] = ()) -> list[Prompt]:
+        """Returns the prompts, after the messages of `shots`."""
+        return [Prompt(tuple(encode_prompt(tokenizer, [*shots, *e.messages])), e) for e in self.examples]
+
+    def rated(
+        self,
+        label: str,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Prompt],
+        ids: Sequence[list[int]],
+        ended: Sequence[bool],
+    ) -> GenerationResults:
+        """Returns completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
+        texts = [decode_completion(tokenizer, row) for row in ids]
+        shape = (len(self.examples), len(rows) // len(self.examples))
+
+        def of(rewards: Rewards) -> np.ndarray:
+            return as_array(rewards.score(rows, texts, ids, ended).total).reshape(shape)
+
+        return GenerationResults(
+            label=label,
+            ids=list(ids),
+            texts=[texts[i : i + shape[1]] for i in range(0, len(texts), shape[1])],
+            scores=of(self.rewards),
+            judged={judge.name: of(judge.rewards) for judge in self.judges},
+            kl=None,
+            lengths=np.reshape([len(row) for row in ids], shape),
+            ended=np.reshape(ended, shape),
+            perplexity=None,
+            functions=tuple(judge.name for judge in self.judges if judge.is_function),
+        )
 
     def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
         """Returns the KL of each completion in nats/sequence; empty without a reference model."""
@@ -279,6 +367,24 @@ class ModelEvaluator:
         passes = ForwardPasses(Actor(policy), reference, self.config.sampling.temperature, self.dtype)
         logprobs, ref_logprobs, _ = passes.logprobs(completions)
         return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
+
+    def log_ratios(self, policy: PreTrainedModel, rows: Sequence[Prompt], ids: Sequence[list[int]]) -> list[float]:
+        """Returns log pi / pi_start of given completions, in nats/sequence. They must end with EOS or be equally
+        long."""
+        eos, pad, size = (
+            self.tokenizer.eos_token_id,
+            self.tokenizer.pad_token_id,
+            budget_of(self.device).eval_batch_size,
+        )
+        found, vocabulary = [], policy.get_input_embeddings().num_embeddings
+        for at in range(0, len(rows), size):
+            part = ids[at : at + size]
+            padded = torch.full((len(part), max(map(len, part))), eos, device=self.device)
+            for i, row in enumerate(part):
+                padded[i, : len(row)] = torch.tensor(row)
+            batch = Completions.of(rows[at : at + size], padded, eos=eos, pad=pad, vocabulary=vocabulary)
+            found += self._kl(policy, self.reference, batch)
+        return found
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)

@@ -1,19 +1,21 @@
-"""The verdict of a comparison: differences between groups of runs and to the start model, with their intervals."""
+"""The verdict of a comparison: differences between arms and to the start model, with their intervals, in sentences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
-from rlhf.algorithms.table import label_of
 from rlhf.analysis.audit import figures
+from rlhf.analysis.equal_budget import equal_kl_result
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_notes, control_of
+from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
+from rlhf.analysis.limit import BestOf, Limit, best_of_blocks
+from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -27,66 +29,101 @@ from rlhf.analysis.statistics import (
     paired,
     per_prompt,
     percent,
+    power_of,
     win_rates,
 )
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.settings.training import name_with_control
 
 ENOUGH_SEEDS = 5
 FEW_PROMPTS = 20
+START = "start model"
 
 
 @dataclass(frozen=True)
-class RunGroup:
-    """Runs with the same settings and different seeds. All lists have the same order."""
+class Arm:
+    """Runs of several seeds, other models with one name, or a baseline, which is made of the start model's samples."""
 
-    algorithm: str
-    runs: list[RunRecord]
-    measured: list[GenerationResults]
-    episodes: list[int]  # trained before the evaluated weights were saved
-    label: str | None = None  # None: the algorithm's name
-    settings: dict[str, str] = field(default_factory=dict)  # those in which the groups differ
+    name: str
+    measured: list[GenerationResults]  # one for each model, or that of the baseline
+    models: list[ModelRef] = field(default_factory=list)  # empty: a baseline
+    settings: dict[str, str] = field(default_factory=dict)  # those in which the arms differ
 
     @property
-    def title(self) -> str:
-        """The algorithm's name, with the control."""
-        return name_with_control(label_of(self.algorithm), control_of(self.runs[0]))
+    def trained(self) -> bool:
+        return bool(self.models)
 
     @property
-    def name(self) -> str:
-        return self.label or self.title
+    def runs(self) -> list[RunRecord]:
+        return [model.run for model in self.models if model.run is not None]
+
+    @property
+    def algorithm(self) -> str:
+        """That of its runs; empty for other models and baselines."""
+        return self.runs[0].algorithm if self.runs else ""
+
+    @property
+    def is_control(self) -> bool:
+        return any(control_of(run) != "none" for run in self.runs)
 
     @property
     def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
+        """The seeds of its runs. Models that do not belong to a run are numbered."""
+        return [number if m.run is None else m.run.seed for number, m in enumerate(self.models, 1)]
+
+    @property
+    def episodes(self) -> list[int]:
+        """Trained before the evaluated weights were saved, of each run."""
+        return [episodes_of(model) for model in self.models if model.run is not None]
 
     @cached_property
     def figures(self) -> list[dict[str, float | None]]:
         return [figures(completions) for completions in self.measured]
 
     def known(self, name: str) -> list[float]:
-        """Returns one figure of each run that has it."""
+        """Returns one figure of each model that has it."""
         return [found[name] for found in self.figures if found.get(name) is not None]
 
+    def mean(self, name: str) -> float | None:
+        """Returns the mean of a figure over the models; None if no model has it."""
+        return fmean(known) if (known := self.known(name)) else None
 
-def contrast(
-    group: RunGroup, other: RunGroup | GenerationResults, measure: str, seed: int, level: float = LEVEL
-) -> Contrast:
-    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`.
 
-    Prompts without a scored completion in every run are left out; without any prompt the values are NaN.
+def best_of_arm(samples: GenerationResults, n: int, best: BestOf) -> Arm:
+    """Returns best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score."""
+    index = best_of_blocks(samples.scores, n)
+
+    def chosen(values: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(values, index, axis=1)
+
+    results = replace(
+        samples,
+        label=f"best-of-{n}",
+        ids=[samples.ids_of(prompt)[i] for prompt, row in enumerate(index) for i in row],
+        texts=[[texts[i] for i in row] for texts, row in zip(samples.texts, index, strict=True)],
+        scores=chosen(samples.scores),
+        judged={name: chosen(values) for name, values in samples.judged.items()},
+        lengths=chosen(samples.lengths),
+        ended=chosen(samples.ended),
+        kl=np.full(index.shape, best.kl[n - 1]),
+    )
+    return Arm(results.label, [results])
+
+
+def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL) -> Contrast:
+    """Computes the difference and the win rate of two arms, with intervals as in `over_seeds_if_any`.
+
+    Prompts without a scored completion in every model are left out; without any prompt the values are NaN.
     """
-    trained = isinstance(other, RunGroup)
-    one = [completions.measures[measure] for completions in group.measured]
-    another = [completions.measures[measure] for completions in (other.measured if trained else [other])]
+    one, another = ([results.measures[measure] for results in side.measured] for side in (arm, other))
     gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in another] for a in one]))  # (S, T, P)
     wins = paired(np.array([[win_rates(a, b) for b in another] for a in one]))
+    trained = arm.trained, other.trained
     difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
     if gaps.size:
-        difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
-        win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
-    name = f"{group.name} - {other.name if trained else 'start model'}"
-    return Contrast(name, measure, difference, win_rate, over, level)
+        difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
+        win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
+    power = power_of(gaps, trained, level)
+    return Contrast(f"{arm.name} - {other.name}", measure, difference, win_rate, over, level, power)
 
 
 @dataclass(frozen=True)
@@ -98,184 +135,187 @@ class Verdict:
     contrasts: list[Contrast]
 
 
-def judge_runs(
-    groups: Sequence[RunGroup],
-    start: GenerationResults,
-    judge_name: str | None,
-    seed: int,
-    score_name: str = "the training reward",
-    independent: bool = True,
-) -> Verdict:
-    """Returns the verdict, by the first judge if there is one, otherwise by the score, which is called `score_name`.
+@dataclass(frozen=True)
+class Evidence:
+    """What the arms are judged by, besides their completions."""
 
-    `independent` is False if RL training used the judge, too.
+    judge: str | None  # the judge that decides; None: the score does
+    score_name: str = "the training reward"
+    independent: bool = True  # False: RL training used the judge, too
+    equal: Sequence[dict] = ()  # rows of `at_equal`
+    limit: Limit | None = None
+    best: BestOf | None = None
 
-    There is one sentence for each pair of groups in `compared_pairs`, then one for each group against the start model
-    (one for all of them if there are more than 4 groups). The intervals of the pairs are widened for the number of
-    pairs; those against the start model are not.
+    @property
+    def by(self) -> str:
+        """The measure that decides, in words."""
+        return "by score" if self.judge is None else "by the judge"
+
+    @property
+    def explained(self) -> str:
+        """`by`, with the name of the measure."""
+        use = "not used in RL training" if self.independent else "also a reward of RL training"
+        return f"{self.by} ({self.score_name if self.judge is None else f'{self.judge}, {use}'})"
+
+
+def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -> Verdict:
+    """Returns the verdict, by the first judge if there is one, otherwise by the score.
+
+    There is one sentence for each pair of arms in `compared_pairs`, then one for each arm against the start model. The
+    intervals of the pairs are widened for the number of pairs; those against the start model are not.
     """
-    measures = list(start.measures)
+    measures = list(start.measured[0].measures)
     decides = measures[min(1, len(measures) - 1)]
-    against_start = {m: [contrast(group, start, m, seed) for group in groups] for m in measures}
-    pairs = compared_pairs(groups)
+    pairs = [(one, other) for one, other in compared_pairs(arms) if one.trained or other.trained]
     level = level_of_each(len(pairs))
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
-    use = "not used in RL training" if independent else "also a reward of RL training"
-    by = f"by the judge ({judge_name}, {use})" if judge_name else f"by score ({score_name})"
-    deciding = against_start[decides]
-    if len(groups) > ALL_PAIRS:
-        sentences = _of_many(groups, between[decides], deciding, by)
-    elif pairs:
-        found = zip(pairs, between[decides], strict=True)
-        sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
-        sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
+    against_start = {m: [contrast(arm, start, m, seed) for arm in arms] for m in measures}
+    sentences = [
+        *(_between(*pair, found, evidence, seed) for pair, found in zip(pairs, between[decides], strict=True)),
+        *(_against_start(*pair, start, evidence) for pair in zip(arms, against_start[decides], strict=True)),
+    ]
+    if pairs:
+        sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
     else:
-        alone = "All runs are in one group, so there is nothing to compare it with."
-        sentences = [_against_start(groups[0], deciding[0], start, by), alone]
+        sentences.append("There is one arm, so there is nothing to compare it with.")
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    return Verdict(sentences, _caveats(groups, between, decides, judge_name), contrasts)
+    return Verdict(sentences, _caveats(arms, between, decides, evidence), contrasts)
 
 
-def kind_of(groups: Sequence[RunGroup]) -> str:
-    """Returns what the groups are: "algorithms" if each has another one and none is a control, otherwise "groups"."""
-    different = len({group.algorithm for group in groups}) == len(groups)
-    return "algorithms" if different and all(control_of(group.runs[0]) == "none" for group in groups) else "groups"
-
-
-def _short(by: str) -> str:
-    """The measure without the explanation in brackets, which only the first sentence has."""
-    return by.partition(" (")[0]
-
-
-def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Sequence[Contrast], by: str) -> list[str]:
-    """The sentences on more than 4 groups, of which each is compared with the first one and with the start model."""
-    first, *others = groups
-    sentences = [f"Each group is compared with {first.name}, the first one, {by}: the others minus this one."]
-    for group, found in zip(others, between, strict=True):
-        here = found.where.lower()
-        sentences.append(
-            f"{group.name}, {here}{RESULTS[found.result]} the first one: {found.text}{_budget([first, group])}."
-        )
-    for result, words in RESULTS.items():
-        names = [group.name for group, found in zip(groups, start, strict=True) if found.result == result]
-        if names:
-            sentences.append(f"{words.capitalize()} the start model {_short(by)}: {'; '.join(names)}.")
-    return sentences
-
-
-def _outcome(one: str, two: str, found: Contrast, by: str) -> str:
-    """What a difference says about two groups, without its figure."""
+def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: int) -> str:
+    """The sentence on two arms. Arms at unlike KL are called better only if they are better at equal KL, too."""
     if found.result == "unknown":
-        return f"{one} cannot be compared with {two} {by}"
+        return f"{one.name} cannot be compared with {other.name} {evidence.by}: {found.text}."
+    figure = f"{found.name} = {found.text}{_budget([one, other])}"
     if found.result == "equal":
-        return f"No significant difference between {one} and {two} {by}"
-    return f"{one} is {RESULTS[found.result]} {two} {by}"
+        text = f"No significant difference between {one.name} and {other.name} {evidence.by}: {figure}"
+        return f"{text}. {_enough(found)}"
+    first, second = (one, other) if found.result == "better" else (other, one)
+    if not unlike_kl(one, other, seed):
+        return f"{found.where}{first.name} is better than {second.name} {evidence.by}: {figure}."
+    result, words = equal_kl_result(evidence.equal, found.name)
+    word = "is better than" if result == found.result else "has a higher mean than"
+    return f"{found.where}{first.name} {word} {second.name} {evidence.by}, at unlike KL: {figure}. {words}"
 
 
-def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
-    """The sentence on two groups."""
-    text = _outcome(first.name, second.name, found, by)
-    if found.result == "worse":
-        text = f"{second.name} is better than {first.name} {by}"
-    figure = "" if found.result == "unknown" else f"{found.name} = "
-    return f"{found.where}{text}: {figure}{found.text}{_budget([first, second])}."
+def unlike_kl(one: Arm, other: Arm, seed: int) -> bool:
+    """True if the KLs of two arms to the start model differ significantly, or one is unknown."""
+    kls = [[results.kl for results in arm.measured] for arm in (one, other)]
+    if any(kl is None for side in kls for kl in side):
+        return True
+    gaps = np.array([[a.mean(1) - b.mean(1) for b in kls[1]] for a in kls[0]])
+    found, _ = over_seeds_if_any(gaps, seed, (one.trained, other.trained))
+    return found.low is None or found.excludes(0)
 
 
-def _budget(groups: Sequence[RunGroup]) -> str:
-    """The number of episodes as text."""
-    episodes = [count for group in groups for count in group.episodes]
+def _enough(found: Contrast) -> str:
+    """Tells what the comparison could have seen, and how many seeds a decision needs."""
+    power = found.power
+    if power.visible is None:
+        return "The smallest difference that it could have seen is not known."
+    text = f"It could have seen {power.visible:.3f} (with 80% power)"
+    if power.seeds is not None:
+        return f"{text}; to decide at the observed size, train {power.seeds} seeds of each."
+    return f"{text}; at the observed size, more seeds do not decide: evaluate on more prompts."
+
+
+def _budget(arms: Sequence[Arm]) -> str:
+    """The number of episodes as text; empty if an arm has no runs."""
+    if not all(arm.episodes for arm in arms):
+        return ""
+    episodes = [count for arm in arms for count in arm.episodes]
     low, high = min(episodes), max(episodes)
     return (
         f", after {low:,} episodes each" if low == high else f", after UNEQUAL budgets ({low:,} to {high:,} episodes)"
     )
 
 
-def _against_start(group: RunGroup, found: Contrast, start: GenerationResults, by: str) -> str:
-    """The sentence on a group and the start model, with the group's perplexity and KL."""
-    text = f"{_outcome(group.name, 'the start model', found, by)}: {found.text}"
-    kl, perplexity = group.known("kl"), group.known("perplexity")
-    parts = [f"KL {fmean(kl):.2f}/sequence"] if kl else []
-    parts += [f"perplexity x {fmean(perplexity) / start.perplexity:.2f}"] if perplexity and start.perplexity else []
-    return f"{', '.join([text, *parts])}."
+def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) -> str:
+    """The sentence on an arm and the start model: the difference, KL, perplexity, and what the limit and best-of-n
+    tell about it."""
+    name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
+    outcome = f"is {RESULTS[found.result]}" if found.result in ("better", "worse") else f"has {RESULTS[found.result]}"
+    if found.result == "unknown":
+        outcome = "is not comparable with"
+    parts = [f"{found.where}{name} {outcome} the start model {evidence.by}: {found.text}"]
+    kl, perplexity, before = arm.mean("kl"), arm.mean("perplexity"), start.mean("perplexity")
+    parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
+    parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
+    return f"{', '.join(parts)}.{_possible(arm, start, evidence) if arm.trained and not arm.is_control else ''}"
 
 
-def _caveats(
-    groups: Sequence[RunGroup], between: dict[str, list[Contrast]], decides: str, judge_name: str | None
-) -> list[str]:
-    """Returns what limits the verdict.
+def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
+    """Compares an arm with the limit of the score at its KL, and with best-of-n."""
+    kl, score, before = arm.mean("kl"), arm.mean("score"), start.mean("score")
+    parts = []
+    if evidence.limit is not None and None not in (kl, score, before):
+        share, end = evidence.limit.share(before, score, kl), evidence.limit.kl[-1]
+        if kl > end:
+            parts.append(f"its KL is beyond {end:.2f}, up to which the limit is known")
+        elif share is not None:
+            parts.append(f"at KL {kl:.2f} it reached {share:.0%} of the gain in score that is possible there")
+    value = arm.mean("judge" if evidence.judge else "score")
+    if evidence.best is not None and value is not None:
+        measure = "scores" if evidence.judge is None else "judged"
+        worth, most = evidence.best.worth(measure, value), evidence.best.n[-1]
+        what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {most}"
+        parts.append(f"it {what} {evidence.by}")
+    text = "; ".join(parts)
+    return f" {text[0].upper()}{text[1:]}." if parts else ""
 
-    Args:
-        groups: the groups.
-        between: per measure, one contrast for each compared pair of groups.
-        decides: the measure of the verdict's sentences.
-        judge_name: the judge that decides; None: the score does.
-    """
-    notes = control_notes([(group.name, group.runs[0]) for group in groups])
-    if len(between["scores"]) > 1:
-        notes.append(_several_pairs(groups, between["scores"]))
-    if len(groups) > ALL_PAIRS:
-        notes.append(_highest(groups, decides))
-    alone = [f"{group.name}: {group.seeds[0]}" for group in groups if len(group.runs) == 1]
-    if alone:
-        which = ", ".join(alone) if len(groups) <= ALL_PAIRS else f"{len(alone)} groups"
+
+def _caveats(arms: Sequence[Arm], between: dict[str, list[Contrast]], decides: str, evidence: Evidence) -> list[str]:
+    """Returns what limits the verdict. `between`: per measure, one contrast for each compared pair."""
+    notes, count = [], len(between["scores"])
+    if count > 1:
+        level = percent(between["scores"][0].level)
+        what = f"{count} pairs are compared"
+        if len(arms) > ALL_PAIRS:
+            what = f"each of {count} arms is compared with the first one only, {arms[0].name}"
         notes.append(
-            f"one seed ({which}) does not show how much the result depends on the seed: intervals are over "
+            f"{what}, so each pair has a {level} interval (Bonferroni correction): all {count} intervals hold "
+            f"together with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against the start model are "
+            "not corrected"
+        )
+    trained = [arm for arm in arms if arm.trained]
+    alone = [f"{arm.name}: {arm.seeds[0]}" for arm in trained if len(arm.models) == 1]
+    if alone:
+        notes.append(
+            f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
-    few = [f"{group.name} {len(group.runs)}" for group in groups if 1 < len(group.runs) < ENOUGH_SEEDS]
+    few = [f"{arm.name} {len(arm.models)}" for arm in trained if 1 < len(arm.models) < ENOUGH_SEEDS]
     if few:
-        which = ", ".join(few) if len(groups) <= ALL_PAIRS else f"{len(few)} groups have fewer than {ENOUGH_SEEDS}"
-        notes.append(f"few seeds ({which}): intervals over so few seeds are wide and approximate")
-    if judge_name is None:
+        notes.append(f"few seeds ({', '.join(few)}): intervals over so few seeds are wide and approximate")
+    if evidence.judge is None:
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
-    notes += _unlike_the_score(between, kind_of(groups))
-    prompts = len(groups[0].measured[0].scores)
+    if evidence.limit is not None:
+        notes.append(
+            f"the limit ({evidence.limit.samples} samples of each prompt) tilts the start model for each of these "
+            "prompts separately, so it is an upper bound that leaves out generalization"
+        )
+    prompts = len(arms[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
-    return notes
+    return [*notes, *_unlike_the_score(between)]
 
 
-def _several_pairs(groups: Sequence[RunGroup], contrasts: Sequence[Contrast]) -> str:
-    """Returns the caveat on the correction for several pairs."""
-    count, level = len(contrasts), percent(contrasts[0].level)
-    what = f"{count} pairs of {kind_of(groups)} are compared"
-    if len(groups) > ALL_PAIRS:
-        what = f"each of {count} groups is compared with the first one only"
-    return (
-        f"{what}, so each pair has a {level} interval (Bonferroni correction): all {count} intervals hold together "
-        f"with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against the start model are not corrected"
-    )
-
-
-def _highest(groups: Sequence[RunGroup], measure: str) -> str:
-    """Returns the caveat on the group with the highest mean, with which the others are not compared."""
-    figure, by = ("score", "score") if measure == "scores" else ("judge", "the judge")
-    means = {group.name: fmean(group.known(figure)) for group in groups if group.known(figure)}
-    if not means:
-        return "no group has a mean, because no completion has a score"
-    best = max(means, key=means.get)
-    return (
-        f"{best} has the highest mean by {by} ({means[best]:+z.3f}), but the highest of {len(groups)} means is partly "
-        "chance: before you rely on it, train this group and the one to beat with new seeds, and compare these two"
-    )
-
-
-def _unlike_the_score(between: dict[str, list[Contrast]], kind: str) -> list[str]:
+def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
     """Lists the pairs with a significant difference by the judge, but none or the opposite one by the score."""
     notes = []
     for by_score, by_judge in zip(between["scores"], between.get("judged", []), strict=False):
-        pair = f"{by_judge.name}: " if len(between["judged"]) > 1 else ""
         if not by_judge.difference.excludes(0) or by_score.result == by_judge.result:
             continue
+        pair = f"{by_judge.name}: " if len(between["judged"]) > 1 else ""
         if not by_score.difference.excludes(0):
             found = "not comparable" if by_score.result == "unknown" else "no significant difference"
             notes.append(f"{pair}{found} by score: {by_score.text}")
         else:
             notes.append(
-                f"{pair}score and judge prefer different {kind}: a sign that the one with the higher score "
-                "exploits the reward model"
+                f"{pair}score and judge prefer different arms: a sign that the one with the higher score exploits the "
+                "reward model"
             )
     return notes

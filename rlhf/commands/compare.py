@@ -1,11 +1,10 @@
-"""The command `compare_runs.py`: compares groups of runs over seeds, and the start model, on the same prompts."""
+"""The command `compare_runs.py`: compares arms over seeds, and the start model, on the same prompts."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlhf.analysis.compared_runs import check_groups, check_named, groups_of
-from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
+from rlhf.analysis.arms import find_arms
+from rlhf.analysis.groups import SettingsGroup
+from rlhf.analysis.models import ModelRef, require_trusted_code
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -13,47 +12,60 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.libraries import check_libraries, import_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
+BLOCKS, LEAST = 4, 8  # samples of the start model per prompt: completions of each best-of-n, and at least
 
 
 def compare_command(argv: list[str] | None = None) -> None:
-    """Compare the runs of a command line."""
+    """Compare the arms of a command line."""
     config = parse_comparison_cli(argv)  # torch is imported later, so that --help and errors are printed at once
     if leave_others():
         return
     screen = Screen()
-    screen.say("comparison: checking the runs")
+    screen.say("comparison: checking the models")
     quiet_imports()
     check_libraries()
     check_libraries("matplotlib")
     check_folder(config.comparison.output)
-    check_named(config.comparison.runs)
-    models = find_models(config.comparison.runs, config.measure, "RUN")
-    check_groups(models, config.comparison.label)
+    models, groups = find_arms(config.comparison, config.measure)
     require_trusted_code(models, config.measure)
     import_libraries(screen)
-    compare(config, models, screen)
+    compare(config, models, groups, screen)
 
 
-def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) -> None:
+def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
     from rlhf.analysis.equal_weights import equal_in_words, evaluate_once
     from rlhf.analysis.evaluator import ModelEvaluator
+    from rlhf.analysis.start_samples import sample_start
+    from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
-    from rlhf.reports.comparison_report import make_comparison, make_groups, show_comparison, write_comparison
+    from rlhf.reports.comparison_report import make_comparison, show_comparison, write_comparison
     from rlhf.reports.comparison_tables import tables
 
-    folder = check_folder(config.comparison.output)
-    curves = read_runs([Path(name) for name in config.comparison.runs])
-    labels = config.comparison.label
-    name_of = {i: group.label for group in groups_of(models, labels) for i in group.members}
-    eval_points = [(name_of[i], read_eval_points(run)) for i, run in enumerate(curves)]
-    device = start_device(screen)
-    evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
+    asked = config.comparison
+    folder = check_folder(asked.output)
+    runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
+    read = read_runs([models[i].run_folder for _, i in runs])
+    curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
+    eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name, _ in curves}
+    usual, device = HELD_OUT_PROMPTS_TO_COMPARE, start_device(screen)
+    evaluator = ModelEvaluator(models, config.measure, device, screen, usual, True, asked.few_shot)
     screen.facts(evaluator.facts())
     start, measured = evaluate_once(evaluator, models, screen)
-    groups = make_groups(models, measured, labels)
-    report = make_comparison(evaluator, groups, start, eval_points, equal_in_words(models, evaluator.start))
-    made = tables(report, groups)
-    write_comparison(report, made, groups, start, curves, folder, screen, labels)
+    arms = []
+    for group in groups:
+        members = sorted(group.members, key=lambda i: models[i].run.seed if models[i].run else i)
+        results = [measured[i] for i in members]
+        arms.append(Arm(group.label, results, [models[i] for i in members], group.settings))
+    best_of = [arm.best_of for arm in asked.arm if arm.best_of]
+    samples = None
+    if best_of or asked.limit_minutes:
+        least, file = max([LEAST, *(BLOCKS * n for n in best_of)]), folder / "start_samples.npz"
+        samples = sample_start(evaluator, asked.limit_minutes, least, file, screen)
+    start = Arm(START, [start])
+    notes = equal_in_words(models, evaluator.start)
+    arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, notes)
+    made = tables(report, arms)
+    write_comparison(report, made, arms, start, curves, folder, screen)
     show_comparison(report, made, screen)

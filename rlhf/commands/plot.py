@@ -23,9 +23,9 @@ def plot_command(argv: list[str] | None = None) -> None:
     picture, table = output_files(config.plot.output)
     screen = Screen()
     screen.say("plot: reading the runs")
-    folders = run_folders(config)
+    folders, names = run_folders(config)
     records = [RunRecord.require(folder, "run") for folder in folders]
-    group_runs([(run.algorithm, run) for run in records], config.plot.label)  # raises an error for wrong labels
+    group_runs(records, names)  # raises an error for wrong names
     check_libraries("matplotlib", "tensorboard")
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart
@@ -33,7 +33,7 @@ def plot_command(argv: list[str] | None = None) -> None:
     from rlhf.reports.plot_style import save_picture
 
     runs = read_runs(folders)
-    chart = Chart(runs, config.plot.x, config.plot.smooth, config.plot.label)
+    chart = Chart(runs, config.plot.x, config.plot.smooth, names)
     save_picture(draw(chart), picture)
     rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
     show_runs(chart, screen)
@@ -54,9 +54,11 @@ def output_files(output: str) -> tuple[Path, Path]:
     return files
 
 
-def run_folders(config: PlotConfig) -> list[Path]:
-    """Return the given run folders, or the last run in the working directory."""
-    return [Path(run) for run in config.plot.runs] or [last_run(short_name("plot"))]
+def run_folders(config: PlotConfig) -> tuple[list[Path], list[str | None]]:
+    """Return the given run folders, or the last run in the working directory; and the names that the user gave."""
+    given = [(run, None) for run in config.plot.runs] + [(arm.model, arm.name) for arm in config.plot.arm]
+    given = given or [(last_run(short_name("plot")), None)]
+    return [Path(run) for run, _ in given], [name for _, name in given]
 
 
 def show_runs(chart, screen) -> None:

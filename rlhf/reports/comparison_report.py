@@ -1,90 +1,94 @@
-"""The report of a comparison, as console output, Markdown, page, JSON and picture."""
+"""The report of a comparison, as console output, Markdown, page, JSON and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings, without_score
-from rlhf.analysis.compared_runs import groups_of
+from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.groups import ALL_PAIRS, differing_settings, in_one_spelling, short_label, short_pair, unread
-from rlhf.analysis.models import ModelRef, episodes_of
+from rlhf.analysis.limit import best_of_n, limit_of
+from rlhf.analysis.start_samples import with_proposals
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
-from rlhf.analysis.verdict import RunGroup, judge_runs
+from rlhf.analysis.verdict import Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.config import config_of_run
 from rlhf.reports.comparison_tables import samples_in_words
 from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
-from rlhf.reports.report_plots import distributions, score_against_kl
-from rlhf.settings.fields import as_text
+from rlhf.reports.report_plots import distributions, forest, score_against_kl
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
-MOST_DRAWN = 6  # groups in the picture of distributions: more lines cannot be told apart
-
-
-def make_groups(
-    models: Sequence[ModelRef], measured: Sequence[GenerationResults], labels: Sequence[str] = ()
-) -> list[RunGroup]:
-    """Returns the groups of runs with the same settings, each in the order of seeds. `labels` are their names."""
-    groups = []
-    for found in groups_of(models, labels):
-        members = sorted(found.members, key=lambda i: models[i].run.seed)
-        runs, episodes = [models[i].run for i in members], [episodes_of(models[i]) for i in members]
-        results = [measured[i] for i in members]
-        groups.append(RunGroup(found.algorithm, runs, results, episodes, found.label, found.settings))
-    return groups
+MOST_DRAWN = 6  # arms in the picture of distributions: more lines cannot be told apart
+PICTURES = {
+    "forest": "Differences between the arms, with their intervals and the smallest visible difference",
+    "score_against_kl": "Evaluation score over KL to the start model, with best-of-n and the highest possible score",
+}
 
 
 def make_comparison(
     evaluator: ModelEvaluator,
-    groups: Sequence[RunGroup],
-    start: GenerationResults,
-    eval_points: Sequence[tuple[str, list[EvalPoint]]],
+    arms: Sequence[Arm],
+    start: Arm,
+    samples: GenerationResults | None,
+    best_of: Sequence[int],
+    eval_points: dict[str, list[list[EvalPoint]]],
     notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Returns the comparison as JSON-ready data. `eval_points`: (name of the group, evaluations during training) per
-    run. `notes` are more caveats."""
-    seed = evaluator.settings.seed
-    judges = [judge.name for judge in evaluator.judges]
-    independent = not judges or evaluator.judges[0].independent
-    verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name, independent)
-    everyone = [start, *(results for group in groups for results in group.measured)]
-    by_group = {group.name: [found for name, found in eval_points if name == group.name] for group in groups}
-    equal = at_equal(by_group, evaluator.rate if judges else None, seed)
+) -> tuple[list[Arm], dict[str, Any]]:
+    """Returns the arms with the baselines, and the comparison as JSON-ready data.
+
+    Args:
+        evaluator: has evaluated the arms.
+        arms: runs and other models.
+        start: the start model.
+        samples: n completions of each prompt by the start model; None: there is no limit and no best-of-n.
+        best_of: n of each best-of-n that is an arm.
+        eval_points: name of an arm -> the evaluations during training of each of its runs.
+        notes: more caveats.
+    """
+    seed, judge = evaluator.settings.seed, evaluator.judge_name
+    best, limit = None, None
+    if samples is not None:
+        _, *judged = samples.measures
+        best = best_of_n(samples.scores, {name: samples.measures[name] for name in judged})
+        first = [(arm.models[0], arm.measured[0]) for arm in arms]
+        limit = limit_of(*with_proposals(evaluator, samples, first), seed)
+    arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
+    equal = at_equal(eval_points, evaluator.rate if judge else None, seed)
+    independent = judge is None or evaluator.judges[0].independent
+    verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, limit, best))
+    everyone = [results for arm in (start, *arms) for results in arm.measured]
     report = {
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [
-            *verdict.caveats,
-            *notes,
-            *without_score(everyone),
-            *at_equal_in_words(equal, evaluator.judge_name),
-        ],
-        "judges": judges,
-        "warnings": _warnings(groups, start, seed),
-        "facts": dict([*evaluator.facts(), *settings_that_differ(groups)]),
-        "groups": {group.name: {"algorithm": group.algorithm, "settings": group.settings} for group in groups},
-        "figures": {"start": figures(start)}
-        | {group.name: dict(zip(map(str, group.seeds), group.figures, strict=True)) for group in groups},
+        "caveats": [*verdict.caveats, *notes, *without_score(everyone), *at_equal_in_words(equal, judge)],
+        "judges": [judge.name for judge in evaluator.judges],
+        "warnings": _warnings(arms, start, seed),
+        "facts": dict(evaluator.facts()),
+        "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
+        "figures": {"start": start.figures[0]} | {arm.name: by_seed(arm, arm.figures) for arm in arms},
         "contrasts": [asdict(c) for c in verdict.contrasts],
-        "within": _within(groups, start, seed),
-        "spent": {group.name: {str(run.seed): _costs(run) for run in group.runs} for group in groups},
+        "limit": limit and asdict(limit),
+        "best_of": best and asdict(best),
+        "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
-        "samples": _samples(evaluator, groups, start),
+        "samples": _samples(evaluator, arms, start),
     }
-    return json_ready(report)
+    return arms, json_ready(report)
+
+
+def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
+    """Returns a value for each model of an arm by its seed; by the arm's name for a baseline."""
+    return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
 
 
 def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
@@ -110,61 +114,22 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
 
 
 def _pair_in_words(pair: dict[str, Any], groups: Collection[str]) -> str:
-    name = short_pair(pair["name"], groups)
+    name = pair["name"]
     if "missing" in pair:
         return f"{name} not compared ({pair['missing']})"
     significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
     return f"{name} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
 
 
-def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Returns the settings in which the groups differ, without those that not both algorithms use; then each K.
-
-    More than 4 groups have only the names of these settings here, because a table has the values.
-    """
-    if len(groups) < 2:
-        return []
-    flat = [run.flat_settings for run in in_one_spelling([group.runs[0] for group in groups])]
-    differ = [name for name in differing_settings([group.algorithm for group in groups], flat) if name != "K"]
-    if len(groups) > ALL_PAIRS:
-        return [("settings that differ", f"{', '.join(differ) or 'none'} (see the table of groups)")]
-    read = {name: [name not in unread(group.algorithm) for group in groups] for name in differ}
-    if any(of.get("K") is not None for of in flat):
-        read["K"] = [of.get("K") is not None for of in flat]
-    parts = [] if differ else ["only those of a single algorithm"]
-    names = [short_label(group.name, group.title, group.settings) for group in groups]
-    if len(set(names)) == len(names):
-        for name, reads in read.items():
-            values = [f"{of} {as_text(have.get(name, 'unknown'), ' ')}" for of, have in zip(names, flat, strict=True)]
-            parts.append(f"{name}: {', '.join(compress(values, reads))}")
-        return [("settings that differ", "; ".join(parts))]
-    for name, reads in read.items():  # the labels of groups of one algorithm consist of these settings
-        cells = [as_text(have.get(name, "unknown"), " ") if of else "-" for have, of in zip(flat, reads, strict=True)]
-        parts.append(f"{name}: {' / '.join(cells)}")
-    return [("settings that differ", f"{'; '.join(parts)} (in the order of the groups)")]
-
-
-def _warnings(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[str]:
+def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
     return [
-        f"{group.name}, seed {run.seed}: {warning}"
-        for group in groups
-        for run, completions in zip(group.runs, group.measured, strict=True)
-        for warning in warnings(completions, start, seed, target_at_end(config_of_run(run)))
+        f"{arm.name}, seed {number}: {warning}"
+        for arm in arms
+        for model, number, results in zip(arm.models, arm.seeds, arm.measured, strict=False)
+        for warning in warnings(
+            results, start.measured[0], seed, target_at_end(config_of_run(model.run)) if model.run else None
+        )
     ]
-
-
-def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[dict[str, Any]]:
-    """Compares each run with the start model, with intervals over prompts."""
-    rows = []
-    for group in groups:
-        for run, completions in zip(group.runs, group.measured, strict=True):
-            found = as_json(against(completions, start, seed))
-            kept = {"score": "score", "score_win_rate": "win_rate"}
-            for wins in (name for name in found if name.startswith("judge_win_rate")):
-                kept |= {name: name for name in (wins.replace("_win_rate", "", 1), wins)}
-            known = {name: found[figure] for name, figure in kept.items() if found[figure] is not None}
-            rows.append({"run": f"{group.name}, seed {run.seed}", **known})
-    return rows
 
 
 def _costs(run: RunRecord) -> dict[str, float]:
@@ -173,10 +138,10 @@ def _costs(run: RunRecord) -> dict[str, float]:
     return spent | {name: figures[name] for name in ("seconds", "cpu_seconds", "peak_memory_gib") if name in figures}
 
 
-def _samples(evaluator: ModelEvaluator, groups: Sequence[RunGroup], start: GenerationResults) -> list[dict[str, Any]]:
-    """Returns random prompts with all completions of the start model and of each group's first seed."""
+def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list[dict[str, Any]]:
+    """Returns random prompts with completions of the start model and of each arm's first seed."""
     drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
-    everyone = [start, *(group.measured[0] for group in groups)]
+    everyone = [arm.measured[0] for arm in (start, *arms)]
     return [
         {"messages": list(evaluator.examples[i].messages), "sides": completions_by_model(everyone, i)}
         for i in sorted(drawn.tolist())
@@ -202,32 +167,39 @@ def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen
 def write_comparison(
     report: dict[str, Any],
     made: Sequence[dict],
-    groups: Sequence[RunGroup],
-    start: GenerationResults,
-    curves: Sequence[RunCurves],
+    arms: Sequence[Arm],
+    start: Arm,
+    curves: Sequence[tuple[str, RunCurves]],
     folder: Path,
     screen: Screen,
-    labels: Sequence[str] = (),
 ) -> None:
-    """Writes comparison.html, comparison.md with its picture, and comparison.json. `labels` as in `make_groups`."""
-    picture = score_against_kl(curves, labels)
-    save_picture(picture, folder / "score_against_kl.png")
+    """Writes comparison.html, comparison.md with its pictures, and comparison.json. `curves`: (name of the arm, its
+    curves) of each run."""
+    drawn = {name for name, _ in curves}
+    ends = [
+        {"name": arm.name, "kl": arm.mean("kl"), "score": arm.mean("score")} for arm in arms if arm.name not in drawn
+    ]
+    pictures = {
+        "forest": forest(report["contrasts"]),
+        "score_against_kl": score_against_kl(curves, report["limit"], report["best_of"], ends),
+    }
+    for name, figure in pictures.items():
+        save_picture(figure, folder / f"{name}.png")
     write_json(folder / "comparison.json", report)
-    shown = groups[:MOST_DRAWN]
-    colours = [COLOURS["start"], *(line_style.colour for line_style in group_styles([g.algorithm for g in groups]))]
-    pooled = distributions([start, *(group.measured[0] for group in shown)], [], colours[: len(shown) + 1])
-    names = listed([group.name for group in groups]) if len(groups) <= ALL_PAIRS else f"{len(groups)} groups of runs"
+    shown = [start, *arms[:MOST_DRAWN]]
+    colours = [COLOURS["start"], *(style.colour for style in group_styles([arm.algorithm for arm in shown[1:]]))]
+    pooled = distributions([arm.measured[0] for arm in shown], [], colours)
     shared = {
-        "title": f"Comparison of the start model{' and ' if len(groups) > ALL_PAIRS else ', '}{names}",
-        "shown": len(shown),
+        "title": f"Comparison of {listed([arm.name for arm in arms])}",
+        "shown": len(shown) - 1,
         "report": report,
         "facts": list(report["facts"].items()),
         "tables": made,
+        "captions": PICTURES,
     }
     write_text(folder / "comparison.md", render("comparison.md", **shared))
-    page = render(
-        "comparison.html", **shared, score_against_kl=as_data_url(picture), distributions=as_data_url(pooled)
-    )
+    embedded = {name: as_data_url(figure) for name, figure in pictures.items()}
+    page = render("comparison.html", **shared, pictures=embedded, distributions=as_data_url(pooled))
     write_text(folder / "comparison.html", page)
     screen.say("saved:")
     screen.facts(

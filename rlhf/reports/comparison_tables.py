@@ -7,68 +7,39 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
-from rlhf.analysis.groups import ALL_PAIRS, short_label, short_pair
+from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.statistics import interval_of, percent
-from rlhf.analysis.verdict import RunGroup
+from rlhf.analysis.verdict import Arm
 from rlhf.utils.console import clock
 
 
-def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Returns every table with its caption, columns and rows of text."""
-    equal = [_equal_table(report)] if report["at_equal"] else []
-    differ = [_group_table(report, groups)] if any(group.settings for group in groups) else []
+def tables(report: dict[str, Any], arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Returns every table with its caption, columns and rows of text, in reading order."""
     return [
-        *differ,
-        *_in_parts(_figure_table, report, groups),
+        *_in_parts(_figure_table, report, arms),
         _contrast_table(report),
-        _within_table(report),
-        *_in_parts(_spent_table, report, groups),
-        *equal,
+        *([_equal_table(report)] if report["at_equal"] else []),
+        *_in_parts(_spent_table, report, [arm for arm in arms if arm.runs]),
+        *_in_parts(_settings_table, report, [arm for arm in arms if arm.settings]),
     ]
 
 
 def _in_parts(
-    table: Callable[[dict[str, Any], Sequence[RunGroup]], dict[str, Any]],
-    report: dict[str, Any],
-    groups: Sequence[RunGroup],
+    table: Callable[[dict[str, Any], Sequence[Arm]], dict[str, Any]], report: dict[str, Any], arms: Sequence[Arm]
 ) -> list[dict[str, Any]]:
-    """Returns a table with one column per group, as several tables if there are more than 4 groups."""
-    parts = [groups[i : i + ALL_PAIRS] for i in range(0, len(groups), ALL_PAIRS)]
-    made = [table(report, part) for part in parts]
+    """Returns a table with one column per arm, as several tables if there are more than 4 arms."""
+    made = [table(report, arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
     for number, part in enumerate(made[1:] and made, 1):
         part["caption"] += f" (part {number} of {len(made)})"
     return made
 
 
-MAIN = ("score", "judge", "kl", "length")  # figures in the table of groups
-
-
-def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """Returns one row per group: the settings in which the groups differ, and the most important figures."""
-    names = list(dict.fromkeys(name for group in groups for name in group.settings))
-    main = [name for name in MAIN if any(group.known(name) for group in groups)]
-    rows = [
-        [
-            # the settings have separate columns
-            short_label(group.name, group.title, group.settings),
-            ", ".join(map(str, group.seeds)),
-            *(group.settings.get(name, "-") for name in names),
-            *(_mean(name, group.known(name)) for name in main),
-        ]
-        for group in groups
-    ]
-    columns = ["", "seeds", *names, *(label_of(name, report["judges"]) for name in main)]
-    caption = "Groups: the settings in which they differ, and mean figures over seeds (lowest to highest seed)"
-    return {"caption": caption, "columns": columns, "rows": rows}
-
-
-def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
+def _figure_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
     rows, of_start = [], report["figures"]["start"]
-    for name in figures_of([of_start, *(figures for group in groups for figures in group.figures)]):
-        of_groups = [group.known(name) for group in groups]
+    for name in figures_of([of_start, *(figures for arm in arms for figures in arm.figures)]):
         label = label_of(name, report["judges"])
-        rows.append([label, shown(name, of_start.get(name)), *(_mean(name, v) for v in of_groups)])
-    columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in groups)]
+        rows.append([label, shown(name, of_start.get(name)), *(_mean(name, arm.known(name)) for arm in arms)])
+    columns = ["", "start model", *(f"{arm.name}{_seeds(arm)}" for arm in arms)]
     return {
         "caption": "Figures on the same prompts: mean over seeds (lowest to highest seed)",
         "columns": columns,
@@ -76,8 +47,8 @@ def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[st
     }
 
 
-def _seeds(group: RunGroup) -> str:
-    return f"{len(group.seeds)} seed{'s' if len(group.seeds) > 1 else ''}"
+def _seeds(arm: Arm) -> str:
+    return f" ({len(arm.seeds)} seed{'s' if len(arm.seeds) > 1 else ''})" if arm.trained else ""
 
 
 def _mean(name: str, known: Sequence[float]) -> str:
@@ -90,19 +61,30 @@ def _mean(name: str, known: Sequence[float]) -> str:
 def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = [
         [
-            f"{_pair(c['name'], report)}, {_measure_name(c['measure'], report['judges'])}",
+            f"{c['name']}, {_measure_name(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),
+            *_power_cells(c["power"]),
         ]
         for c in report["contrasts"]
     ]
-    columns = ["", "difference (interval)", "win rate (interval)", "confidence interval"]
-    return {"caption": "Differences and win rates (a tie counts half)", "columns": columns, "rows": rows}
+    columns = ["", "difference (interval)", "win rate (interval)", "confidence interval",
+               "smallest visible difference", "seeds for this one", "P(a new run wins)"]  # fmt: skip
+    caption = (
+        "Differences and win rates (a tie counts half); the difference that this comparison finds with 80% power, and "
+        "the seeds of each arm with which the observed one is found"
+    )
+    return {"caption": caption, "columns": columns, "rows": rows}
 
 
-def _pair(name: str, report: dict[str, Any]) -> str:
-    return name if name.endswith("- start model") else short_pair(name, report["groups"])
+def _power_cells(power: dict[str, Any]) -> list[str]:
+    visible, seeds, wins = power["visible"], power["seeds"], power["first_wins"]
+    return [
+        "-" if visible is None else f"{visible:.3f}",
+        "-" if seeds is None else str(seeds),
+        "-" if wins is None else f"{wins:.0%}",
+    ]
 
 
 def _measure_name(measure: str, judges: Sequence[str]) -> str:
@@ -116,26 +98,6 @@ def _interval_kind(found: dict[str, Any]) -> str:
     return f"{percent(found['level'])} over {found['over']}"
 
 
-def _within_table(report: dict[str, Any]) -> dict[str, Any]:
-    kinds = dict.fromkeys(name for row in report["within"] for name in row if name != "run")
-    rows = [[row["run"], *(_within_cell(row.get(name), name) for name in kinds)] for row in report["within"]]
-    columns = ["", *(_within_label(name, report["judges"]) for name in kinds)]
-    return {"caption": "Each run minus the start model (95% intervals over prompts)", "columns": columns, "rows": rows}
-
-
-def _within_cell(value: dict[str, Any] | None, kind: str) -> str:
-    return "-" if value is None else interval_of(value, "" if "win_rate" in kind.partition("/")[0] else "+")
-
-
-def _within_label(kind: str, judges: Sequence[str]) -> str:
-    """Returns a column's name, with the judge's name if there are several judges."""
-    kind, _, name = kind.partition("/")
-    label = kind.replace("_", " ")
-    if len(judges) < 2 or kind == "score" or kind == "score_win_rate":
-        return label
-    return f"judge {name or judges[0]}" + (", win rate" if kind == "judge_win_rate" else "")
-
-
 SPENT = {
     "episodes": ("episodes", "{:,.0f}".format),
     "updates": ("updates", "{:,.0f}".format),
@@ -147,21 +109,27 @@ SPENT = {
 }
 
 
-def _spent_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
+def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
     rows = []
     for name, (label, show) in SPENT.items():
         cells = []
-        for group in groups:
-            values = [run[name] for run in report["spent"][group.name].values() if name in run]
+        for arm in arms:
+            values = [run[name] for run in report["spent"][arm.name].values() if name in run]
             spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
             cells.append(show(fmean(values)) + spread if values else "-")
         rows.append([label, *cells])
-    columns = ["", *(group.name for group in groups)]
+    columns = ["", *(arm.name for arm in arms)]
     caption = (
         "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
         "machine to themselves"
     )
     return {"caption": caption, "columns": columns, "rows": rows}
+
+
+def _settings_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
+    names = dict.fromkeys(name for arm in arms for name in arm.settings)
+    rows = [[name, *(arm.settings.get(name, "-") for arm in arms)] for name in names]
+    return {"caption": "Settings that differ", "columns": ["", *(arm.name for arm in arms)], "rows": rows}
 
 
 def samples_in_words(row: dict[str, Any]) -> str:
@@ -182,7 +150,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
             if "missing" not in found:
                 cells = ["", ""]
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
-                rows.append([f"{row['budget']}: {short_pair(found['name'], row['sides'])}", *cells, "", ""])
+                rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
     caption = (
         "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
         f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import inherited, repeated, setting
+from rlhf.settings.fields import inherited, setting
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
@@ -18,7 +18,7 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import Label, PathName, Renaming, Split
+from rlhf.settings.types import ArmName, PathName, Renaming, Split
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
@@ -201,12 +201,23 @@ class ComparisonSettings:
         brief="run folders; equal settings, except for the seed, form a group",
         positional=True,
     )
-    label: tuple[Label, ...] = setting(
+    arm: tuple[ArmName, ...] = setting(
         (),
-        "names of the groups, in the order of their first run folders; unset: the algorithm, with the settings in "
-        "which the groups differ",
-        aliases=("labels",),
-        brief="names of the groups, in the order of their first runs",
+        "more arms: NAME=MODEL for a run folder, a model or adapter folder, a GGUF file or a hub name; models with "
+        "one name are seeds of one arm; and the baselines start and best-of-N",
+        aliases=("arms",),
+        brief="more arms: NAME=MODEL, start, best-of-N",
+    )
+    few_shot: PathName | None = setting(
+        None,
+        "file with worked examples (prompt, and chosen, completion or answer), which the start model also gets before "
+        "each prompt if the score or the judge is a checker",
+    )
+    limit_minutes: float = setting(
+        2.0,
+        "minutes in which the start model is sampled, for the highest score that is possible at a KL and for "
+        "best-of-n; the samples are stored in --output and used again; 0: neither",
+        ge=0,
     )
     output: PathName = setting(
         "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
@@ -221,7 +232,8 @@ class ComparisonConfig(Command):
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
     def validate(self) -> list[str]:
-        return [] if self.comparison.runs else ["no run folder given: command line. Give one or more run folders"]
+        given = self.comparison.runs or any(arm.model for arm in self.comparison.arm)
+        return [] if given else ["no model given: command line. Give run folders, or models with --arm NAME=MODEL"]
 
 
 @dataclass(frozen=True)
@@ -234,7 +246,12 @@ class PlotSettings:
         brief="run folders; none: the last run in this folder",
         positional=True,
     )
-    label: tuple[Label, ...] = repeated(ComparisonSettings, "label")
+    arm: tuple[ArmName, ...] = setting(
+        (),
+        "more run folders, NAME=RUN; those with one name are one group, which has this name",
+        aliases=("arms",),
+        brief="more run folders, with the name of their group: NAME=RUN",
+    )
     x: str = setting("updates", "unit of the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
     smooth: int = setting(10, "length of the moving average (thick lines), in updates", ge=1, brief=True)
     output: PathName = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
@@ -245,6 +262,9 @@ class PlotConfig(Command):
     """All settings of `plot_training_progress.py`."""
 
     plot: PlotSettings = field(default_factory=PlotSettings)
+
+    def validate(self) -> list[str]:
+        return [f"a baseline has no curve: --arm {arm}. Give NAME=RUN" for arm in self.plot.arm if not arm.model]
 
 
 EVALUATION = CommandLine(
@@ -264,7 +284,7 @@ COMPARISON = CommandLine(
     "prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
-        ("low_1 low_2 high_1 high_2 --label low high", "two settings of an algorithm, with names"),
+        ("grpo_seed42 grpo_seed123 --arm DPO=./dpo_model best-of-4", "with a model of another trainer and a baseline"),
         ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )

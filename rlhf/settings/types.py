@@ -85,6 +85,9 @@ class Split:
     expects = "three whole percentages that add up to 100, such as 45/45/10"
 
 
+RESERVED = ("start", "start model")  # names of arms that would be confused with the start model
+
+
 class PathName(str):
     """A path, or another name in its place, such as one of the hub. `~` is the home folder."""
 
@@ -119,18 +122,34 @@ class Renaming(str):
     expects = "NEW=OLD, such as prompt=question"
 
 
-class Label(str):
-    """The name of a group of runs. It may contain commas, so that a list of labels is not split at them."""
+class ArmName(str):
+    """An arm of a comparison: NAME=MODEL, the baseline `start`, or the baseline `best-of-N`."""
 
-    at_commas = False
+    at_commas = False  # a name may contain commas
 
     @classmethod
-    def parse(cls, text: str) -> Label:
-        if not str(text).strip() or not str(text).isprintable():
+    def parse(cls, text: str) -> ArmName:
+        name, equals, model = (part.strip() for part in str(text).partition("="))
+        is_baseline = not equals and re.fullmatch(r"start|best-of-([2-9]|[1-9]\d+)", name)
+        if not is_baseline and not (name and name.isprintable() and model and name.lower() not in RESERVED):
             raise ValueError(text)
-        return cls(str(text).strip())
+        return cls(f"{name}{equals}{PathName.parse(model) if model else ''}")
 
-    expects = "a name without control characters"
+    @property
+    def name(self) -> str:
+        return self.partition("=")[0]
+
+    @property
+    def model(self) -> str:
+        """The model's folder, GGUF file or hub name; empty for a baseline."""
+        return self.partition("=")[2]
+
+    @property
+    def best_of(self) -> int:
+        """N of best-of-N; 0 for other arms."""
+        return int(self.rpartition("-")[2]) if self.name.startswith("best-of-") and not self.model else 0
+
+    expects = "NAME=MODEL, start, or best-of-N, such as DPO=./dpo_model best-of-4"
 
 
 class SweepWord(str):

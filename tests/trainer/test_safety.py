@@ -511,6 +511,7 @@ def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypa
             run_command(call)
         output = capsys.readouterr().err
         assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
+        assert "CPU" in output and "--lora-r" in output
         snapshot(output, varying=OF_TORCH)
     assert not list(tmp_path.iterdir())
 
@@ -532,4 +533,5 @@ def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys,
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
     output = capsys.readouterr().err
     assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
+    assert "CPU" in output and "--lora-r" in output
     snapshot(output, varying=OF_TORCH)

@@ -185,12 +185,12 @@ def test_rewards_are_functions_modules_or_names(config, user_error):
     [{"check": True}, {"dry_run": True}, {"scan": True}, {"replay": "folder"}, {"seeds": [1, 2]},
      {"seeds": [1, 2], "parallel": True}, {"sweep": ["learning_rate=1e-5,2e-5"]}],
 )  # fmt: skip
-def test_settings_that_only_the_scripts_use_are_refused(config, settings):
+def test_settings_that_only_the_scripts_use_are_refused(config, settings, user_error):
     given = config(**settings)
-    with pytest.raises(UserError) as refused:
+    with user_error() as refused:
         make_trainer(given, ["a cat?"], [words])
-    assert [line.split(":")[0] for line in refused.value.problems] == [
-        f"only the scripts use {name}" for name in OF_THE_SCRIPTS if name in settings
+    assert [line.split(":")[0].split()[-1] for line in refused.value.problems] == [
+        name for name in OF_THE_SCRIPTS if name in settings
     ]
 
 
@@ -255,20 +255,22 @@ class Watch:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "line"),
+    ("callbacks", "parts"),
     [
-        ([Watch], r"a class and not an object: callbacks, Watch\. .*Watch\(\)"),
-        ([Callback], r"a class and not an object: callbacks, Callback\. .*Callback\(\)"),
-        ([words], r"not a function of \(epoch, metrics\): callbacks, <function words"),
-        ([object()], r"no event method: callbacks, <object"),
-        (Watch(), r"not a list: callbacks, <.*Watch"),
-        ({Watch()}, r"not a list: callbacks, \{<"),
-        (None, r"not a list: callbacks, None"),
+        ([Watch], ("callbacks, Watch.", "Watch()")),
+        ([Callback], ("callbacks, Callback.", "Callback()")),
+        ([words], ("(epoch, metrics): callbacks, <function words",)),
+        ([object()], ("callbacks, <object",)),
+        (Watch(), ("callbacks, <", "Watch")),
+        ({Watch()}, ("callbacks, {<",)),
+        (None, ("callbacks, None",)),
     ],
 )
-def test_callbacks_that_cannot_be_called_are_refused_before_models_are_loaded(config, monkeypatch, callbacks, line):
+def test_callbacks_that_cannot_be_called_are_refused_before_models_are_loaded(
+    config, monkeypatch, callbacks, parts, user_error
+):
     monkeypatch.setattr(python_run, "load_inputs", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(UserError, match=line):
+    with user_error(*parts):
         make_trainer(config(), ["a cat?"], [words], callbacks=callbacks)
 
 
@@ -354,10 +356,12 @@ def test_without_a_folder_the_disk_is_not_checked(config, monkeypatch):
     make_trainer(config(), ["a cat?"], [words])
 
 
-def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
+def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys, snapshot):
     for prompts, batch_size, warned in ((["a cat?"], 2, True), (["a cat?", "a dog?"], 2, False)):
         make_trainer(config(batch_size=batch_size), prompts, [words])
-        assert ("warning: 1 training prompt for batches of 2" in capsys.readouterr().out) == warned
+        lines = [line for line in capsys.readouterr().out.splitlines() if "batches of 2" in line]
+        assert len(lines) == warned
+        snapshot(*lines)
 
 
 def test_metrics_have_the_names_of_the_token_level_ppo_too(config):
@@ -392,12 +396,14 @@ def test_progress_is_printed_and_can_be_turned_off(config, start_model, tmp_path
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress):
+def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress, snapshot):
     settings = {"kl_target": "0.000001/sequence", "kl_coef": 0.5, "kl_horizon": 10**9, "learning_rate": 0.1}
     settings |= {"num_iterations": 4}
     trainer = make_trainer(config(**settings), ["a cat?", "a dog?"], [words], progress=progress)
     trainer.train()
-    assert "times its target. Beta was doubled to" in capsys.readouterr().out and trainer.kl_coef >= 1.0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "Beta" in line)
+    snapshot(line, varying=r"\d[\d.,e+]*")
+    assert trainer.kl_coef >= 1.0
 
 
 def test_an_error_is_one_line_in_a_notebook():

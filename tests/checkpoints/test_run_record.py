@@ -29,12 +29,13 @@ def finished(folder) -> None:
         pass
 
 
-def test_finished_run_in_the_default_folder_is_moved(tmp_path):
+def test_finished_run_in_the_default_folder_is_moved(tmp_path, snapshot):
     folder = tmp_path / "ppo_training_output"
     for n in (1, 2):
         finished(folder) if not folder.exists() else None
         lock, line = claim_output(folder, overwrite=False, is_default=True)
-        assert line == f"moved the old run in {folder} to {folder}_{n}"
+        assert f" {folder} " in line and line.endswith(f" {folder}_{n}")
+        snapshot(line)
         with RunLog(folder, lock, **facts_of(seed=n)):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1
@@ -64,9 +65,7 @@ def test_claimed_folder_is_locked_for_others(tmp_path, user_error):
     before there is a run.json."""
     lock, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
     for overwrite in (True, False):
-        with pytest.raises(
-            UserError, match=rf"the folder is in use by a running process \(PID {os.getpid()}, started 20\d\d-"
-        ):
+        with user_error(f"(PID {os.getpid()}, started 20"):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
     with user_error(f"PID {os.getpid()}"):
         RunLog(tmp_path / "run", **facts_of())
@@ -215,17 +214,14 @@ OTHER_FORMATS = {"none": None, "older": 3, "newer": 5, "text": "two"}
 
 
 @pytest.mark.parametrize("found", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
-def test_another_format_is_one_error_line(tmp_path, found):
+def test_another_format_is_one_error_line(tmp_path, found, user_error):
     content = record_of().as_json()
     content.pop("format")
     write_json(tmp_path, content if found is None else {"format": found, **content})
     for read in (RunRecord.read, lambda folder: RunRecord.require(folder, "--output")):
-        with pytest.raises(UserError) as refused:
+        with user_error(f"run.json has format {found or 1}, ", f"format 4: {tmp_path}. ") as refused:
             read(tmp_path)
-        assert str(refused.value) == (
-            f"run.json has format {found or 1}, and this version reads format 4: {tmp_path}. "
-            "Train the run again, or use the version that made it"
-        )
+        assert "\n" not in str(refused.value)
 
 
 def without(name: str):
@@ -297,7 +293,7 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch, u
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 
-def test_run_of_another_format_can_be_replaced_or_moved(tmp_path, user_error):
+def test_run_of_another_format_can_be_replaced_or_moved(tmp_path, user_error, snapshot):
     """A run that is only moved or replaced need not be readable."""
     folder = tmp_path / "ppo_training_output"
     finished(folder)
@@ -307,7 +303,8 @@ def test_run_of_another_format_can_be_replaced_or_moved(tmp_path, user_error):
     check_output(folder, overwrite=True, is_default=False)
     lock, line = claim_output(folder, overwrite=False, is_default=True)
     lock.close()
-    assert line == f"moved the old run in {folder} to {folder}_1"
+    assert f" {folder} " in line and line.endswith(f" {folder}_1")
+    snapshot(line)
 
 
 BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"

@@ -14,7 +14,6 @@ from trl.data_utils import maybe_extract_prompt
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.splits import split_examples
 from rlhf.settings.types import Renaming, Split
-from rlhf.utils.errors import UserError
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -123,67 +122,67 @@ def test_prompts_are_those_of_trl(row):
 
 
 REFUSED = {
-    "only text": ({"text": "a"}, r"no prompt: .*If 'text' is the prompt, add --columns prompt=text"),
-    "Alpaca": ({"instruction": "a", "output": "b"}, r"no prompt: .*add --columns prompt=instruction"),
+    "only text": ({"text": "a"}, ["'text'", "--columns prompt=text"]),
+    "Alpaca": ({"instruction": "a", "output": "b"}, ["--columns prompt=instruction"]),
     "Alpaca with an input": (
-        {"instruction": "a", "input": "c", "output": "b"}, r"write both into one column 'prompt'$"),
-    "WildChat": ({"conversation": [ASK, YES]}, r"add --columns messages=conversation$"),
-    "a name with a space": ({"prompt ": "a"}, r"add --columns 'prompt=prompt '$"),
+        {"instruction": "a", "input": "c", "output": "b"}, ["'input'", "'prompt'"]),
+    "WildChat": ({"conversation": [ASK, YES]}, ["--columns messages=conversation"]),
+    "a name with a space": ({"prompt ": "a"}, ["--columns 'prompt=prompt '"]),
     "a started completion": (
-        {"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]}, r"an assistant message at the end of prompt"),
+        {"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]}, ["assistant", "end of prompt"]),
     "a started completion in a chat of a pair": (
         {"messages": [ASK, message("assistant", "Well,")], "chosen": "Yes.", "rejected": "No."},
-        r"at the end of messages: .*Remove that message"),
-    "an image part": ({"prompt": [message("user", [{"type": "image"}])]}, r"content is a list, not text"),
+        ["assistant", "end of messages: "]),
+    "an image part": ({"prompt": [message("user", [{"type": "image"}])]}, ["content is a list"]),
     "pairs whose prompt has another name": (
-        {"instruction": "Is it?", "chosen": "It is.", "rejected": "It is not."}, r"add --columns prompt=instruction"),
-    "pairs with a misspelt prompt": ({"promt": "a", "chosen": "It is.", "rejected": "It was."}, "prompt=promt"),
-    "no common beginning": ({"chosen": "Yes.", "rejected": "No."}, r"no prompt: .*columns \['chosen', 'rejected'\]"),
-    "one side is the beginning": ({"chosen": "It is", "rejected": "It is not"}, r"rejected is the beginning of the o"),
-    "equal sides": ({"chosen": "It is", "rejected": "It is", "rejected_ended": False}, r"chosen equals rejected"),
-    "equal chats": ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, r"chosen equals rejected"),
-    "a text and a chat": ({"chosen": "Is it? Yes.", "rejected": [ASK, NO]}, r"one of chosen and rejected is text"),
+        {"instruction": "Is it?", "chosen": "It is.", "rejected": "It is not."}, ["--columns prompt=instruction"]),
+    "pairs with a misspelt prompt": ({"promt": "a", "chosen": "It is.", "rejected": "It was."}, ["prompt=promt"]),
+    "no common beginning": ({"chosen": "Yes.", "rejected": "No."}, ["columns ['chosen', 'rejected']"]),
+    "one side is the beginning": ({"chosen": "It is", "rejected": "It is not"}, ["rejected "]),
+    "equal sides": ({"chosen": "It is", "rejected": "It is", "rejected_ended": False}, ["chosen equals rejected"]),
+    "equal chats": ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, ["chosen equals rejected"]),
+    "a text and a chat": ({"chosen": "Is it? Yes.", "rejected": [ASK, NO]}, ["chosen and rejected"]),
     "several turns that differ": (
         {"chosen": [ASK, YES, MORE, NO], "rejected": [ASK, NO, MORE, YES]},
-        r"chosen is not one assistant message after the prompt \(roles: assistant, user, assistant\)"),
+        ["chosen ", "(roles: assistant, user, assistant)"]),
     "more messages after an explicit prompt": (
-        {"prompt": [ASK], "chosen": [YES, MORE, NO], "rejected": [NO]}, r"chosen is not one assistant message after"),
-    "a completion of the user": ({"prompt": [ASK], "chosen": [MORE], "rejected": [NO]}, r"\(roles: user\)"),
+        {"prompt": [ASK], "chosen": [YES, MORE, NO], "rejected": [NO]}, ["chosen ", "roles: "]),
+    "a completion of the user": ({"prompt": [ASK], "chosen": [MORE], "rejected": [NO]}, ["(roles: user)"]),
     "chats of another prompt": (
-        {"prompt": "What?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, r"do not contain the prompt: "),
+        {"prompt": "What?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, ["chosen and rejected"]),
     "chats that begin differently": (
-        {"chosen": [ASK, YES], "rejected": [MORE, NO]}, r"chosen and rejected have no user message in common: "),
-    "chats without a user": ({"chosen": [YES], "rejected": [NO]}, r"no user message in the chat: "),
-    "two system texts": ({"messages": [BRIEF, ASK], "system": "Be kind."}, r"different system messages: "),
-    "an unknown name in ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]}, r"unknown chat role"),
-    "another key in a chat": ({"conversations": [{"speaker": "human", "text": "a"}]}, r"not a list of \{\"role\""),
-    "tools": ({"prompt": "a", "tools": [{"name": "f"}]}, r"column 'tools': .*cannot call tools.*--columns NEW=tools"),
+        {"chosen": [ASK, YES], "rejected": [MORE, NO]}, ["chosen and rejected"]),
+    "chats without a user": ({"chosen": [YES], "rejected": [NO]}, ["user message"]),
+    "two system texts": ({"messages": [BRIEF, ASK], "system": "Be kind."}, ["system messages: "]),
+    "an unknown name in ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]}, ["chat role 'robot'"]),
+    "another key in a chat": ({"conversations": [{"speaker": "human", "text": "a"}]}, ['{"role"']),
+    "tools": ({"prompt": "a", "tools": [{"name": "f"}]}, ["column 'tools': ", "--columns NEW=tools"]),
     "a tool call": (
-        {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [1]}, MORE]}, r"a message with tool_"),
-    "images": ({"prompt": "a", "images": ["a.png"]}, r"column 'images': .*images are not supported"),
+        {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [1]}, MORE]}, ["tool_calls"]),
+    "images": ({"prompt": "a", "images": ["a.png"]}, ["column 'images': "]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_rows_that_would_lose_something_are_refused(case):
-    row, problem = REFUSED[case]
-    with pytest.raises(UserError, match=problem) as caught:
+def test_rows_that_would_lose_something_are_refused(case, user_error):
+    row, parts = REFUSED[case]
+    with user_error(*parts, "prompt 1") as caught:
         examples_of([row])
-    assert "prompt 1" in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 CONTAINERS = {
-    "a path": ("data.jsonl", r"not a list of prompts but a str: prompts\. .*--prompts FILE"),
-    "a row": ({"prompt": "a"}, r"not a list of prompts but a dict: prompts\. Give a list of texts, chats or rows"),
-    "a table": (pandas.DataFrame([{"prompt": "a"}]), r"but a DataFrame: .*to_dict\(\"records\"\)"),
-    "a generator": ((text for text in "ab"), r"but a generator: prompts\. Give a list of "),
+    "a path": ("data.jsonl", ["a str: prompts. ", "--prompts FILE"]),
+    "a row": ({"prompt": "a"}, ["a dict: prompts. "]),
+    "a table": (pandas.DataFrame([{"prompt": "a"}]), ["a DataFrame: ", 'to_dict("records")']),
+    "a generator": ((text for text in "ab"), ["a generator: prompts. "]),
 }
 
 
 @pytest.mark.parametrize("case", CONTAINERS)
-def test_prompts_in_python_are_a_list(case):
-    prompts, problem = CONTAINERS[case]
-    with pytest.raises(UserError, match=problem):
+def test_prompts_in_python_are_a_list(case, user_error):
+    prompts, parts = CONTAINERS[case]
+    with user_error(*parts):
         examples_of(prompts)
 
 

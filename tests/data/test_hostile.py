@@ -119,14 +119,14 @@ def test_control_characters_do_not_reach_the_terminal(capsys):
 
 @pytest.mark.parametrize("place", ["prompt", "system", "content", "chosen"])
 @pytest.mark.parametrize("half", ["\\ud800", "\\udfff", "\\udc00\\ud800"])
-def test_lone_surrogate_is_reported_with_its_line(tmp_path, place, half):
+def test_lone_surrogate_is_reported_with_its_line(tmp_path, place, half, user_error):
     rows = {
         "prompt": f'{{"prompt": "a {half}"}}',
         "system": f'{{"system": "a {half}", "prompt": "b"}}',
         "content": f'{{"messages": [{{"role": "user", "content": "a {half}"}}]}}',
         "chosen": f'{{"prompt": "a", "chosen": "{half}", "rejected": "b"}}',
     }
-    with pytest.raises(UserError, match=rf"{place} contains a lone surrogate.*: .*rows.jsonl:2"):
+    with user_error(f"{place} ", "rows.jsonl:2"):
         read(tmp_path, '{"prompt": "\\ud83d\\ude00 is a pair, and fine"}\n' + rows[place])
 
 
@@ -265,16 +265,16 @@ def test_byte_order_mark_is_removed_only_at_the_file_start(tmp_path, user_error)
     with user_error("rows.jsonl:2"):
         read(tmp_path, lines[0] + "\n\ufeff" + lines[1])
     for coding in ("utf-16", "utf-32"):
-        with pytest.raises(UserError, match=r"not (UTF-8|JSON).*rows.jsonl"):
+        with user_error("rows.jsonl"):
             read(tmp_path, "\n".join(lines).encode(coding))
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n\n", " \r\n\t\r\n"])
-def test_line_ends_and_line_numbers(tmp_path, end):
+def test_line_ends_and_line_numbers(tmp_path, end, user_error):
     """The line number in an error counts line feeds, as editors do, for every kind of line end."""
     rows = ['{"prompt": "a\\r\\nb"}', '{"prompt": "c\u2028d\x85e"}']
     assert [e.messages for e in read(tmp_path, end.join(rows) + end)] == [user("a\r\nb"), user("c\u2028d\x85e")]
-    with pytest.raises(UserError, match=rf"prompt is empty: .*rows.jsonl:{2 * end.count(chr(10)) + 1}\b"):
+    with user_error(f"rows.jsonl:{2 * end.count(chr(10)) + 1}, "):
         read(tmp_path, end.join([*rows, '{"prompt": ""}']))
 
 
@@ -284,7 +284,7 @@ def test_lines_ending_in_only_a_carriage_return_are_refused(tmp_path, user_error
         read(tmp_path, '{"prompt": "a"}\r{"prompt": "b"}')
 
 
-def test_repeated_questions_are_removed(tmp_path, tokenizer):
+def test_repeated_questions_are_removed(tmp_path, tokenizer, snapshot):
     """Copies that differ in case or spacing are all in the same part of the split."""
     copies = ["What is it?", "what  IS it?", " what is it? ", "WHAT IS IT?"]
     rows = [{"prompt": f"question {i}"} for i in range(60)] + [{"prompt": c} for c in copies for _ in range(3)]
@@ -294,7 +294,8 @@ def test_repeated_questions_are_removed(tmp_path, tokenizer):
     train, held_out = ([p.example.messages[-1]["content"] for p in part] for part in (sets.train, sets.evaluation))
     assert len(set(train)) == len(train) and len(set(held_out)) == len(held_out)
     assert sum(c in train for c in copies) in (0, 4) and len(train) + len(held_out) == 64
-    assert sets.repeated == 72 - 64 and " as too long, 8 repeated (rows: 72," in prompts_line(sets)
+    assert sets.repeated == 72 - 64 and " 8 repeated (rows: 72," in prompts_line(sets)
+    snapshot(prompts_line(sets))
 
 
 DEEP = "[" * 100_000
@@ -342,8 +343,8 @@ def test_rows_of_the_wrong_type_are_reported_with_their_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("prompt", [5, None, b"bytes", ["text"], [5], {"role": "user"}, [], "", "\ud800", [[]]])
-def test_python_prompts_of_the_wrong_type_are_reported(prompt):
-    with pytest.raises(UserError, match="prompt 2"):
+def test_python_prompts_of_the_wrong_type_are_reported(prompt, user_error):
+    with user_error("prompt 2"):
         examples_of(["fine", prompt])
 
 
@@ -476,11 +477,11 @@ YAML = {
 
 
 @pytest.mark.parametrize("case", YAML)
-def test_yaml_that_would_run_code_is_refused(tmp_path, case):
+def test_yaml_that_would_run_code_is_refused(tmp_path, case, user_error):
     file = tmp_path / "it_ran"
     (tmp_path / "a.yaml").write_text(YAML[case].format(file=file))
     for parse in (parse_cli, parse_reward_cli):
-        with pytest.raises(UserError, match=r"a\.yaml:[12]\b"):
+        with user_error(f"a.yaml:{1 + YAML[case].startswith('run:')}"):
             parse(["--config", str(tmp_path / "a.yaml")])
     assert not file.exists()
 
@@ -494,9 +495,9 @@ RECURSIVE_OR_DEEP = {
 
 
 @pytest.mark.parametrize("case", RECURSIVE_OR_DEEP)
-def test_recursive_or_deep_yaml_is_refused(tmp_path, case):
+def test_recursive_or_deep_yaml_is_refused(tmp_path, case, user_error):
     (tmp_path / "a.yaml").write_text(RECURSIVE_OR_DEEP[case])
-    with pytest.raises(UserError, match=r"a\.yaml"):
+    with user_error("a.yaml"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 

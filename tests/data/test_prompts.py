@@ -56,26 +56,23 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
 
 
 BAD_ROWS = {
-    "not JSON": ("{broken", r"not JSON .*rows.jsonl:2, '\{broken'"),
-    "not an object": ("[1, 2]", r"not a JSON object: .*rows.jsonl:2"),
-    "no prompt": ({"text": "x"}, r"no prompt: .*rows.jsonl:2, '{.*}', columns \['text'\]"),
-    "a null prompt": ({"prompt": None}, r"prompt is null, not text: .*rows.jsonl:2"),
-    "a number": ({"prompt": 7}, r"prompt is 7, not text: .*rows.jsonl:2"),
-    "an empty prompt": ({"prompt": "  "}, r"prompt is empty: .*rows.jsonl:2"),
-    "rejected is missing": ({"prompt": "a", "chosen": "b"}, r'no "rejected": .*rows.jsonl:2'),
-    "an unknown role": (
-        {"messages": [{"role": "robot", "content": "x"}]},
-        r"unknown chat role 'robot': .*rows.jsonl:2",
-    ),
-    "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"no user message in the chat: .*rows.jsonl:2"),
-    "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate .*: .*rows.jsonl:2"),
+    "not JSON": ("{broken", ["JSON ", "'{broken'"]),
+    "not an object": ("[1, 2]", ["JSON object: "]),
+    "no prompt": ({"text": "x"}, ["prompt: ", "'{", "}', columns ['text']"]),
+    "a null prompt": ({"prompt": None}, ["prompt is null"]),
+    "a number": ({"prompt": 7}, ["prompt is 7"]),
+    "an empty prompt": ({"prompt": "  "}, ["prompt is empty: "]),
+    "rejected is missing": ({"prompt": "a", "chosen": "b"}, ['"rejected": ']),
+    "an unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, ["role 'robot': "]),
+    "no user": ({"messages": [{"role": "system", "content": "x"}]}, ["user message"]),
+    "a lone surrogate": ('{"prompt": "\\ud800"}', ["prompt ", "surrogate"]),
 }
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_invalid_row_is_reported_with_file_and_line(tmp_path, case):
-    row, message = BAD_ROWS[case]
-    with pytest.raises(UserError, match=message):
+def test_invalid_row_is_reported_with_file_and_line(tmp_path, case, user_error):
+    row, parts = BAD_ROWS[case]
+    with user_error(*parts, "rows.jsonl:2"):
         load_examples(write(tmp_path / "rows.jsonl", {"prompt": "fine"}, row))
 
 
@@ -91,7 +88,7 @@ def test_missing_empty_and_non_utf8_files_are_refused(tmp_path, user_error):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
     with user_error("promts.jsonl", "prompts.jsonl"):
         load_examples(str(tmp_path / "promts.jsonl"))
-    with pytest.raises(UserError, match="no rows"):
+    with user_error("empty.jsonl"):
         load_examples(write(tmp_path / "empty.jsonl", ""))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with user_error("latin.jsonl, byte 15"):
@@ -217,11 +214,11 @@ def test_evaluation_prompts_of_another_file(tokenizer, tmp_path, user_error):
     assert [p.example.question for p in replaced.evaluation] == ["c?"]
 
 
-def test_evaluation_alone_does_not_read_the_training_file(tokenizer, tmp_path):
+def test_evaluation_alone_does_not_read_the_training_file(tokenizer, tmp_path, user_error):
     other = write(tmp_path / "eval.jsonl", {"prompt": "another?"})
     data = DataSettings(str(tmp_path / "moved.jsonl"), eval_dataset=other)
     assert len(load_prompts(data, tokenizer, evaluation_alone=True).evaluation) == 1
-    with pytest.raises(UserError, match="moved.jsonl"):
+    with user_error("moved.jsonl"):
         load_prompts(data, tokenizer)
 
 
@@ -247,20 +244,22 @@ def test_length_that_keeps_a_share():
 
 
 @pytest.mark.parametrize(("too_long", "warned"), [(0, False), (20, False), (21, True), (90, True)])
-def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned):
+def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned, snapshot):
     text, lengths = [], [400 + i for i in range(too_long)] + [100] * (100 - too_long)
     warn_about_length(lengths, 256, "prompts", "--prompts a", "--prompt-length", text.append)
     assert bool(text) == warned
     if too_long == 21:  # 95 of the rows have at most 415 tokens: 79 short ones, and 16 of 400 to 415
-        assert text == ["warning: 21 of 100 prompts (21%) are longer than 256 tokens and are skipped: --prompts a"
-                        ". --prompt-length 415 keeps 95% of them"]  # fmt: skip
+        (warning,) = text
+        for part in ("warning: 21 of 100 prompts (21%) ", " 256 tokens", ": --prompts a. --prompt-length 415 ", "95%"):
+            assert part in warning
+    snapshot(*text)
 
 
 def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}" + " and so on" * (i % 10)} for i in range(100)]
     file, text = write(tmp_path / "rows.jsonl", *rows), []
     short = load_prompts(DataSettings(file, prompt_length=70), tokenizer, text.append)
-    pattern = r"warning: (\d+) of 100 prompts .*: --prompts .*\. --prompt-length (\d+) keeps 95% of them"
+    pattern = r"warning: (\d+) of 100 prompts .*: --prompts .*\. --prompt-length (\d+) .*95%.*"
     found = re.fullmatch(pattern, text[0])
     assert int(found[1]) == short.too_long > 20
     longer = load_prompts(DataSettings(file, prompt_length=int(found[2])), tokenizer, text.append)
@@ -280,28 +279,29 @@ def test_rows_given_in_python_have_the_formats_and_columns_of_files(tokenizer, u
     assert texts.train[0].example.question == "a?", "the new names are for rows"
 
 
-def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokenizer):
+def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokenizer, snapshot):
     """Only the first row of a prompt is used. Rows of pairs are expected to repeat a prompt."""
     rows = [{"prompt": f"question {i % 20}", "answer": i if i < 40 else i % 20, "source": "x"} for i in range(60)]
     path = write(tmp_path / "rows.jsonl", *rows)
     data, text = DataSettings(path, Split(0, 100, 0), eval_dataset=write(tmp_path / "eval.jsonl", {"prompt": "e"})), []
     sets = load_prompts(data, tokenizer, text.append)
     assert [p.example.columns["answer"] for p in sets.train] == list(range(20)) and sets.repeated == 40
-    (warning,) = [line for line in text if "rows are not used" in line]
-    assert warning.startswith("warning: 20 rows ") and " with another 'answer': " in warning
-    assert re.search(r" for example .*rows\.jsonl:21, .*, after .*rows\.jsonl:1, ", warning)
+    (warning,) = [line for line in text if "'answer'" in line]
+    assert warning.startswith("warning: 20 rows ") and re.search(r"rows\.jsonl:21, .* .*rows\.jsonl:1, ", warning)
 
     pairs = write(
         tmp_path / "pairs.jsonl", *({"prompt": "q?", "chosen": str(i), "rejected": "x", "margin": i} for i in range(3))
     )
     of_pairs: list[str] = []
     load_prompts(DataSettings(pairs, Split(0, 100, 0), eval_dataset=pairs), tokenizer, of_pairs.append)
-    assert not any("rows are not used" in line for line in of_pairs)
+    assert not any("margin" in line or " rows " in line for line in of_pairs)
 
     in_python: list[str] = []
     given = [*rows[:2], {"prompt": "question 1", "answer": 7}]
     given_prompts(DataSettings(), tokenizer, given, None, in_python.append)
-    assert sum("1 rows are not used" in line and "prompt 3, after prompt 2" in line for line in in_python) == 1
+    (of_python,) = [line for line in in_python if "'answer'" in line]
+    assert " 1 rows " in of_python and re.search("prompt 3,.* prompt 2", of_python)
+    snapshot(warning, of_python)
 
 
 def test_a_tokenizer_needs_an_embedding_for_its_largest_id():

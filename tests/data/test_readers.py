@@ -206,15 +206,11 @@ def test_split_is_chosen_by_flag(tmp_path, user_error):
         load_examples(DataSource(folder, dataset_config="main"))
 
 
-def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path):
+def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path, user_error):
     """`latest_eval.jsonl` has the word of a split by chance. Training on it alone would be a silent mistake."""
     for name in ("contest.jsonl", "latest_eval.jsonl"):
         write(tmp_path / name, jsonl({"prompt": name}))
-    problem = (
-        r"^only some of the files have the name of a split: --prompts .*, latest_eval.jsonl belongs to 'test', "
-        r"contest.jsonl to none\. Add --dataset-split test"
-    )
-    with pytest.raises(UserError, match=problem):
+    with user_error(": --prompts ", ", latest_eval.jsonl ", "'test', contest.jsonl ", "--dataset-split test"):
         load_examples(str(tmp_path))
     source = DataSource(str(tmp_path), dataset_split="test")
     assert [e.question for e in load_examples(source)] == ["latest_eval.jsonl"]
@@ -231,14 +227,14 @@ def test_folders_are_read_with_the_folders_inside_and_without_compressed_files(t
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes with a name on Windows")
-def test_pipes_and_broken_links_are_named_as_such(tmp_path):
+def test_pipes_and_broken_links_are_named_as_such(tmp_path, user_error):
     """`--prompts <(cat file)` gives the name of a pipe, which exists and cannot be read twice."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
-    for name, problem in (("pipe.jsonl", "not a regular file: "), ("link.jsonl", "data file not found: ")):
-        with pytest.raises(UserError, match=f"^{problem}") as caught:
+    for name, problem in (("pipe.jsonl", "regular file: "), ("link.jsonl", "not found: ")):
+        with user_error(f"{problem}{tmp_path / name}") as caught:
             load_examples(str(tmp_path / name))
-        assert "Did you mean" not in str(caught.value)
+        assert "?" not in str(caught.value)
 
 
 def test_all_broken_files_of_a_folder_are_reported(tmp_path):
@@ -303,35 +299,34 @@ def test_columns_get_new_names(tmp_path, user_error):
         load_examples(DataSource(file, columns=renamed("prompt=problem")))
 
 
-def test_column_that_is_not_the_prompt_cannot_get_the_name_of_one(tmp_path):
+def test_column_that_is_not_the_prompt_cannot_get_the_name_of_one(tmp_path, user_error):
     file = str(write(tmp_path / "a.jsonl", jsonl({"prompt": "a", "text": "b"})))
-    problem = (
-        r"the prompt is the column 'prompt', not 'question': --columns question=text, .*prompt=text OTHER=prompt$"
-    )
-    with pytest.raises(UserError, match=problem):
+    with user_error("'prompt'", "'question': --columns question=text, ", "prompt=text OTHER=prompt"):
         load_examples(DataSource(file, columns=renamed("question=text")))
     (example,) = load_examples(DataSource(file, columns=renamed("prompt=text", "old=prompt")))
     assert example.question == "b"
 
 
-@pytest.mark.parametrize(("row", "note"), [
-    ({"prompt": "a", "system_prompt": "Be kind."}, r"'system_prompt' is not part of .*--columns system="),
-    ({"prompt": "a", "input": "b", "output": "c"}, r"'input' is not part of .*write both into one column 'prompt'$"),
-    ({"prompt": "a", "history": [["b", "c"]]}, r"'history' is not part of the prompt"),
-    ({"prompt": "a", "system_prompt": "", "input": "b", "history": []}, None),
+@pytest.mark.parametrize(("row", "parts"), [
+    ({"prompt": "a", "system_prompt": "Be kind."}, ["'system_prompt'", "--columns system="]),
+    ({"prompt": "a", "input": "b", "output": "c"}, ["'input'", "'prompt'"]),
+    ({"prompt": "a", "history": [["b", "c"]]}, ["'history'"]),
+    ({"prompt": "a", "system_prompt": "", "input": "b", "history": []}, []),
 ])  # fmt: skip
-def test_columns_that_may_belong_to_the_prompt_are_reported_once(tmp_path, row, note):
+def test_columns_that_may_belong_to_the_prompt_are_reported_once(tmp_path, row, parts, snapshot):
     text = []
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(row))), say=text.append)
-    assert len(text) == (note is not None) and all(re.search(note, line) for line in text)
+    assert len(text) == bool(parts) and all(part in text[0] for part in parts)
+    snapshot(*text)
 
 
-def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path):
+def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path, snapshot):
     text, rows = [], [{"prompt": "a", "answer": i} for i in range(4)]
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)
     assert text == []
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, rows[0]))), say=text.append)
-    assert len(text) == 1 and text[0].startswith("warning: 1 of 5 rows are duplicates: ")
+    assert len(text) == 1 and text[0].startswith("warning: 1 of 5 rows ")
+    snapshot(*text)
 
 
 def test_small_numbers_of_json_are_read(tmp_path):
@@ -351,20 +346,20 @@ def test_empty_name_of_data_is_refused(user_error):
         make_config(prompts=" ")
 
 
-def test_columns_as_flags_and_in_yaml_and_python(tmp_path):
+def test_columns_as_flags_and_in_yaml_and_python(tmp_path, user_error):
     file = write(tmp_path / "a.yaml", "columns:\n  prompt: question\n  answer: solution\n")
     words = ("prompt=question", "answer=solution")
     for argv in (["--columns", *words], ["--columns", ",".join(words)], ["--config", str(file)]):
         assert parse_cli(argv).data.columns == words
         assert parse_reward_cli(argv).data.columns == words
     assert make_config(columns={"prompt": "question", "answer": "solution"}).data.columns == words
-    for bad, message in (
-        ("prompt", r"columns is 'prompt': --columns\. Give NEW=OLD"),
-        ("a=b,c=b", r"'b' is renamed twice: --columns\. Give each name once"),
-        ("a=b,a=c", r"'a' is the new name of a column twice: --columns"),
+    for bad, parts in (
+        ("prompt", ("columns is 'prompt': --columns. ", "NEW=OLD")),
+        ("a=b,c=b", ("'b' ", ": --columns. ")),
+        ("a=b,a=c", ("'a' ", ": --columns")),
     ):
         for parse in (parse_cli, parse_reward_cli):
-            with pytest.raises(UserError, match=message):
+            with user_error(*parts):
                 parse(["--columns", bad])
 
 
@@ -396,14 +391,14 @@ def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
         load_examples(str(tmp_path / "a.parquet"))
 
 
-def test_null_in_a_table_is_reported_as_in_json(tmp_path):
+def test_null_in_a_table_is_reported_as_in_json(tmp_path, user_error):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": None, "rejected": None}]
     first, second = load_examples(str(write_parquet(tmp_path / "a.parquet", rows)))
     assert first.chosen == "b" and second.chosen is None, "a row without a pair"
     for row, problem in (
         ({**rows[0], "rejected": None}, "rejected is null"), ({**rows[0], "prompt": None}, "prompt is null"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=rf"^{problem}, not text: .*a\.parquet row 1\. "):
+        with user_error(problem, "a.parquet row 1. "):
             load_examples(str(write_parquet(tmp_path / "a.parquet", [rows[0], row])))
 
 
@@ -432,13 +427,14 @@ def with_bad_rows(bad: int, rows: int = 100) -> str:
     return jsonl(*({"prompt": "" if i < bad else f"question {i}"} for i in range(rows)))
 
 
-def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path, user_error):
+def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path, user_error, snapshot):
     file = str(write(tmp_path / "a.jsonl", with_bad_rows(7)))
     with pytest.raises(UserError) as caught:
         load_examples(file)
     lines = caught.value.report().splitlines()
     assert len(lines) == 6 and lines[-1] == "and 2 more"
-    assert lines[0].endswith("To skip all bad rows (7 of 100), add --skip-bad-rows 7")
+    assert "(7 of 100)" in lines[0] and lines[0].endswith("--skip-bad-rows 7")
+    snapshot(lines[0])
     with user_error("2", "3", "--skip-bad-rows 66.7"):
         load_examples(str(write(tmp_path / "b.jsonl", with_bad_rows(2, 3))))
     with pytest.raises(UserError) as caught:
@@ -448,11 +444,12 @@ def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path, u
         load_examples(DataSource(file, skip_bad_rows=6.9))
 
 
-def test_bad_rows_are_skipped_with_a_count_and_the_first_five(tmp_path):
+def test_bad_rows_are_skipped_with_a_count_and_the_first_five(tmp_path, snapshot):
     file, text = str(write(tmp_path / "a.jsonl", with_bad_rows(7))), []
     assert len(load_examples(DataSource(file, skip_bad_rows=7), say=text.append)) == 93
-    assert text[0] == f"skipped 7 of 100 rows because they cannot be used: {file}"
-    assert text[1].startswith(f"  prompt is empty: {file}:1, ") and len(text) == 7 and text[6] == "  and 2 more"
+    assert " 7 of 100 rows " in text[0] and text[0].endswith(f": {file}")
+    assert f": {file}:1, " in text[1] and len(text) == 7 and text[6] == "  and 2 more"
+    snapshot(*text[:2])
 
 
 @pytest.mark.parametrize(
@@ -473,20 +470,19 @@ def test_all_rows_bad_is_an_error_whatever_may_be_skipped(tmp_path):
 
 def test_a_column_that_all_rows_lack_is_reported_once(tmp_path, user_error):
     file = str(write(tmp_path / "a.json", json.dumps([{"problem": "1 + 1?", "answer": 2}] * 9, indent=2)))
-    with pytest.raises(UserError) as caught:
+    with user_error(f": {file} row 0, columns ", "--columns prompt=problem. ", " 9 rows "):
         load_examples(file)
-    assert str(caught.value).startswith(f"no prompt: {file} row 0, columns ")
-    assert str(caught.value).endswith("add --columns prompt=problem. All 9 rows have this problem")
     with user_error('"chosen"', '"rejected"', "2"):
         load_examples(str(write(tmp_path / "b.jsonl", jsonl(*ROWS[:2]))), pairs=True)
 
 
-def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub, user_error):
+def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub, user_error, snapshot):
     train, text = hub / "main" / "train.jsonl", []
     (hub / "main" / "test.jsonl").unlink()
     write(train, with_bad_rows(1))
     assert len(load_examples(DataSource("openai/gsm", "main"), say=text.append)) == 99
-    assert text[1].startswith("  prompt is empty: openai/gsm row 0. ")
+    assert ": openai/gsm row 0. " in text[1]
+    snapshot(text[1])
     write(hub / "other" / "test.jsonl", with_bad_rows(2))
     with user_error("0", "--skip-bad-rows 2"):
         load_examples(DataSource("openai/gsm", "other", "test"))

@@ -162,10 +162,12 @@ def topic_flags(start_model, reward_folder, topic_file, tmp_path):
     return make
 
 
-def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys):
+def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys, snapshot):
     train_ppo.main(topic_flags("--record-tokens", "--record-every", "1"))
     output = capsys.readouterr().out
-    assert "topics" in output and "3, 3 updates per topic, in turn: tea & cake (" in output
+    (topics,) = [line for line in output.splitlines() if line.strip().startswith("topics")]
+    assert " 3, 3 updates" in topics and ": tea & cake (" in topics
+    snapshot(topics)
     assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
     run = read_runs([tmp_path / "run"])[0]
     for name, updates in {"tea_cake": [1, 2, 3], "rain": [4, 5, 6], "c_d": [7, 8, 9]}.items():

@@ -8,6 +8,7 @@ same steps on a small scale.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -93,10 +94,10 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, grpo_
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
     pair, *against_start = compared["verdict"]
-    assert "by the judge (gold quality, not used in RL training)" in pair and "after 9,600 episodes each" in pair
+    assert "(gold quality, " in pair and "9,600 episodes" in pair
     assert len(against_start) == 2
     for label in ("PPO", "GRPO"):
-        assert f"{label} is better than the start model" in " ".join(against_start)
+        assert f"{label} is better " in " ".join(against_start)
     train = ["train_ppo.py", "--recipe", "demo", "--num-iterations", "2", "--record-tokens", "--output", "./recorded"]
     for command in (train, ["evaluate_generations.py", "--tokens", "./recorded"]):
         done = run(command, project)
@@ -152,6 +153,5 @@ def test_kl_follows_a_falling_target(project, demo, algorithm):
     assert [p["target"] for p in phases] == [0.05, 0.02, 0.01]
     for phase in phases:
         assert 0.5 <= phase["kl_last_10_updates"] / phase["target"] <= 1.5, phases
-    assert output.count(", within the range of 0.5 to 1.5 x the target") == 4, (
-        "one line for the end of the run and one per third"
-    )
+    within = re.findall(r"within .* 0\.5 to 1\.5 x ", output)
+    assert len(within) == 4, "one line for the end of the run and one per third"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from re import escape
 
 import numpy
 import pytest
@@ -26,7 +25,7 @@ from rlhf.rewards.arguments import RESERVED, RewardLog, check_columns
 from rlhf.rewards.functions import keyword_bonus, word_penalty
 from rlhf.rewards.rewards import Rewards
 from rlhf.trainer.metrics import rollout_metrics
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from tests.conftest import BY_TIER
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
@@ -178,14 +177,12 @@ def test_logged_columns_become_what_a_json_file_can_store():
     assert log.extra == {"any": [0.5, [1, 2], "{(1, 2): 3}", "{4}", [5, {"a": None}]]}
 
 
-def test_logged_column_needs_one_value_per_completion():
+def test_logged_column_needs_one_value_per_completion(user_error):
     def short(completions, log_extra, **_):
         log_extra("gold", ["x"])
         return [0.0] * len(completions)
 
-    with pytest.raises(
-        RunError, match=escape("log_extra('gold') has 1 values for 2 completions: reward function 'short'")
-    ):
+    with user_error("log_extra('gold')", "1 values", "2 completions", "'short'", kind=RunError, varying=r"py:\d+"):
         score(short)
 
 
@@ -303,8 +300,8 @@ def test_group_of_missing_scores_counts_as_equal(build):
 
 
 @pytest.mark.parametrize("column", RESERVED)
-def test_column_named_like_an_argument_is_refused(column):
+def test_column_named_like_an_argument_is_refused(column, user_error):
     rows = [Example(CHAT, columns={column: 1})]
-    with pytest.raises(UserError, match=escape(f"--columns my_{column}={column}")):
+    with user_error(f"--columns my_{column}={column}"):
         check_columns([first_only], rows, "--prompts x.jsonl")
     check_columns([], rows, "--prompts x.jsonl")  # without a function nothing is hidden

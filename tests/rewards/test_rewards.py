@@ -16,7 +16,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty
 from rlhf.rewards.rewards import Rewards
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from tests.conftest import BY_TIER
 
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
@@ -184,7 +184,7 @@ def test_rule_from_a_file(score, tmp_path, user_error):
         find_rule(f"{file}:x", ())
     with user_error("Needy()", "TypeError"):
         find_rule(f"{file}:Needy", ())
-    with pytest.raises(UserError, match=r"Settings\(\) failed"):
+    with user_error("Settings()"):
         find_rule(f"{file}:Settings", ())
 
 

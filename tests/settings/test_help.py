@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 
 import pytest
@@ -36,6 +37,11 @@ def help_of(capsys, monkeypatch):
         return capsys.readouterr().out
 
     return show
+
+
+def shown(text: str, flag: str) -> str:
+    """Returns the value of a flag in a help text with single spaces: in [], or after "default"."""
+    return re.search(rf"{flag} [^\[\]]*?(?:\[|\(default: )([^\],]*)", text)[1]
 
 
 def flags_in(text: str) -> list[str]:
@@ -83,24 +89,32 @@ def test_help_all_has_every_setting_in_its_group(help_of, command):
     assert not set(foreign) & set(text.split())
 
 
-def test_help_shows_the_values_of_recipe_and_file(help_of, tmp_path):
+def test_help_shows_the_values_of_recipe_and_file(help_of, tmp_path, snapshot):
     def spaced(*words, algorithm="grpo"):
         return " ".join(help_of(f"train_{algorithm}", *words).split())
 
-    assert "prompts per update [4]" in spaced("--help") and "completions per prompt [8]" in spaced("--help")
+    def sizes(text: str) -> tuple[str, str]:
+        return shown(text, "--batch-size"), shown(text, "--K")
+
+    assert sizes(spaced("--help")) == ("4", "8")
     demo = spaced("--recipe", "demo", "--help")
-    assert "prompts per update [16]" in demo and "completions per prompt [4]" in demo and "recipe demo" in demo
-    assert "prompts per update [64]" in spaced("--help", "--recipe", "demo", algorithm="ppo")
-    assert "GRPO and RLOO sample K completions for each (default: 16, at least 1)" in spaced(
-        "--recipe", "demo", "--help-all"
+    assert sizes(demo) == ("16", "4") and "recipe demo" in demo
+    assert shown(spaced("--help", "--recipe", "demo", algorithm="ppo"), "--batch-size") == "64"
+    (batch_size,) = re.findall(
+        r" --batch-size BATCH_SIZE .*?\(default: .*?\)", spaced("--recipe", "demo", "--help-all")
     )
+    assert "(default: 16, at least 1)" in batch_size
+    snapshot(batch_size)
     (tmp_path / "a.yaml").write_text("recipe: demo\nupdate:\n  per_device_train_batch_size: 6\n")
     text = spaced("--help", "--config", str(tmp_path / "a.yaml"))
-    assert "prompts per update [6]" in text and "completions per prompt [4]" in text and "recipe demo" in text
+    assert sizes(text) == ("6", "4") and "recipe demo" in text
     (tmp_path / "b.yaml").write_text("kind: recipe\nalgorithms:\n  grpo: {K: 5}\n")
-    assert "completions per prompt [5]" in spaced("--help", "--recipe", str(tmp_path / "b.yaml"))
+    assert shown(spaced("--help", "--recipe", str(tmp_path / "b.yaml")), "--K") == "5"
     compare = " ".join(help_of("compare", "--help").split())
-    assert "completions per prompt [4]" in compare and "or held-out prompts: 20, or 128 to compare" in compare
+    assert shown(compare, "--completions") == "4"
+    (prompts,) = re.findall(r"--num-prompts N .*?(?= --completions )", compare)
+    assert "20" in prompts and "128" in prompts
+    snapshot(prompts)
 
 
 def test_help_is_printed_despite_errors_in_other_flags(help_of):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from rlhf.settings.user_file import read_user_file
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
 from tests.records import facts_of
+from tests.settings.test_help import shown
 from tests.systems import make_link, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,42 +92,36 @@ def test_run_length_in_the_file_replaces_the_default_and_flags_replace_it(write)
 
 
 BAD = {
-    "an unknown name": ("clip_rang = 0.2\n", r"unknown setting clip_rang: .*config.py:1. Did you mean clip_range"),
-    "out of range": ("seed = 1\nclip_range = 7\n", r"clip_range is 7: .*config.py:2. It must be above 0 and below 1"),
-    "a wrong type": ("batch_size = {}\n", r"batch_size is {}: .*config.py:1. Give a whole number"),
-    "not Python": ("clip_range = 0.2\nseed = \n", r"not Python \(invalid syntax\): .*config.py:2. Correct that line"),
-    "an error": ("a = 1\nseed = 1 / 0\n", r"ZeroDivisionError \(division by zero\): .*config.py:2. Correct that line"),
-    "an error in a function": ("def f():\n    return 1 / 0\nseed = f()\n", r"division by zero.*config.py:2"),
-    "twice by its alias": ("lam = 1\ngae_lambda = 0.5\n", r"gae_lambda is set twice: .*config.py:2 and .*config.py:1"),
-    "a bare KL target": (
-        "kl_target = 6\n",
-        r"kl_target is 6: .*config.py:1. Give a number of nats above 0 with its u",
-    ),
-    "not UTF-8": ("", "not UTF-8: .*config.py, byte 0"),
-    "a return": ("seed = 1\nreturn\n", r"not Python \('return' outside function\): .*config.py:2. Correct that line"),
-    "an exit": ("import sys\nsys.exit()\n", r"SystemExit \(\): .*config.py:2. Correct that line"),
-    "a function": (
-        "def reward_func(completions):\n    return [1]\n",
-        r"reward_func is <function .*config.py. Give te",
-    ),
-    "a tuple": ("actor_model = './start',\n", r"actor_model is \('./start',\): .*config.py:1. Give text"),
-    "a set": ("lora_targets = {'q_proj'}\n", r"lora_targets is {'q_proj'}: .*config.py:1. Give text"),
-    "a huge number": ("max_prompts = 10**5000\n", "max_prompts is a number with thousands of digits: .*config.py:1"),
-    "a helper": ("base = './x'\n", r"unknown setting base: .*config.py:1.*Start the names of helper variables with _"),
+    "an unknown name": ("clip_rang = 0.2\n", ["clip_rang: ", "config.py:1", "clip_range"]),
+    "out of range": ("seed = 1\nclip_range = 7\n", ["clip_range is 7: ", "config.py:2", "above 0", "below 1"]),
+    "a wrong type": ("batch_size = {}\n", ["batch_size is {}: ", "config.py:1"]),
+    "not Python": ("clip_range = 0.2\nseed = \n", ["(invalid syntax): ", "config.py:2"]),
+    "an error": ("a = 1\nseed = 1 / 0\n", ["ZeroDivisionError (division by zero): ", "config.py:2"]),
+    "an error in a function": ("def f():\n    return 1 / 0\nseed = f()\n", ["ZeroDivisionError", "config.py:2"]),
+    "twice by its alias": ("lam = 1\ngae_lambda = 0.5\n", ["gae_lambda", "config.py:2 and ", "config.py:1"]),
+    "a bare KL target": ("kl_target = 6\n", ["kl_target is 6: ", "config.py:1", "above 0"]),
+    "not UTF-8": ("", ["UTF-8: ", "config.py, byte 0"]),
+    "a return": ("seed = 1\nreturn\n", ["('return' outside function): ", "config.py:2"]),
+    "an exit": ("import sys\nsys.exit()\n", ["SystemExit (): ", "config.py:2"]),
+    "a function": ("def reward_func(completions):\n    return [1]\n", ["reward_func is <function ", "config.py. "]),
+    "a tuple": ("actor_model = './start',\n", ["actor_model is ('./start',): ", "config.py:1"]),
+    "a set": ("lora_targets = {'q_proj'}\n", ["lora_targets is {'q_proj'}: ", "config.py:1"]),
+    "a huge number": ("max_prompts = 10**5000\n", ["max_prompts", "config.py:1"]),
+    "a helper": ("base = './x'\n", ["base: ", "config.py:1", "with _"]),
     "settings that do not fit": (
         "kl_schedule = 'fixed'\nseed = 2\nkl_target = ['6/sequence', '3/sequence']\n",
-        r"2 KL targets with kl_schedule fixed: --kl-target \(.*config.py:3\). Give several",
+        ["2 KL targets", "kl_schedule fixed: --kl-target (", "config.py:3)"],
     ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_an_error_is_one_line_with_file_and_line(what, write):
-    text, message = BAD[what]
+def test_an_error_is_one_line_with_file_and_line(what, write, user_error):
+    text, parts = BAD[what]
     file = write(text)
     if what == "not UTF-8":
         file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(*parts) as caught:
         parse_cli([], user_file=file)
     assert len(caught.value.problems) == 1
 
@@ -156,6 +152,11 @@ def test_file_may_have_settings_of_several_algorithms(write):
     assert (grpo.group.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
 
 
+def not_used(text: str) -> str:
+    """Returns the part of a help text that says that config.py is not used."""
+    return re.search(r"config\.py: edited .*?--recipe demo", text)[0]
+
+
 def help_text(capsys, *words, algorithm="ppo", file=None) -> str:
     with pytest.raises(SystemExit) as ended:
         parse_cli(list(words), algorithm, file)
@@ -163,26 +164,27 @@ def help_text(capsys, *words, algorithm="ppo", file=None) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_help_shows_edited_settings(write, capsys):
+def test_help_shows_edited_settings(write, capsys, snapshot):
     file = write("learning_rate = 3e-6\nmax_new_tokens = 99\ngamma = 0.5\n")
     text = help_text(capsys, "--help", file=file)
-    assert "learning rate at the start [3e-06]" in text and "largest length of a completion, in tokens [99]" in text
+    assert (shown(text, "--learning-rate"), shown(text, "--max-new-tokens")) == ("3e-06", "99")
     assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
     assert "(default: 3e-06, above 0)" in help_text(capsys, "--help-all", file=file)
     assert "gamma" not in help_text(capsys, "--help", algorithm="grpo", file=file), "GRPO does not read gamma"
     text = help_text(capsys, "--recipe", "demo", "--help", file=file)
-    assert "learning rate at the start [0.0003]" in text
-    assert "config.py: edited (max_new_tokens, gamma, learning_rate), but not used: --recipe demo" in text
+    assert shown(text, "--learning-rate") == "0.0003"
+    assert "(max_new_tokens, gamma, learning_rate)" in not_used(text)
+    snapshot(not_used(text))
     assert "config.py" not in help_text(capsys, "--help", file=SHIPPED)
 
 
-def test_errors_in_a_file_that_is_not_used_are_ignored(write, capsys):
+def test_errors_in_a_file_that_is_not_used_are_ignored(write, capsys, snapshot):
     for text in ("clip_rang = 1\n", "learning_rate =\n", "import sys\nsys.exit()\n"):
         file = write(text)
         assert parse_cli(["--recipe", "demo"], user_file=file).recipe == "demo"
         assert parse_reward_cli(["--recipe", "demo"], file).recipe == "demo"
         text = help_text(capsys, "--recipe", "demo", "--help", file=file)
-        assert "config.py: edited (with errors), but not used: --recipe demo" in text
+        snapshot(not_used(text))
 
 
 def test_resume_uses_the_output_folder_of_the_file(write, tmp_path, monkeypatch):
@@ -220,22 +222,26 @@ def test_reward_code_named_only_in_run_json_is_not_run(write, tmp_path, place, u
     assert config.reward.reward_func == ("./evil.py:g",)
 
 
-def test_reward_model_help_shows_the_shared_settings(write, capsys):
+def test_reward_model_help_shows_the_shared_settings(write, capsys, snapshot):
     file = write("temperature = 1.1\nclip_range = 0.1\n")
-    for words, expected in (
-        (["--help"], "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"),
-        (["--recipe", "demo", "--help"], "config.py: edited (temperature), but not used: --recipe demo examples"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_reward_cli(words, file)
-        assert expected in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        parse_reward_cli(["--help"], file)
+    expected = "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"
+    assert expected in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        parse_reward_cli(["--recipe", "demo", "--help"], file)
+    line = not_used(" ".join(capsys.readouterr().out.split()))
+    assert "(temperature)" in line
+    snapshot(line)
 
 
 def plan_rows(printed: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in printed.splitlines() if line.strip().startswith("config.py ")]
 
 
-def test_plan_shows_edited_settings_or_that_they_are_not_used(run_flags, write, tmp_path, capsys, monkeypatch):
+def test_plan_shows_edited_settings_or_that_they_are_not_used(
+    run_flags, write, tmp_path, capsys, monkeypatch, snapshot
+):
     monkeypatch.setattr(train_ppo, "__file__", str(write("clip_range = 0.1\n")))
     words = run_flags("--num-iterations", 2)
     train_ppo.main([*words, "--dry-run"])
@@ -245,14 +251,13 @@ def test_plan_shows_edited_settings_or_that_they_are_not_used(run_flags, write, 
     capsys.readouterr()
     (tmp_path / "mine.yaml").write_text("kind: recipe\n")
     train_ppo.main([*words, "--dry-run", "--recipe", str(tmp_path / "mine.yaml"), "--overwrite"])
-    assert plan_rows(capsys.readouterr().out) == [
-        f"edited (clip_range), but not used: --recipe {tmp_path / 'mine.yaml'}"
-    ]
+    (by_recipe,) = plan_rows(capsys.readouterr().out)
+    assert "(clip_range)" in by_recipe and f"--recipe {tmp_path / 'mine.yaml'}" in by_recipe
     write("clip_range = 0.3\nmax_grad_norm = 0.5\n")
     train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(tmp_path / "run")])
-    assert plan_rows(capsys.readouterr().out) == [
-        "edited (clip_range, max_grad_norm), but not used: --resume uses the settings of the run"
-    ]
+    (by_resume,) = plan_rows(capsys.readouterr().out)
+    assert "(clip_range, max_grad_norm)" in by_resume and "--resume" in by_resume
+    snapshot(by_recipe, by_resume)
     run = RunRecord.read(tmp_path / "run")
     assert run.settings["batch"]["clip_range"] == 0.1 and run.spent.updates == 3
 
@@ -279,9 +284,8 @@ def test_only_the_file_next_to_the_script_is_read(tmp_path):
         [sys.executable, "-c", installed], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert (
-        done.returncode == 0 and "config.py" not in done.stdout and "learning rate at the start [5e-06]" in done.stdout
-    )
+    assert done.returncode == 0 and "config.py" not in done.stdout
+    assert shown(" ".join(done.stdout.split()), "--learning-rate") == "5e-06"
 
 
 def test_reward_model_uses_the_settings_that_both_commands_have(write, tmp_path):

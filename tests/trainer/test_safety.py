@@ -111,7 +111,7 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("update", [0, 1])
-def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update):
+def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update, snapshot):
     """After the start model's evaluation, the advice is that for a run whose weights diverged."""
     trainer = build("--num-iterations", 3)
 
@@ -128,8 +128,8 @@ def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, upd
     with pytest.raises(RunError) as error:
         trainer.train()
     (line,) = error.value.problems
-    assert re.match(r"NaN or infinity in the logits of \d of \d completions: sampling after update", line)
-    assert f"after update {update}. " in line and ("smaller learning_rate" in line) == bool(update)
+    assert f"update {update}. " in line and ("learning_rate" in line) == bool(update)
+    snapshot(line, varying=r"\d of \d")
 
 
 def test_training_continues_after_a_skipped_update(build):
@@ -210,7 +210,7 @@ def test_kl_controller_ignores_a_skipped_update(build):
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
-    configured, tmp_path, monkeypatch, capsys, algorithm, user_error
+    configured, tmp_path, monkeypatch, capsys, algorithm, user_error, snapshot
 ):
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
     original, from_update = optimize.PolicyOptimizer.gradients, 1
@@ -231,7 +231,8 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
         patch.setattr(optimize.PolicyOptimizer, "gradients", nan_gradients)
         run_command(lambda: train([*argv, "--output", str(output)]))
     printed = capsys.readouterr()
-    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in printed.err
+    assert ended.value.code == 1 and "update 4" in printed.err
+    snapshot(printed.err)
     folder = output / "incidents" / "update-000004"
     assert f"python train_{algorithm}.py --replay {folder}" in printed.out
     assert RunRecord.read(output).status == "failed"
@@ -398,33 +399,35 @@ def limit_memory(trainer, most):
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
-def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm):
+def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm, snapshot):
     unlimited, limited = build(algorithm=algorithm), build(algorithm=algorithm)
     unlimited.update_step(1)
     sizes = limit_memory(limited, 1)
-    with pytest.warns(RLHFWarning, match="out of memory in the backward pass: reduced the micro-batch size to 2 for"):
+    with pytest.warns(RLHFWarning, match="backward pass.* 2 ") as caught:
         limited.update_step(1)
+    snapshot(*(warning.message for warning in caught))
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, then kept for all later micro-batches"
     assert limited.progress.optimizer_steps == unlimited.progress.optimizer_steps == 2
     assert float((weights(unlimited) - weights(limited)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
-def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags):
+def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags, snapshot):
     trainer = build(*flags)
     attach(trainer)
     limit_memory(trainer, 0)
     with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
         trainer.update_step(1)
     message = str(raised.value)
-    assert "out of memory with one completion at a time: the backward pass" in message
+    assert "the backward pass" in message
+    snapshot(message)
     suggestions = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
     assert len(suggestions) == 3 and not {"--use-lora"} & set(flags) & set(dict(suggestions))
     sizes = [float(size) for _, size in suggestions]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch):
+def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch, snapshot):
     trainer, sizes = build(), []
     original = trainer.reference.logprobs
 
@@ -435,8 +438,9 @@ def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypa
         return original(micro_batch, *more)
 
     monkeypatch.setattr(trainer.reference, "logprobs", logprobs)
-    with pytest.warns(RLHFWarning, match="in computing log-probabilities"):
+    with pytest.warns(RLHFWarning, match="log-probabilities") as caught:
         trainer.update_step(1)
+    snapshot(*(warning.message for warning in caught))
     assert sizes == [4, 4, 2, 1, 1, 1, 1], "with the kept pass, then without it, then in smaller micro-batches"
 
 
@@ -485,42 +489,49 @@ def test_out_of_memory_error_reports_the_phase_and_settings_that_help(build, mon
         trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 
-def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys):
+def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys, snapshot):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     with pytest.raises(SystemExit) as ended:
         run_command(main)
-    assert ended.value.code == 1
-    assert re.match(r"error: out of memory: CUDA .*\. Try --use-lora", capsys.readouterr().err)
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and output.startswith("error: ") and "--use-lora" in output
+    snapshot(output)
 
 
-def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypatch):
+OF_TORCH = r"DefaultCPUAllocator.*(?=\. Try)"
+
+
+def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypatch, snapshot):
     """PyTorch's allocator raises a RuntimeError. Python and NumPy raise a MemoryError."""
     monkeypatch.chdir(tmp_path)
     for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
         with pytest.raises(SystemExit) as ended:
             run_command(call)
         output = capsys.readouterr().err
-        assert ended.value.code == 1 and re.fullmatch(
-            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", output
-        )
+        assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
+        assert "CPU" in output and "--lora-r" in output
+        snapshot(output, varying=OF_TORCH)
     assert not list(tmp_path.iterdir())
 
 
-def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tmp_path, monkeypatch):
+def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tmp_path, monkeypatch, snapshot):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: [1][2])
     output = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     assert ended.value.code == 1 and output.count("\n") == 1
-    assert output.startswith("error: unexpected IndexError (list index out of range)") and str(file) in output
+    assert output.startswith("error: ") and "IndexError" in output and str(file) in output
+    snapshot(output, varying=rf"(?<=/){re.escape(file.name)}")
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
 
 
-def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys):
+def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys, snapshot):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
     output = capsys.readouterr().err
-    assert ended.value.code == 1 and output.startswith("error: out of memory on the CPU: ") and output.count("\n") == 1
+    assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
+    assert "CPU" in output and "--lora-r" in output
+    snapshot(output, varying=OF_TORCH)

@@ -179,7 +179,7 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
     else:
         sentences.append("There is one arm, so there is nothing to compare it with.")
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    return Verdict(sentences, _caveats(arms, between, decides, evidence), contrasts)
+    return Verdict(sentences, _caveats(arms, start, between, evidence), contrasts)
 
 
 def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: int) -> str:
@@ -249,7 +249,7 @@ def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
     kl, score, before = arm.mean("kl"), arm.mean("score"), start.mean("score")
     parts = []
     if evidence.limit is not None and None not in (kl, score, before):
-        share, end = evidence.limit.share(before, score, kl), evidence.limit.kl[-1]
+        share, end = evidence.limit.share(before, score, kl), max(evidence.limit.kl, default=0.0)
         if kl > end:
             parts.append(f"its KL is beyond {end:.2f}, up to which the limit is known")
         elif share is not None:
@@ -264,7 +264,7 @@ def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
     return f" {text[0].upper()}{text[1:]}." if parts else ""
 
 
-def _caveats(arms: Sequence[Arm], between: dict[str, list[Contrast]], decides: str, evidence: Evidence) -> list[str]:
+def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]], evidence: Evidence) -> list[str]:
     """Returns what limits the verdict. `between`: per measure, one contrast for each compared pair."""
     notes, count = [], len(between["scores"])
     if count > 1:
@@ -300,7 +300,19 @@ def _caveats(arms: Sequence[Arm], between: dict[str, list[Contrast]], decides: s
     prompts = len(arms[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
-    return [*notes, *_unlike_the_score(between)]
+    overtaken = [note for arm in trained for note in _overtaken(arm, start)]
+    return [*notes, *_unlike_the_score(between), *overtaken]
+
+
+def _overtaken(arm: Arm, start: Arm) -> list[str]:
+    """Returns a note on the smallest k with which the start model solves more prompts than an arm, if there is one
+    (Yue et al. 2025, arXiv 2504.13837)."""
+    names = [name for name in start.figures[0] if name.startswith("pass@") and start.mean(name) is not None]
+    behind = [name for name in names if (mine := arm.mean(name)) is not None and mine < start.mean(name)]
+    if not behind:
+        return []
+    name, k = behind[0], behind[0].partition("/")[0]
+    return [f"{arm.name}: by {k} the start model is ahead ({start.mean(name):.3f} against {arm.mean(name):.3f})"]
 
 
 def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from rlhf.analysis.statistics import (
     paired,
     per_prompt,
     percent,
+    power_of,
     win_rates,
 )
 from rlhf.checkpoints.run_record import RunRecord
@@ -57,6 +59,10 @@ class RunGroup:
         return self.label or self.title
 
     @property
+    def trained(self) -> bool:
+        return True
+
+    @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
@@ -72,21 +78,23 @@ class RunGroup:
 def contrast(
     group: RunGroup, other: RunGroup | GenerationResults, measure: str, seed: int, level: float = LEVEL
 ) -> Contrast:
-    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`.
+    """Computes the difference, its power and the win rate of two groups, with intervals as in `over_seeds_if_any`.
 
+    Both have a name, `measured` and `trained`, which is False for a baseline; a GenerationResults is the start model.
     Prompts without a scored completion in every run are left out; without any prompt the values are NaN.
     """
-    trained = isinstance(other, RunGroup)
-    one = [completions.measures[measure] for completions in group.measured]
-    another = [completions.measures[measure] for completions in (other.measured if trained else [other])]
+    if isinstance(other, GenerationResults):
+        other = SimpleNamespace(name="start model", measured=[other], trained=False)
+    one, another = ([found.measures[measure] for found in arm.measured] for arm in (group, other))
     gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in another] for a in one]))  # (S, T, P)
     wins = paired(np.array([[win_rates(a, b) for b in another] for a in one]))
+    trained = (group.trained, other.trained)
     difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
     if gaps.size:
-        difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
-        win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
-    name = f"{group.name} - {other.name if trained else 'start model'}"
-    return Contrast(name, measure, difference, win_rate, over, level)
+        difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
+        win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
+    name, power = f"{group.name} - {other.name}", power_of(gaps, trained, level)
+    return Contrast(name, measure, difference, win_rate, power=power, over=over, level=level)
 
 
 @dataclass(frozen=True)

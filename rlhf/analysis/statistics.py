@@ -48,11 +48,16 @@ def level_of_each(comparisons: int) -> float:
 
 
 class Sources(NamedTuple):
-    """What varies in a mean over seeds and prompts: the seeds of each trained group, then the prompts. Each (G + 1,)."""
+    """What a mean over seeds and prompts varies with: seeds of each trained group, then prompts. All are (G + 1,)."""
 
     variances: np.ndarray  # of the mean; those of seeds include their noise
     noise: np.ndarray  # the part of `variances` that comes from differences between seeds on single prompts
     freedom: np.ndarray  # degrees of freedom
+
+    @property
+    def of_prompts(self) -> float:
+        """The variance of the mean over prompts alone."""
+        return self.variances[-1] + self.noise.sum()
 
     def half_width(self, level: float) -> float:
         """Returns half the width of the interval of the mean.
@@ -64,17 +69,22 @@ class Sources(NamedTuple):
         """
         quantile = (1 + level) / 2
         alone = self.variances * stats.t.ppf(quantile, self.freedom) ** 2
-        known, shares = alone > 0, alone / alone.sum()
-        freedom = self.freedom[known] / np.sqrt(shares[known])
+        known = alone > 0
+        freedom = self.freedom[known] / np.sqrt(alone[known] / alone.sum())
         together = (self.variances[known] * stats.t.ppf(quantile, freedom) ** 2).sum()
-        prompts = stats.t.ppf(quantile, self.freedom[-1]) ** 2 * (self.variances[-1] + self.noise.sum())
-        return float(np.sqrt(max(together, prompts)))
+        return float(np.sqrt(max(together, self.of_prompts * stats.t.ppf(quantile, self.freedom[-1]) ** 2)))
 
     def visible(self, level: float) -> float:
         """Returns the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
-        error = np.sqrt(max(self.variances.sum(), self.variances[-1] + self.noise.sum()))
-        freedom = self.variances.sum() ** 2 / (self.variances**2 / self.freedom).sum()
-        return float(error * special.nctdtrinc(freedom, 1 - FOUND, self.half_width(level) / error))
+        total, freedom = self.of_prompts, self.freedom[-1]
+        if self.variances.sum() > total:
+            total = self.variances.sum()
+            freedom = total**2 / (self.variances**2 / self.freedom).sum()
+        error = np.sqrt(total)
+        typical = np.sqrt(
+            freedom / stats.chi2.median(freedom)
+        )  # an estimated variance is too small in most comparisons
+        return float(typical * error * special.nctdtrinc(freedom, 1 - FOUND, self.half_width(level) / error))
 
     def with_seeds(self, seeds: int) -> Sources:
         """Returns the sources with another number of seeds in each trained group."""
@@ -159,9 +169,7 @@ def over_seeds_if_any(
 class Power:
     """What a comparison can find, and what a new run would give. Figures of the simulations are in tests."""
 
-    visible: (
-        float | None
-    )  # smallest difference found with 80% power; None: fewer than two prompts, or all values are 0
+    visible: float | None  # smallest difference found with 80% power; None: fewer than two prompts, or all values 0
     seeds: int | None  # per trained group, with which the observed difference is found with 80% power; None: above 100
     first_wins: float | None  # probability that a new run of the first group has the higher mean on these prompts
 
@@ -177,11 +185,13 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     if values.shape[2] < 2 or not np.isfinite(values).all() or not values.any():
         return Power(None, None, None)
     mean, only = values.mean(), of_runs_only(values, trained)
+    if only:
+        values = values.mean(axis=(0, 1), keepdims=True)
     if is_constant(values):
         values = np.append(values, -values[:, :, :1], axis=2)
-    if only:
-        return Power(sources_of(values.mean(axis=(0, 1), keepdims=True)).visible(level), None, None)
     found = sources_of(values)
+    if only:
+        return Power(found.visible(level), None, None)
     enough = (n for n in range(2, MOST_SEEDS + 1) if found.with_seeds(n).visible(level) <= abs(mean))
     return Power(found.visible(level), next(enough, None) if mean else None, _first_wins(mean, found))
 

@@ -68,11 +68,11 @@ class Sources(NamedTuple):
         The interval is at least as wide as over prompts alone.
         """
         quantile = (1 + level) / 2
-        alone = self.variances * stats.t.ppf(quantile, self.freedom) ** 2
+        alone = self.variances * special.stdtrit(self.freedom, quantile) ** 2  # stdtrit: Student's t
         known = alone > 0
         freedom = self.freedom[known] / np.sqrt(alone[known] / alone.sum())
-        together = (self.variances[known] * stats.t.ppf(quantile, freedom) ** 2).sum()
-        return float(np.sqrt(max(together, self.of_prompts * stats.t.ppf(quantile, self.freedom[-1]) ** 2)))
+        together = (self.variances[known] * special.stdtrit(freedom, quantile) ** 2).sum()
+        return float(np.sqrt(max(together, self.of_prompts * special.stdtrit(self.freedom[-1], quantile) ** 2)))
 
     def visible(self, level: float) -> float:
         """Returns the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
@@ -81,9 +81,7 @@ class Sources(NamedTuple):
             total = self.variances.sum()
             freedom = total**2 / (self.variances**2 / self.freedom).sum()
         error = np.sqrt(total)
-        typical = np.sqrt(
-            freedom / stats.chi2.median(freedom)
-        )  # an estimated variance is too small in most comparisons
+        typical = np.sqrt(freedom / stats.chi2.median(freedom))  # most estimated variances are too small
         return float(typical * error * special.nctdtrinc(freedom, 1 - FOUND, self.half_width(level) / error))
 
     def with_seeds(self, seeds: int) -> Sources:

@@ -253,6 +253,6 @@ def draw_kind(axes, kind: str, runs: Sequence[Facts]) -> None:
     mean, marker = accuracy.mean(0), "x" if kind == "control" else marker_of(kind)
     axes.plot(updates, mean, color=colour, marker=marker, ls=":" if kind == "control" else "-", label=LABELS[kind])
     axes.fill_between(updates, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, lw=0)
-    rise, _ = over_seeds_if_any(np.stack([rises(run) for run in runs])[:, None, :], runs[0]["seed"], fixed_other=True)
+    rise, _ = over_seeds_if_any(np.stack([rises(run) for run in runs])[:, None, :], runs[0]["seed"], (True, False))
     below, above = 100 * (rise.value - rise.low), 100 * (rise.high - rise.value)
     axes.errorbar([updates[-1]], [mean[-1]], yerr=[[below], [above]], color=colour, capsize=4)

@@ -123,7 +123,8 @@ def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL
         difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
         win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
     power = power_of(gaps, trained, level)
-    return Contrast(f"{arm.name} - {other.name}", measure, difference, win_rate, over, level, power)
+    name = f"{arm.name} - {other.name}"
+    return Contrast(name, measure, difference, win_rate, power=power, over=over, level=level)
 
 
 @dataclass(frozen=True)

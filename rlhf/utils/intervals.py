@@ -41,8 +41,9 @@ def over_prompts(
 
     A bootstrap interval of few values is too narrow (Hesterberg 2015, "What Teachers Should Know About the
     Bootstrap"), so its distance from the mean is multiplied by t / z at P - 1 degrees of freedom and by
-    sqrt(P / (P - 1)): 1.10 for 20 prompts, 1.01 for 128. A single prompt has no interval. If all values are equal, one
-    prompt with the opposite value is added, because a bootstrap of equal values has no width.
+    sqrt(P / (P - 1)): 1.10 for 20 prompts, 1.01 for 128. A single prompt has no interval. A bootstrap of equal values
+    has no width. If all are equal, the share of such prompts is at least ((1 - level) / 2)^(1 / P) (exact binomial
+    interval, Clopper & Pearson 1934), and the others could have the opposite value.
 
     Args:
         values: one value per prompt.
@@ -56,14 +57,15 @@ def over_prompts(
     if len(values) < 2 or not np.isfinite(mean):
         return Estimate(mean)
     if np.ptp(values) == 0:
-        if mean == null:
-            return Estimate(mean, mean, mean)
-        values = np.append(values, 2 * null - mean)
+        share = ((1 - level) / 2) ** (1 / len(values))
+        low, high = sorted((mean, null + (2 * share - 1) * (mean - null)))
+        return cut_off(mean, low, high, limits)
     found = _bootstrapped(values, "BCa", seed, level)
     if not np.isfinite(found).all():
         found = _bootstrapped(values, "percentile", seed, level)
-    count = len(values)
-    return widened_interval(mean, found, np.sqrt(count / (count - 1)) * student_ratio(count - 1, level), limits)
+    freedom, normal = len(values) - 1, stats.norm.ppf((1 + level) / 2)
+    factor = np.sqrt(len(values) / freedom) * stats.t.ppf((1 + level) / 2, freedom) / normal
+    return cut_off(mean, *(mean + (found - mean) * factor), limits)
 
 
 def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
@@ -77,14 +79,8 @@ def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> n
     return np.array(found.confidence_interval)
 
 
-def student_ratio(freedom: float, level: float) -> float:
-    """Returns t / z: the ratio of an interval's width with Student's t to that with the normal distribution."""
-    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
-
-
-def widened_interval(mean: float, interval: np.ndarray, factor: float, limits: tuple[float, float] | None) -> Estimate:
-    """Multiplies the interval's distance from the mean by `factor` and cuts it off at `limits`."""
-    low, high = mean + (interval - mean) * factor
+def cut_off(mean: float, low: float, high: float, limits: tuple[float, float] | None) -> Estimate:
+    """Returns the estimate with its interval cut off at `limits`."""
     if limits is not None:
         low, high = max(low, limits[0]), min(high, limits[1])
     return Estimate(mean, float(low), float(high))

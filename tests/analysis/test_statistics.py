@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from rlhf.analysis import statistics
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     Estimate,
+    Power,
     correlation,
     distinct,
     level_of_each,
     over_prompts,
     over_seeds,
+    over_seeds_if_any,
     percent,
+    power_of,
     ranks,
     repetition,
+    sources_of,
     win_rates,
 )
+from rlhf.analysis.verdict import contrast
+from rlhf.utils import intervals
+
+TRAINED = (True, True)
 
 
 def test_win_rates_match_hand_computed_values():
@@ -63,7 +73,7 @@ def test_interval_over_prompts_matches_hand_computed_values():
 
 def test_false_positive_rate_with_12_prompts_is_at_most_5_percent(monkeypatch):
     """At most 5% (plus 2 standard errors) of 400 intervals for means of 12 values around 0 exclude 0."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 500)
+    monkeypatch.setattr(intervals, "RESAMPLES", 1000)
     rng = np.random.default_rng(2)
     significant = sum(over_prompts(rng.normal(0, 1, 12), trial).excludes(0) for trial in range(400))
     assert significant <= 400 * 0.05 + 2 * np.sqrt(400 * 0.05 * 0.95)
@@ -76,24 +86,36 @@ def test_interval_is_always_finite():
         assert np.isfinite([found.low, found.high]).all() and found.low <= found.value <= found.high
 
 
+def test_equal_values_have_the_exact_binomial_interval():
+    """All of eight prompts are won. At least 0.025^(1/8) = 0.6306 of all prompts are; the others may be lost."""
+    assert over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) == Estimate(1.0, pytest.approx(0.6306, abs=1e-4), 1.0)
+    assert over_prompts([-1.0] * 8, 1) == Estimate(-1.0, -1.0, pytest.approx(0.3694 - 0.6306, abs=1e-4))
+
+
 def test_interval_over_seeds_matches_hand_computed_values():
     """Two seeds per group and no variation except between seeds: means 1 and 3 against 0 and 0. The difference is 2.
-    The first group has s^2 / S = 2 / 2 with 1 degree of freedom, so t = 12.7 and the difference is not significant."""
+    The first group has s^2 / S = 2 / 2 with 1 degree of freedom, so t = 12.706: not significant."""
     gaps = np.array([1.0, 3.0])[:, None, None] - np.zeros((1, 2, 50))
     found = over_seeds(gaps, seed=0)
-    assert found.value == 2
-    # resampled means of the widened seeds (2 -+ sqrt(2)) range from 0.59 to 3.41; then times t / z = 12.706 / 1.96
-    half = np.sqrt(2) * stats.t.ppf(0.975, 1) / stats.norm.ppf(0.975)
-    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), rel=1e-6)
+    assert (found.value, found.low, found.high) == pytest.approx((2, 2 - 12.706, 2 + 12.706), abs=1e-3)
 
 
-def test_interval_over_identical_seeds_is_the_interval_over_prompts():
-    """Without a difference between seeds, the interval equals scipy's percentile bootstrap over prompts."""
-    per_prompt = np.random.default_rng(1).normal(0.3, 1, 200)
-    found = over_seeds(np.tile(per_prompt, (3, 3, 1)), seed=0)
-    plain = stats.bootstrap((per_prompt,), np.mean, method="percentile", rng=np.random.default_rng(5))
-    assert found.low == pytest.approx(plain.confidence_interval.low, abs=0.02)
-    assert found.high == pytest.approx(plain.confidence_interval.high, abs=0.02)
+def test_interval_over_identical_seeds_is_the_t_interval_over_prompts():
+    values = np.random.default_rng(1).normal(0.3, 1, 200)
+    found = over_seeds(np.tile(values, (3, 3, 1)), seed=0)
+    plain = stats.ttest_1samp(values, 0).confidence_interval()
+    assert (found.low, found.high) == pytest.approx(tuple(plain))
+
+
+def test_noise_of_seeds_on_single_prompts_counts_once():
+    """Rows -1 and 1 of two seeds, turned on the second prompt: the means of seeds and of prompts are all 0. The mean
+    square of the rest is 4 with one degree of freedom, so the noise of the mean is 4 / (2 x 2) = 1. A shift of 3 on
+    one prompt only gives the prompts' means 3 and 0 the variance 4.5 / 2 = 2.25, of which 1 is noise."""
+    turned = np.array([[1.0, -1.0], [-1.0, 1.0]])[:, None]
+    assert [column.tolist() for column in sources_of(turned)] == [[0, 0], [1, 0], [1, 1]]
+    assert sources_of(turned).half_width(0.95) == pytest.approx(12.706, abs=1e-3), "as over prompts, at 1 df"
+    shifted = sources_of(turned + np.array([3.0, 0.0]))
+    assert (shifted.variances.tolist(), shifted.noise.tolist()) == ([0, 1.25], [1, 0])
 
 
 def test_bonferroni_levels_match_hand_computed_values():
@@ -108,7 +130,6 @@ def test_bonferroni_levels_match_hand_computed_values():
 
 
 def test_over_seeds_returns_no_interval_if_it_cannot_be_estimated():
-    assert over_seeds(np.zeros((1, 1, 10)), seed=0) is None
     assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0, 0.0, 0.0)
     assert over_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt gives no interval"
 
@@ -128,57 +149,133 @@ def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
 def test_degrees_of_freedom_match_hand_computed_values():
     """Seeds with means 1 and 3 against a fixed model, and prompts that vary. The variances of the mean are 2 / 2 = 1
     with 1 degree of freedom (seeds) and 4 / 4 = 1 with 3 (prompts: -+sqrt(3), sum of squares 12 / 3 = 4).
-    Satterthwaite's formula gives 2^2 / (1/1 + 1/3) = 3 degrees of freedom, so t(3) = 3.182."""
-    prompts = np.sqrt(3) * np.array([1.0, -1.0, 1.0, -1.0])
-    values = np.array([1.0, 3.0])[:, None, None] + prompts
+    The squared half-widths are 12.706^2 = 161.4 and 3.182^2 = 10.13, shares 0.9410 and 0.0590 with roots 0.9700 and
+    0.2430. So the degrees of freedom are 1 / 0.9700 = 1.0309 and 3 / 0.2430 = 12.35."""
+    values = np.array([1.0, 3.0])[:, None, None] + np.sqrt(3) * np.array([1.0, -1.0, 1.0, -1.0])
     found = over_seeds(values, seed=0)
-    seeds = np.random.default_rng(3).choice([2 - np.sqrt(2), 2 + np.sqrt(2)], (200_000, 2)).mean(1)
-    resampled = seeds + np.random.default_rng(4).choice(prompts, (200_000, 4)).mean(1)
-    half = [abs(np.quantile(resampled, q) - 2) * 3.182 / 1.960 for q in (0.025, 0.975)]
-    assert (2 - found.low, found.high - 2) == (pytest.approx(half[0], rel=0.05), pytest.approx(half[1], rel=0.05))
+    half = np.hypot(stats.t.ppf(0.975, 1.0309), stats.t.ppf(0.975, 12.35))
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), rel=1e-3)
 
 
-def test_false_positive_rate_with_three_seeds_is_at_most_10_percent(monkeypatch):
-    """Two groups of three seeds with the same settings; the true mean varies between seeds. At most 10 of 100
-    comparisons are significant. A hierarchical bootstrap without the two corrections finds about 15."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
-    rng, significant = np.random.default_rng(0), 0
-    for trial in range(100):
-        prompts = rng.normal(0, 1, 64)
-        groups = [prompts + rng.normal(0, 0.2, (3, 1)) + rng.normal(0, 0.5, (3, 64)) for _ in range(2)]
-        significant += over_seeds(groups[0][:, None] - groups[1][None], trial).excludes(0)
-    assert significant <= 10
+@pytest.mark.parametrize("tiny", [0.0, 1e-12, 0.002])
+def test_a_perfect_separation_by_three_seeds_is_significant(tiny):
+    """Scores of 1 against 0 in every run, on as few as eight prompts; also if the second group is 0 up to `tiny`."""
+    other = np.array([0.0, tiny, 2 * tiny])
+    for prompts in (8, 64):
+        gaps = np.ones((3, 1, prompts)) - other[None, :, None]
+        found, over = over_seeds_if_any(gaps, 1, level=level_of_each(3))
+        assert found.above(0.05) and found.value == pytest.approx(1 - tiny) and over == "seeds and prompts"
+
+
+def test_win_rates_of_1_in_three_seeds_are_significant():
+    """0/1 rewards: all completions are right in one group and wrong in the other."""
+    wins = np.array([[win_rates(np.ones((8, 4)), np.zeros((8, 4))) for _ in range(3)] for _ in range(3)])
+    found, _ = over_seeds_if_any(wins, 1, TRAINED, 0.5, (0.0, 1.0))
+    assert found == over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) and found.above(0.5)
+
+
+def test_a_baseline_has_no_seeds():
+    """One seed of a trained group is not enough for an interval over seeds; a baseline, on either side, needs none."""
+    values = np.random.default_rng(0).normal(0, 1, (3, 1, 20))
+    cases = {(3, 1): (True, False), (1, 3): (False, True), (1, 1): (False, False)}
+    found = [over_seeds_if_any(values[: shape[0]].mean(0, keepdims=True) if shape == (1, 1) else
+             values.reshape(*shape, 20), 1, trained)[1] for shape, trained in cases.items()]  # fmt: skip
+    assert found == ["seeds and prompts", "seeds and prompts", "prompts"]
+    assert over_seeds_if_any(values, 1, TRAINED)[1] == "prompts"
+
+
+def simulated(rng, seeds, prompts=64, spread=(0.1, 0.1), noise=0.0, of_prompts=0.0, difference=0.0) -> np.ndarray:
+    """Returns gaps (S, T, P) of two groups: normal means of seeds, noise per seed and prompt, effects of prompts."""
+    one, other = (rng.normal(0, sd, (n, 1)) + rng.normal(0, noise, (n, prompts))
+                  for n, sd in zip(seeds, spread, strict=True))  # fmt: skip
+    return difference + rng.normal(0, of_prompts, prompts) + one[:, None] - other[None]
+
+
+def share_found(rng, trials: int, **of) -> float:
+    return np.mean([over_seeds(simulated(rng, **of), 0).excludes(0) for _ in range(trials)])
+
+
+@pytest.mark.parametrize(("seeds", "spread"), [((3, 3), (0.1, 1.0)), ((2, 5), (0.5, 0.1))])
+def test_false_positive_rate_is_at_most_5_percent_with_unequal_spread(seeds, spread):
+    """Of 1,000 comparisons of two equal groups, at most 5% (plus 2 standard errors) are significant."""
+    assert share_found(np.random.default_rng(0), 1000, seeds=seeds, spread=spread, noise=0.3) <= 0.05 + 0.014
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("seeds", "prompts", "scatter", "noise"),
-    [(2, 64, 0.1, 0.5), (3, 64, 0, 0.5), (3, 64, 0.05, 0.5), (3, 64, 0.2, 0.5), (3, 128, 0.2, 0.3), (5, 64, 0.2, 0.5)],
-)
-def test_false_positive_rates_by_seeds_and_prompts(monkeypatch, seeds, prompts, scatter, noise):
-    """Of 400 comparisons of two equal groups, at most 7% are significant. Prints this rate and the rate of a
-    hierarchical bootstrap without the corrections."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 1500)
-    rng, ours, plain = np.random.default_rng(0), 0, 0
-    for trial in range(400):
-        shared = rng.normal(0, 1, prompts)
-        one, other = (
-            shared + rng.normal(0, scatter, (seeds, 1)) + rng.normal(0, noise, (seeds, prompts)) for _ in range(2)
-        )
-        gaps = one[:, None] - other[None]
-        ours += over_seeds(gaps, trial).excludes(0)
-        drawn = [rng.multinomial(n, np.full(n, 1 / n), 1000) / n for n in gaps.shape]
-        low, high = np.quantile(np.einsum("rs,rt,rp,stp->r", *drawn, gaps, optimize=True), [0.025, 0.975])
-        plain += not low <= 0 <= high
-    print(f"{seeds} seeds, {prompts} prompts, scatter {scatter}: plain {plain / 400:.1%}, ours {ours / 400:.1%}")
-    assert ours / 400 <= 0.07
+@pytest.mark.parametrize("noise", [(0.0, 0.0), (0.5, 0.0), (0.5, 0.5)])
+@pytest.mark.parametrize("seeds", [(2, 2), (3, 3), (5, 5), (2, 5), (3, 5), (2, 1), (3, 1)])
+def test_false_positive_rates_by_seeds_spread_and_noise(seeds, noise):
+    """Of 20,000 comparisons of two equal groups, at most 5% (1.67% with the correction for three pairs) are
+    significant, plus 3 standard errors, with spreads up to 10 times as large in either group. Prints the rates."""
+    rng, levels = np.random.default_rng(0), (0.95, level_of_each(3))
+    for ratio in (1, 2, 5, 10, 0.5, 0.2, 0.1):
+        wrong = np.zeros(2)
+        for _ in range(20_000):
+            of = simulated(rng, seeds, spread=(0.1, 0.1 * ratio if seeds[1] > 1 else 0), noise=noise[0],
+                           of_prompts=noise[1])  # fmt: skip
+            found = sources_of(of)
+            wrong += [abs(of.mean()) > found.half_width(level) for level in levels]
+        print(f"{seeds}, noise {noise}, spread x {ratio}: " + ", ".join(f"{rate:.1%}" for rate in wrong / 20_000))
+        assert (wrong / 20_000 <= [0.05 + 0.0046, 0.0167 + 0.0027]).all()
 
 
-def test_real_difference_is_significant(monkeypatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
+def test_real_difference_is_significant():
     rng = np.random.default_rng(0)
-    ours, theirs = (mean + rng.normal(0, 0.05, (3, 1)) + rng.normal(0, 0.5, (3, 128)) for mean in (0.5, 0.0))
-    assert over_seeds(ours[:, None] - theirs[None], 0).above(0)
+    assert over_seeds(simulated(rng, (3, 3), 128, (0.05, 0.05), 0.5, difference=0.5), 0).above(0)
+
+
+# --- power -----------------------------------------------------------------------------------------------------------
+
+
+def test_visible_difference_of_prompts_alone_matches_hand_computed_values():
+    """One seed each and 200 prompts: (t(199) + z(0.8)) x standard error = (1.972 + 0.842) x 1 / sqrt(200)."""
+    values = np.random.default_rng(0).normal(0, 1, 200)
+    values = 0.3 + (values - values.mean()) / values.std(ddof=1)
+    found = power_of(values[None, None], TRAINED, 0.95)
+    assert found.visible == pytest.approx(2.814 / np.sqrt(200), rel=0.01)
+    assert (found.seeds, found.first_wins) == (None, None)
+
+
+def test_power_without_prompts_or_differences_is_unknown():
+    for values in (np.ones((3, 3, 1)), np.zeros((3, 3, 20)), np.zeros((3, 3, 0)), np.full((3, 3, 2), np.nan)):
+        assert power_of(values, TRAINED, 0.95) == Power(None, None, None)
+
+
+def test_chance_of_a_new_run_matches_hand_computed_values():
+    """Means 1 and 3 against a fixed 0: a new run has variance 2, the observed mean of 2 has 2 / 2. At 1 degree of
+    freedom P(t < 2 / sqrt(3)) = 1/2 + arctan(1.1547) / pi = 0.7728."""
+    values = np.array([1.0, 3.0])[:, None, None] * np.ones((1, 1, 50))
+    assert power_of(values, (True, False), 0.95).first_wins == pytest.approx(0.7728, abs=1e-4)
+    assert power_of(-values.transpose(1, 0, 2), (False, True), 0.95).first_wins == pytest.approx(0.2272, abs=1e-4)
+    assert power_of(np.ones((3, 3, 20)), TRAINED, 0.95).first_wins == 1
+
+
+def test_seeds_needed_are_the_fewest_with_which_the_difference_is_visible():
+    """With 8 seeds instead of 2, the seeds' variance of the mean is a quarter, with 7 degrees of freedom."""
+    rng = np.random.default_rng(0)
+    values = simulated(rng, (3, 3), spread=(0.05, 0.05), noise=0.3, difference=0.15)
+    needed = power_of(values, TRAINED, 0.95).seeds
+    visible = [sources_of(values).with_seeds(n).visible(0.95) for n in (needed - 1, needed)]
+    assert visible[0] > values.mean() >= visible[1] and 3 < needed < 30
+    before, after = sources_of(values[:2, :2]), sources_of(values[:2, :2]).with_seeds(8)
+    assert after.variances[:2] == pytest.approx(before.variances[:2] / 4) and after.freedom.tolist() == [7, 7, 63]
+    assert after.variances[2] == before.variances[2]
+    limited = rng.normal(0.01, 1, (1, 1, 64)) + simulated(rng, (3, 3))
+    assert power_of(limited / 100, TRAINED, 0.95).seeds is None, "prompts alone limit it"
+
+
+@pytest.mark.parametrize(("values", "trained"), [((3, 3), TRAINED), ((1, 3), (False, True)), ((1, 1), (False, False))])
+def test_contrast_of_groups_and_baselines_on_either_side(values, trained):
+    """The power is that of the differences between the means of prompts, at the level of the contrast."""
+    rng = np.random.default_rng(0)
+    sides = [[GenerationResults("a", [], rng.normal(0, 1, (9, 2)), {}, None, None, None, None) for _ in range(n)]
+             for n in values]  # fmt: skip
+    one, other = (SimpleNamespace(name=name, measured=side, trained=is_trained)
+                  for name, side, is_trained in zip("AB", sides, trained, strict=True))  # fmt: skip
+    gaps = np.array([[a.scores.mean(1) - b.scores.mean(1) for b in sides[1]] for a in sides[0]])
+    found = contrast(one, other, "scores", 1, 0.9)
+    assert (found.name, found.over) == ("A - B", "seeds and prompts" if any(trained) else "prompts")
+    assert found.power == power_of(gaps, trained, 0.9) and found.power.visible > 0
 
 
 @pytest.mark.parametrize(

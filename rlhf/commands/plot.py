@@ -34,11 +34,11 @@ def plot_command(argv: list[str] | None = None) -> None:
 
     runs = read_runs(folders)
     chart = Chart(runs, config.plot.x, config.plot.smooth, config.plot.label)
-    save_picture(draw(chart), picture)
+    figure = draw(chart)
+    save_picture(figure, picture)
     rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
     show_runs(chart, screen)
-    count = "six" if chart.topics else "four"
-    screen.say(f"wrote {picture} ({count} panels over {chart.axis.label}) and {table} ({rows:,} rows)")
+    screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 
 
 def output_files(output: str) -> tuple[Path, Path]:

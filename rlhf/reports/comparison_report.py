@@ -215,7 +215,7 @@ def write_comparison(
     write_json(folder / "comparison.json", report)
     shown = groups[:MOST_DRAWN]
     colours = [COLOURS["start"], *(line_style.colour for line_style in group_styles([g.algorithm for g in groups]))]
-    pooled = distributions([start, *(group.measured[0] for group in shown)], [], colours[: len(shown) + 1])
+    pooled = distributions([start, *(group.measured[0] for group in shown)], colours[: len(shown) + 1])
     names = listed([group.name for group in groups]) if len(groups) <= ALL_PAIRS else f"{len(groups)} groups of runs"
     shared = {
         "title": f"Comparison of the start model{' and ' if len(groups) > ALL_PAIRS else ', '}{names}",

@@ -80,7 +80,7 @@ def final_values(run, chart) -> str:
         value = "not logged"
         if panel.tag in run.scalars:
             curve = run.scalars[panel.tag]
-            value = f"{running_mean(curve.updates, curve.values, panel.span(chart.smooth))[-1]:.3g}"
+            value = f"{running_mean(curve.updates, curve.values, chart.smooth if panel.smoothed else 1)[-1]:.3g}"
         remarks.append(f"{panel.tag} {value}")
     aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
     return ", ".join([*remarks, aim])

@@ -29,15 +29,11 @@ class Panel:
     smoothed: bool = True
     evaluation: str | None = None  # tag that evaluations log, drawn as markers
 
-    def span(self, smooth: int) -> int:
-        return smooth if self.smoothed else 1
-
 
 @dataclass(frozen=True)
 class Group:
     """Runs with the same settings except for the seed."""
 
-    algorithm: str
     name: str
     runs: Sequence[RunCurves]
     line_style: LineStyle
@@ -57,7 +53,7 @@ def groups_of(runs: Sequence[RunCurves], labels: Sequence[str] = ()) -> list[Gro
     found = group_runs([(run.algorithm, run.run) for run in runs], labels)
     line_styles = group_styles([group.algorithm for group in found])
     return [
-        Group(group.algorithm, group.label, [runs[i] for i in group.members], line_style)
+        Group(group.label, [runs[i] for i in group.members], line_style)
         for group, line_style in zip(found, line_styles, strict=True)
     ]
 
@@ -100,12 +96,12 @@ class Chart:
     @property
     def panels(self) -> list[Panel]:
         """The panels: the four of every run, and before the KL one for each further metric of the evaluations."""
-        several = len({group.algorithm for group in self.groups}) > 1
+        several = len({run.algorithm for run in self.runs}) > 1
         return [
             Panel("Loss (not comparable between algorithms)" if several else "Loss", "", "loss"),
             Panel("Learning rate", "", "learning_rate", smoothed=False),
             Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score"),
-            *(Panel(judge_title(tag), "", tag, smoothed=False, evaluation=tag) for tag in judges_of(self.runs)),
+            *(Panel(title, "", tag, smoothed=False, evaluation=tag) for tag, title in judges_of(self.runs).items()),
             Panel("KL to the start model", f"nats/{self.per}", KL_METRICS[self.per]),
         ]
 
@@ -121,17 +117,11 @@ class Chart:
         return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"
 
 
-def judges_of(runs: Sequence[RunCurves]) -> list[str]:
-    """Returns the tags of gold quality and of the evaluation functions, as far as a run logged them."""
-    known = {f"eval/{name}" for name in EVAL_METRICS}
-    tags = dict.fromkeys(tag for run in runs for tag in sorted(run.scalars))
-    return [tag for tag in tags if tag.startswith("eval/") and tag.count("/") == 1 and tag not in known]
-
-
-def judge_title(tag: str) -> str:
-    """Returns the title of the panel of a tag of `judges_of`."""
-    name = "Gold quality" if tag == "eval/gold" else tag.removeprefix("eval/")
-    return f"{name} on held-out prompts"
+def judges_of(runs: Sequence[RunCurves]) -> dict[str, str]:
+    """Returns tag -> title of gold quality and of the evaluation functions, in the order in which they were logged."""
+    logged = dict.fromkeys(tag.removeprefix("eval/") for run in runs for tag in run.scalars if tag.startswith("eval/"))
+    names = [name for name in logged if "/" not in name and name not in EVAL_METRICS]
+    return {f"eval/{name}": f"{'Gold quality' if name == 'gold' else name} on held-out prompts" for name in names}
 
 
 def title(chart: Chart) -> str:

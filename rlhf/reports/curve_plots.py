@@ -37,20 +37,20 @@ NEUTRAL = {  # entries that stand for all groups, so in no group's colour
 
 def draw(chart: Chart) -> Figure:
     """Draws loss and learning rate side by side, and below them one row per panel, on a figure of 1,280 pixels."""
-    panels = [*chart.panels, *([None, None] if chart.topics else [])]
-    rows = [[0, 1], *([number, number] for number in range(2, len(panels)))]
+    count = len(chart.panels) + (2 if chart.topics else 0)
+    rows = [[0, 1], *([number, number] for number in range(2, count))]
     heights = [SHORT, *[TALL] * (len(rows) - 1)]
     with style():
         figure = new_figure(WIDTH, sum(heights))
         grid = figure.subplot_mosaic(rows, sharex=True, height_ratios=heights, width_ratios=[3, 2])
-        for number, panel in enumerate(panels):
-            grid[number].xaxis.set_major_locator(MaxNLocator(6 if number > 1 else 3, integer=chart.x != "time"))
-            grid[number].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
-            if panel is not None:
-                _draw_panel(grid[number], chart, panel)
+        for number, axes in grid.items():
+            axes.xaxis.set_major_locator(MaxNLocator(6 if number > 1 else 3, integer=chart.x != "time"))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+        for axes, panel in zip(figure.axes, chart.panels, strict=False):
+            _draw_panel(axes, chart, panel)
         if chart.topics:
-            _draw_topics(grid[len(panels) - 2], chart, "score", "Score by topic", "score")
-            _draw_topics(grid[len(panels) - 1], chart, "kl", "KL by topic", "nats/sequence")
+            _draw_topics(figure.axes[-2], chart, "score", "Score by topic", "score")
+            _draw_topics(figure.axes[-1], chart, "kl", "KL by topic", "nats/sequence")
         figure.axes[-1].set_xlabel(chart.x_label)
         figure.axes[1].yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
         finish(figure, title(chart), NEUTRAL)
@@ -102,7 +102,7 @@ def _draw_group(axes: Axes, chart: Chart, panel: Panel, group: Group, width: flo
     if not found:
         return
     xs = [chart.x_of(run, curve) for run, curve in found]
-    span = panel.span(chart.smooth)
+    span = chart.smooth if panel.smoothed else 1
     if len(chart.runs) == 1 and span > 1:
         _line(axes, xs[0], found[0][1].finite, color=group.line_style.colour, lw=0.8, alpha=0.4, label="each update")
     lines = [running_mean(curve.updates, curve.finite, span) for _, curve in found]

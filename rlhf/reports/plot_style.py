@@ -102,13 +102,8 @@ def style() -> rc_context:
 
 
 def finish(figure: Figure, title: str, neutral: Mapping[str, Artist] = {}) -> None:
-    """Writes the title above the axes and one legend below them, and makes the figure higher by their rows.
-
-    Args:
-        figure: of the width WIDTH.
-        title: long lines are wrapped, and long labels in the legend.
-        neutral: handles of labels that stand for several artists.
-    """
+    """Writes the title above the axes and one legend below them, with wrapped lines, and makes the figure higher by
+    their rows. `neutral` are handles of labels that stand for several artists."""
     entries: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

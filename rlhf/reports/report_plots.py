@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import percent, scored
-from rlhf.reports.curve_chart import Group, groups_of, judge_title, judges_of
+from rlhf.reports.curve_chart import Group, groups_of, judges_of
 from rlhf.reports.plot_style import COLOURS, MARKERS, ROW, WIDTH, finish, new_figure, style
 from rlhf.utils.console import listed
 
@@ -35,8 +33,7 @@ def forest(contrasts: Sequence[dict[str, Any]], captions: Mapping[str, str] | No
         captions: title of the panel of each measure. None: "judge", "score" and the names of the other judges.
     """
     names = list(dict.fromkeys(c["name"] for c in contrasts))
-    first = ["judged", "scores", *dict.fromkeys(c["measure"] for c in contrasts)]
-    measures = [m for m in dict.fromkeys(first) if any(c["measure"] == m for c in contrasts)]
+    measures = sorted({c["measure"] for c in contrasts}, key=lambda name: (name != "judged", name != "scores", name))
     labels = [textwrap.fill(name, NAME_WIDTH) for name in names]
     heights = np.array([ROW * (label.count("\n") + 1.7) for label in labels])  # inches
     row_of = dict(zip(names, zip(heights / 2 - np.cumsum(heights), heights, strict=True), strict=True))
@@ -94,12 +91,15 @@ def score_against_kl(
         ends: {"name", "kl", "score"} of models that have no curve, such as the seeds of an arm.
     """
     groups = groups_of(runs, labels) if runs else []
-    tags = {"eval/score": "score", **{tag: judge_title(tag) for tag in judges_of(runs)}}
-    kl = np.concatenate([*(run.scalars[KL].values for run in runs if KL in run.scalars), [end["kl"] for end in ends]])
-    kl = kl if len(kl) else (best_of or limit or {"kl": [1]})["kl"]
+    tags = {"eval/score": "score", **judges_of(runs)}
+    kl = np.concatenate([*(run.scalars[KL].finite for run in runs if KL in run.scalars), [arm["kl"] for arm in ends]])
+    kl = kl[np.isfinite(kl)] if np.isfinite(kl).any() else np.array((best_of or limit or {"kl": [1]})["kl"])
     end = 1.15 * np.max(kl, where=kl <= FAR * np.quantile(kl, 0.9), initial=0) or 1
-    text = "Evaluations during training over their KL"
-    missing = [group.name for group in groups if not group.with_tag("eval/score")]
+    notes = ["Evaluations during training over their KL", "thick lines: means of groups; thin lines: their runs"]
+    if kl.max() > end:
+        notes.append(f"KL up to {kl.max():.3g}; values above {end:.3g} are drawn at the edge")
+    if missing := [group.name for group in groups if not group.with_tag("eval/score")]:
+        notes.append(f"no evaluation was logged by {listed(missing)}")
     with style():
         figure = new_figure(WIDTH, 3.5 * len(tags))
         panels = figure.subplots(len(tags), sharex=True, squeeze=False)[:, 0]
@@ -108,20 +108,14 @@ def score_against_kl(
             for group in groups:
                 _draw_group(axes, group, tag, end)
         _draw_possible(panels[0], limit, best_of, end)
-        markers = dict(zip(dict.fromkeys(end["name"] for end in ends), cycle(reversed(MARKERS)), strict=False))
+        panels[0].margins(y=0.1)  # space for the labels of best-of-n
+        names = list(dict.fromkeys(arm["name"] for arm in ends))
         for arm in ends:
-            panels[0].plot(
-                min(arm["kl"], end), arm["score"], markers[arm["name"]], color=GREY, ms=8, label=arm["name"]
-            )
+            marker = MARKERS[-1 - names.index(arm["name"]) % len(MARKERS)]
+            panels[0].plot(min(arm["kl"], end), arm["score"], marker, color=GREY, ms=8, label=arm["name"])
         panels[-1].set_xlabel("KL to the start model (nats/sequence)")
         panels[-1].set_xlim(min(0, *kl) - 0.03 * end, end)
-        if any(group.runs[1:] for group in groups):
-            text += "\nthin line: one run; thick line: mean of a group"
-        if max(kl) > end:
-            text += f"\nKL up to {max(kl):.3g}; values above {end:.3g} are drawn at the edge"
-        if missing:
-            text += f"\nno evaluation was logged by {listed(missing)}"
-        finish(figure, text)
+        finish(figure, "\n".join(notes))
     return figure
 
 
@@ -129,15 +123,16 @@ def _draw_group(axes: Axes, group: Group, tag: str, end: float) -> None:
     """Draws the evaluations of a group's runs with a marker at the end of each run, and their mean if all have the
     same number of evaluations."""
     colour, marker, line = group.line_style
-    lines, runs = [], [_evaluations(run, tag) for run in group.runs if {tag, KL} <= run.scalars.keys()]
+    found = [_evaluations(run, tag) for run in group.runs if {tag, KL} <= run.scalars.keys()]
+    lines, runs = [], [run for run in found if run.size]
     if len({run.shape for run in runs}) == 1:
         lines.append((np.mean(runs, axis=0), {"lw": 2.5, "ms": 8}))
     lines += [(run, {"lw": 0.8, "ms": 5, "alpha": 0.6}) for run in runs]
     for number, ((kl, y), width) in enumerate(lines):
         label = None if number else group.name
         x = np.minimum(kl, end)
-        axes.plot(x, y, marker=marker, markevery=[-1], ls=line, color=colour, label=label, **width)
         axes.plot(x[0], y[0], "D", color=COLOURS["start"], ms=6, zorder=3, label="start model")
+        axes.plot(x, y, marker=marker, markevery=[-1], ls=line, color=colour, label=label, **width)
 
 
 def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
@@ -156,16 +151,14 @@ def _draw_possible(axes: Axes, limit: dict[str, Any] | None, best_of: dict[str, 
         axes.plot(x, y, color=COLOURS["target"], lw=2, label=f"limit ({of}, {limit['samples']} samples per prompt)")
         axes.fill_between(x, low, high, color=COLOURS["target"], alpha=0.15, lw=0)
     if best_of is not None:
-        rows = [row for row in zip(best_of["kl"], best_of["measures"]["scores"], best_of["n"], strict=True)]
-        rows, last = [row for row in rows if row[0] <= end], -end
+        kl, score = (np.array(values, float) for values in (best_of["kl"], best_of["measures"]["scores"]))
         label = "best-of-n, with n" if best_of["exact"] else "best-of-n, with n (KL at most)"
-        axes.plot(*zip(*[row[:2] for row in rows], strict=True), ".:", color=GREY, ms=6, label=label)
-        for kl, score, n in rows:
-            if n > 1 and n & (n - 1) == 0 and kl - last > APART * end:  # powers of 2
-                halo = [withStroke(linewidth=2.5, foreground="white")]
-                place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "path_effects": halo}
-                axes.annotate(f"{n}", (kl, score), color=GREY, zorder=5, **place)
-                last = kl
+        axes.plot(kl[kl <= end], score[kl <= end], ".:", color=GREY, ms=6, label=label)
+        last = -end
+        for n, x, y in zip(best_of["n"], kl, score, strict=True):
+            if n > 1 and n & (n - 1) == 0 and last + APART * end < x <= end:  # powers of 2
+                axes.annotate(f"{n}", (x, y), (0, 5), textcoords="offset points", ha="center", color=GREY)
+                last = x
 
 
 def distributions(models: Sequence[GenerationResults], colours: Sequence[str]) -> Figure:

@@ -34,6 +34,7 @@ class Panel:
 class Group:
     """Runs with the same settings except for the seed."""
 
+    algorithm: str
     name: str
     runs: Sequence[RunCurves]
     line_style: LineStyle
@@ -53,7 +54,7 @@ def groups_of(runs: Sequence[RunCurves], labels: Sequence[str] = ()) -> list[Gro
     found = group_runs([(run.algorithm, run.run) for run in runs], labels)
     line_styles = group_styles([group.algorithm for group in found])
     return [
-        Group(group.label, [runs[i] for i in group.members], line_style)
+        Group(group.algorithm, group.label, [runs[i] for i in group.members], line_style)
         for group, line_style in zip(found, line_styles, strict=True)
     ]
 

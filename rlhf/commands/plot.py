@@ -34,11 +34,11 @@ def plot_command(argv: list[str] | None = None) -> None:
 
     runs = read_runs(folders)
     chart = Chart(runs, config.plot.x, config.plot.smooth, names)
-    save_picture(draw(chart), picture)
+    figure = draw(chart)
+    save_picture(figure, picture)
     rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
     show_runs(chart, screen)
-    count = "six" if chart.topics else "four"
-    screen.say(f"wrote {picture} ({count} panels over {chart.axis.label}) and {table} ({rows:,} rows)")
+    screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 
 
 def output_files(output: str) -> tuple[Path, Path]:
@@ -82,7 +82,7 @@ def final_values(run, chart) -> str:
         value = "not logged"
         if panel.tag in run.scalars:
             curve = run.scalars[panel.tag]
-            value = f"{running_mean(curve.updates, curve.values, panel.span(chart.smooth))[-1]:.3g}"
+            value = f"{running_mean(curve.updates, curve.values, chart.smooth if panel.smoothed else 1)[-1]:.3g}"
         remarks.append(f"{panel.tag} {value}")
     aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
     return ", ".join([*remarks, aim])

@@ -175,20 +175,22 @@ def write_comparison(
 ) -> None:
     """Writes comparison.html, comparison.md with its pictures, and comparison.json. `curves`: (name of the arm, its
     curves) of each run."""
-    drawn = {name for name, _ in curves}
+    names, runs = [name for name, _ in curves], [run for _, run in curves]
     ends = [
-        {"name": arm.name, "kl": arm.mean("kl"), "score": arm.mean("score")} for arm in arms if arm.name not in drawn
+        {"name": arm.name, "kl": kl, "score": score}
+        for arm in arms
+        if arm.trained and arm.name not in names and None not in (kl := arm.mean("kl"), score := arm.mean("score"))
     ]
     pictures = {
         "forest": forest(report["contrasts"]),
-        "score_against_kl": score_against_kl(curves, report["limit"], report["best_of"], ends),
+        "score_against_kl": score_against_kl(runs, names, report["limit"], report["best_of"], ends),
     }
     for name, figure in pictures.items():
         save_picture(figure, folder / f"{name}.png")
     write_json(folder / "comparison.json", report)
     shown = [start, *arms[:MOST_DRAWN]]
     colours = [COLOURS["start"], *(style.colour for style in group_styles([arm.algorithm for arm in shown[1:]]))]
-    pooled = distributions([arm.measured[0] for arm in shown], [], colours)
+    pooled = distributions([arm.measured[0] for arm in shown], colours)
     shared = {
         "title": f"Comparison of {listed([arm.name for arm in arms])}",
         "shown": len(shown) - 1,

@@ -1,14 +1,12 @@
-"""Plots the training curves of runs: loss, learning rate, mean reward, and KL with its target.
+"""Plots the training curves of runs: loss, learning rate, mean reward, other judges, and KL with its target.
 
 With topics there are two more panels: score and KL by topic.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,177 +14,103 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
+from rlhf.analysis.curves import running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel, title
-from rlhf.reports.plot_style import colour_of, new_figure, style
+from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
 from rlhf.utils.console import listed
 
-CUT, FAR = 0.02, 3  # the y axis leaves out 2% of the values at each end if it would be 3 times as long with them
-LEGEND_WIDTH = 118  # characters in a row of the legend
+CUT, FAR = 0.02, 3  # the y axis leaves out 2% of a line at each end if it would be 3 times as long with them
 TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
-THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next thicker one
-FEW = 4  # groups, up to which all of them have entries for their evaluations in the legend
-LEGEND_ROW, LEGEND_ROWS = 0.24, 5  # inches; rows of a legend for which the figure has space
+THIN, THICKER, FEW = 1.8, 1.4, 4  # points: a line, and the step to the next thicker one; thicker lines
+ABOVE, ABOVE_HALF = 60, 30  # characters in a row above a panel, and above one that has half a row
+SHORT, TALL = 1.7, 2.5  # inches: heights of the first row and of the others
 EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
-TITLE_WIDTH = 42  # characters above a panel
+NEUTRAL = {  # entries that stand for all groups, so in no group's colour
+    EVALUATIONS: Line2D([], [], ls="none", marker="o", mfc="white", mec="black"),
+    TARGETS: Line2D([], [], ls=":", color="black"),
+}
 
 
 def draw(chart: Chart) -> Figure:
-    """Draws all panels on a figure that is 1,500 pixels wide."""
-    heights = [3, 4, 4] if chart.topics else [3, 4]  # loss and learning rate need less space
+    """Draws loss and learning rate side by side, and below them one row per panel, on a figure of 1,280 pixels."""
+    count = len(chart.panels) + (2 if chart.topics else 0)
+    rows = [[0, 1], *([number, number] for number in range(2, count))]
+    heights = [SHORT, *[TALL] * (len(rows) - 1)]
     with style():
-        figure = new_figure(10, 1.15 * sum(heights) + 1.2)
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-        grid = figure.subplots(len(heights), 2, sharex=True, height_ratios=heights)
-        for axes, panel in zip(grid[:2].flat, chart.panels, strict=True):
+        figure = new_figure(WIDTH, sum(heights))
+        grid = figure.subplot_mosaic(rows, sharex=True, height_ratios=heights, width_ratios=[3, 2])
+        for number, axes in grid.items():
+            axes.xaxis.set_major_locator(MaxNLocator(6 if number > 1 else 3, integer=chart.x != "time"))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+        for axes, panel in zip(figure.axes, chart.panels, strict=False):
             _draw_panel(axes, chart, panel)
         if chart.topics:
-            _draw_topics(grid[2, 0], chart, "score", "Score by topic", "score")
-            _draw_topics(grid[2, 1], chart, "kl", "KL by topic", "nats/sequence")
-        for axes in grid[-1]:
-            axes.set_xlabel(chart.axis.label)
-        grid[0, 1].yaxis.set_major_formatter(FuncFormatter(power_of_ten(grid[0, 1].get_ylim()[1])))
-        _draw_legend(figure, chart, grid.flat)
-        figure.suptitle(title(chart))
+            _draw_topics(figure.axes[-2], chart, "score", "Score by topic", "score")
+            _draw_topics(figure.axes[-1], chart, "kl", "KL by topic", "nats/sequence")
+        figure.axes[-1].set_xlabel(chart.x_label)
+        figure.axes[1].yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+        finish(figure, title(chart), NEUTRAL)
     return figure
 
 
-def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
-    """One legend for all panels, with one column per group if that fits."""
-    entries = {}
-    for axes in panels:
-        entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [f"{group.name}," for group in chart.groups]
-    order = sorted(
-        entries, key=lambda label: next((i for i, n in enumerate(names) if label.startswith(n)), len(names))
-    )
-    longest = max((len(line) for label in order for line in label.split("\n")), default=1)
-    wanted = len(chart.groups) + 1 if chart.runs[1:] and not chart.topics else 4
-    columns = max(1, min(wanted, LEGEND_WIDTH // (longest + 5)))
-    rows = math.ceil(len(order) / columns)
-    columns = math.ceil(len(order) / max(1, rows))  # fills all columns evenly
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * max(0, rows - LEGEND_ROWS))
-    if EVALUATIONS in entries and chart.runs[1:]:  # of several groups, so in no group's colour
-        entries[EVALUATIONS] = Line2D([], [], ls="none", marker="o", mfc="white", mec="black")
-    if TARGETS in entries:
-        entries[TARGETS] = Line2D([], [], ls=":", color="black")
-    figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=max(1, columns))
-
-
-def power_of_ten(highest: float):
-    """Returns a tick formatter with the same power for all ticks, such as 1.5e-4."""
-    power = math.floor(math.log10(highest)) if highest > 0 else 0
-    return lambda value, _: f"{value / 10**power:.3g}e{power}" if value else "0"
-
-
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
-    _label_axes(axes, chart, panel.title, panel.unit)
-    missing, values, marks = [], [], []
+    axes.set(title=panel.title, ylabel=panel.unit)
     for number, group in enumerate(chart.groups):
-        found = group.with_tag(panel.tag)
-        if len(found) < len(group.runs):
-            of = (
-                f"\nby {len(group.runs) - len(found)} of {len(group.runs)} {group.name} runs" if chart.runs[1:] else ""
-            )
-            missing.append(f"{panel.tag}\nwas not logged{of}")
-        if found:
-            values += _draw_group(axes, chart, panel, group, found, _width(chart, panel, number))
-        marks += _draw_evaluations(axes, chart, panel, group)
-    if panel.tag.startswith("kl_"):
-        marks += _draw_target(axes, chart, panel)
-    if missing:
-        _write_note(axes, missing, empty=not values)
-    elif not any(np.isfinite(y).any() for _, y in values):
-        _write_note(axes, [f"no value of {panel.tag}\nis finite"], empty=True)
+        # the learning rates are often equal: lines that are drawn first are thicker, so that all remain visible
+        later = max(0, min(len(chart.groups), FEW) - 1 - number) if panel.tag == "learning_rate" else 0
+        _draw_group(axes, chart, panel, group, THIN + THICKER * later)
+        _draw_evaluations(axes, chart, panel, group)
+    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else []
+    values = [run.scalars[panel.tag].values for run in chart.runs if panel.tag in run.scalars]
+    missing = [group.name for group in chart.groups if len(group.with_tag(panel.tag)) < len(group.runs)]
+    notes = [f"not logged by {listed(missing)}"] if missing else []
+    if not np.isfinite(np.concatenate([[np.nan], *values])).any():
+        notes += [f"no value of {panel.tag} is finite"] if values else []
+        axes.set_yticks([])
     elif panel.smoothed:
-        _limit_y(axes, values, marks)
-
-
-def _label_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
-    axes.set(title=title, ylabel=unit)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x != "time"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+        notes += _limit_y(axes, [*values, *kept])
+    width = ABOVE_HALF if panel.tag in ("loss", "learning_rate") else ABOVE
+    axes.set_title("\n".join(textwrap.fill(line, width) for line in [axes.get_title(), *notes]))
 
 
 def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
-    """Draws one line per topic and group, with gaps while other topics were trained.
-
-    Each group has its own dashes. Several seeds are averaged at the updates that all of them have.
-    """
+    """Draws one line per topic and run, with gaps while other topics were trained. Each group has its own dashes."""
     drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
-    groups = list(zip(chart.groups, DASHES, strict=False))
-    dashed = ", ".join(f"{group.name} {dashes}" for group, dashes in groups[1:])
-    _label_axes(axes, chart, textwrap.fill(f"{title} ({dashed})" if dashed else title, TITLE_WIDTH), unit)
+    notes = [f"{group.name} {dashes}" for group, dashes in list(zip(chart.groups, DASHES, strict=False))[1:]]
+    notes += [f"{left} more topics: see the CSV table"] if left > 0 else []
+    notes += [f"{group.name} is not drawn: see the CSV table" for group in chart.groups[len(DASHES) :]]
+    axes.set(title=textwrap.fill(f"{title} ({', '.join(notes)})" if notes else title, ABOVE), ylabel=unit)
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # distinguishable in grey, too
     for topic, colour in zip(drawn, colours, strict=True):
         label = f"topic {topic}"
-        for group, dashes in groups:
-            found = group.with_tag(f"topic/{topic}/{kind}")
-            updates = _shared_updates(found)
-            if updates:
-                x, y = _means_at(chart, found, updates, chart.smooth)
-                breaks = np.flatnonzero(np.diff(updates) > 1) + 1
-                x, y = np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan)
-                _line(axes, x, y, color=colour, ls=DASHES[dashes], lw=1.8, label=label)
+        for group, dashes in zip(chart.groups, DASHES.values(), strict=False):
+            for run, curve in group.with_tag(f"topic/{topic}/{kind}"):
+                breaks = np.flatnonzero(np.diff(curve.updates) > 1) + 1
+                y = running_mean(curve.updates, curve.finite, chart.smooth)
+                x, y = (np.insert(part.astype(float), breaks, np.nan) for part in (chart.x_of(run, curve), y))
+                _line(axes, x, y, color=colour, ls=dashes, lw=THIN, label=label)
                 label = None  # one entry per topic in the legend
-    more = [f"{left} more topics: see the CSV table"] if left > 0 else []
-    more += [f"{group.name} is not drawn: see the CSV table" for group in chart.groups[len(DASHES) :]]
-    if more:
-        axes.text(0.98, 0.98, "\n".join(more), transform=axes.transAxes, ha="right", va="top", fontsize=10)
 
 
-def _shared_updates(found: Sequence[tuple[RunCurves, Curve]]) -> list[int]:
-    """Returns the updates at which all curves have a point."""
-    return sorted(set.intersection(*(set(curve.updates.tolist()) for _, curve in found))) if found else []
-
-
-def _means_at(
-    chart: Chart, found: Sequence[tuple[RunCurves, Curve]], updates: Sequence[int], span: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x and the smoothed values at these updates, averaged over the curves."""
-    at = [np.isin(curve.updates, updates) for _, curve in found]
-    xs = [chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)]
-    lines = [running_mean(c.updates, c.finite, span)[here] for (_, c), here in zip(found, at, strict=True)]
-    return np.mean(xs, axis=0), np.mean(lines, axis=0)
-
-
-def _write_note(axes: Axes, lines: Sequence[str], empty: bool) -> None:
-    """Writes into the middle of a panel which data are missing. `empty`: the panel has no data."""
-    paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-    axes.text(0.5, 0.5, "\n".join(lines), transform=axes.transAxes, ha="center", va="center", bbox=paper)
-    if empty:
-        axes.set_yticks([])
-
-
-def _width(chart: Chart, panel: Panel, number: int) -> float:
-    """Returns a group's line width. Lines that are drawn first are thicker, so that equal lines remain visible."""
-    drawn_later = max(min(len(chart.groups), FEW), 2) - 1 - min(number, FEW - 1)
-    return THIN + THICKER * (int(number == 0) if panel.smoothed else drawn_later)
-
-
-def _draw_group(
-    axes: Axes, chart: Chart, panel: Panel, group: Group, found: list[tuple[RunCurves, Curve]], width: float
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Draws a group's line, with the unsmoothed values of a single run or the band of several runs.
-
-    Returns x and y of everything that was drawn.
-    """
-    xs = [chart.axis.of(run, curve) for run, curve in found]
-    span, drawn = panel.span(chart.smooth), []
+def _draw_group(axes: Axes, chart: Chart, panel: Panel, group: Group, width: float) -> None:
+    """Draws a group's line, with the unsmoothed values of a single run or the band of several runs."""
+    found = group.with_tag(panel.tag)
+    if not found:
+        return
+    xs = [chart.x_of(run, curve) for run, curve in found]
+    span = chart.smooth if panel.smoothed else 1
     if len(chart.runs) == 1 and span > 1:
-        _line(axes, xs[0], found[0][1].finite, color=group.colour, lw=0.8, alpha=0.4, label="each update")
-        drawn.append((xs[0], found[0][1].finite))
+        _line(axes, xs[0], found[0][1].finite, color=group.line_style.colour, lw=0.8, alpha=0.4, label="each update")
     lines = [running_mean(curve.updates, curve.finite, span) for _, curve in found]
     x, lowest, mean, highest = seeds_band(xs, lines)
     if len(found) > 1:
-        axes.fill_between(x, lowest, highest, color=group.colour, alpha=0.2, lw=0)
+        axes.fill_between(x, lowest, highest, color=group.line_style.colour, alpha=0.2, lw=0)
     label = group.label if len(chart.runs) > 1 else chart.averaged if panel.smoothed else None
-    _line(axes, x, mean, color=group.colour, ls=group.line_style.line, lw=width, label=label)
-    return [*drawn, (x, lowest), (x, highest)]
+    _line(axes, x, mean, color=group.line_style.colour, ls=group.line_style.line, lw=width, label=label)
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **line_style: Any) -> None:
@@ -196,84 +120,60 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **line_style: Any) -> None:
     axes.plot(x, y, marker="." if alone.any() else None, markevery=alone.nonzero()[0].tolist(), **line_style)
 
 
-def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> list[np.ndarray]:
-    """Draws the mean evaluation of a group as markers, at the updates that all runs have. Returns y."""
+def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> None:
+    """Draws the mean evaluation of a group as markers, at the updates that all runs have."""
     found = group.with_tag(panel.evaluation)
-    shared = _shared_updates(found)
-    if not shared:
-        return []
-    x, y = _means_at(chart, found, shared)
-    name = f"{group.name}, held-out prompts" if 1 < len(chart.groups) <= FEW else EVALUATIONS
-    line_style = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
-    axes.plot(x, y, group.line_style.marker, label=name, **line_style)
-    return [y]
+    if found:
+        shared = set.intersection(*(set(curve.updates.tolist()) for _, curve in found))
+        at = [np.isin(curve.updates, list(shared)) for _, curve in found]
+        x = [chart.x_of(*pair)[here] for pair, here in zip(found, at, strict=True)]
+        y = [curve.finite[here] for (_, curve), here in zip(found, at, strict=True)]
+        line_style = {"mfc": "white", "mec": group.line_style.colour, "mew": 1.5, "ms": 6, "ls": "none", "zorder": 3}
+        axes.plot(np.mean(x, 0), np.mean(y, 0), group.line_style.marker, label=EVALUATIONS, **line_style)
 
 
-def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
-    """Draws the KL target of each update, and its band if beta is adapted. Returns the y values that were drawn."""
-    if chart.held is None:
-        if chart.runs[0].targets is None and len(chart.aims) == 1:
-            axes.set_title(f"{panel.title} (beta fixed)")
-        return _draw_targets_of_groups(axes, chart, panel) if chart.same_unit else []
-    lines = defaultdict(list)  # phases of runs can start at different x; otherwise one line is enough
-    for group in chart.groups:
-        for run, curve in group.with_tag(panel.tag):
-            length = {"updates": run.planned, "episodes": run.length_in_episodes, "time": run.algorithm}[chart.x]
-            lines[length if len(chart.held.targets) > 1 else None].append((group, run, curve))
-    drawn = []
-    for found in lines.values():
-        _, run, curve = max(
-            found, key=lambda entry: chart.axis.of(*entry[1:])[-1]
-        )  # the longest line covers the others
-        held = run.targets
-        x = np.append(0, chart.axis.of(run, curve))  # the target holds from the start of the first update
-        nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
-        names = dict.fromkeys(group.name for group, _, _ in found)
-        colour = colour_of("target") if len(lines) == 1 else found[0][0].colour
-        whose = "" if len(lines) == 1 else f"{listed(list(names))}, "
-        of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} x"
-        label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}\n({of})"
-        axes.plot(x, nats, color=colour, lw=1.5, ls="--", drawstyle="steps-pre", label=label, zorder=2.5)
-        drawn.append(nats)
-        if held.horizon is not None:
-            axes.fill_between(x, KL_BAND[0] * nats, KL_BAND[1] * nats, step="pre", color=colour, alpha=0.12, lw=0)
-            drawn += [KL_BAND[0] * nats, KL_BAND[1] * nats]
-    return drawn
-
-
-def _draw_targets_of_groups(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
-    """Draws the KL target of each group as a dotted line of its colour. Returns the y values that were drawn."""
-    drawn, label = [], TARGETS
+def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+    """Draws the KL target of each update: one line with its band if all runs have the same target, and otherwise one
+    dotted line per group. Targets in another unit are not drawn. Returns the edges of the band."""
+    lines, band = [], []
     for group in chart.groups:
         found = [(run, curve) for run, curve in group.with_tag(panel.tag) if run.targets is not None]
-        if found:
-            run, curve = max(found, key=lambda pair: chart.axis.of(*pair)[-1])
-            x = np.append(0, chart.axis.of(run, curve))
-            nats = np.array([run.targets.target_of(int(update)).nats for update in (0, *curve.updates)])
-            axes.plot(x, nats, color=group.colour, lw=1.5, ls=":", drawstyle="steps-pre", label=label, zorder=2.5)
-            drawn.append(nats)
-            label = None  # one entry in the legend
-    return drawn
+        if found and found[0][0].config.kl.targets[0].per == chart.per:
+            run, curve = max(found, key=lambda pair: chart.x_of(*pair)[-1])  # the longest one covers the others
+            x = np.append(0, chart.x_of(run, curve))  # the target holds from the start of the first update
+            nats = [run.targets.target_of(int(update)).nats for update in (0, *curve.updates)]
+            lines.append((x, np.array(nats), group.line_style.colour))
+    aims = {run.aim for run in chart.runs}
+    held = chart.runs[0].targets if len(aims) == 1 else None
+    same = held is not None and (len(held.targets) == 1 or len({(*x, *y) for x, y, _ in lines}) == 1)
+    steps = {"drawstyle": "steps-pre", "zorder": 2.5, "lw": 1.5}
+    if not same:
+        for x, nats, colour in lines:
+            axes.plot(x, nats, color=colour, ls=":", label=TARGETS, **steps)
+    elif lines:
+        x, nats, _ = max(lines, key=lambda line: line[0][-1])
+        of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} x"
+        label = f"KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per} ({of})"
+        axes.plot(x, nats, color=COLOURS["target"], ls="--", label=label, **steps)
+        if held.horizon is not None:
+            band = [bound * nats for bound in KL_BAND]
+            axes.fill_between(x, *band, step="pre", color=COLOURS["target"], alpha=0.12, lw=0)
+    if aims == {"none"}:
+        axes.set_title(f"{panel.title} (beta fixed)")
+    return band
 
 
-def _limit_y(axes: Axes, values: Sequence[tuple[np.ndarray, np.ndarray]], marks: Sequence[np.ndarray]) -> None:
-    """Leaves out a few extreme values if they would flatten all others, and marks each with an arrow at the edge.
-
-    `values` are x and y of the lines; `marks` are y values that must stay visible.
-    """
-    x, y = (np.concatenate([pair[i] for pair in values]) for i in (0, 1))
-    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    kept = [np.quantile(y, [CUT, 1 - CUT]), *(mark[np.isfinite(mark)] for mark in marks)]
-    low, high = np.concatenate(kept).min(), np.concatenate(kept).max()
-    spread = high - low
-    if not 0 < FAR * spread < y.max() - y.min():
-        return
-    low, high = low - 0.3 * spread, high + 0.3 * spread
+def _limit_y(axes: Axes, values: Sequence[np.ndarray]) -> list[str]:
+    """Draws a few extreme values at the edge of the panel if they would flatten all others. Returns a note on them.
+    `values` are the unsmoothed ones of each run, and others that must stay visible."""
+    values = [y[np.isfinite(y)] for y in values if np.isfinite(y).any()]
+    low = min(np.quantile(y, CUT, method="lower") for y in values)
+    high = max(np.quantile(y, 1 - CUT, method="higher") for y in values)
+    lowest, highest, spread = min(y.min() for y in values), max(y.max() for y in values), high - low
+    if not 0 < FAR * spread < highest - lowest:
+        return []
+    low, high = max(lowest, low - 0.3 * spread), min(highest, high + 0.3 * spread)
     axes.set_ylim(low, high)
-    above, below = y > high, y < low
-    for outside, edge, marker in ((above, 1, "^"), (below, 0, "v")):
-        at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
-        axes.plot(x[outside], np.full(outside.sum(), edge), marker, color="black", ms=5, ls="none", **at)
-    reach = [f"up to {y.max():.3g}"] * bool(above.any()) + [f"down to {y.min():.3g}"] * bool(below.any())
-    text = f"arrows: values {' and '.join(reach)}\nare outside the axis"
-    axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+    for line in axes.lines:
+        line.set_ydata(np.clip(line.get_ydata(), low, high))
+    return [f"{lowest:.3g} to {highest:.3g}; extreme values are drawn at the edge"]

@@ -23,7 +23,7 @@ from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.config import config_of_run
 from rlhf.data.prompts import FEW_PROMPTS
-from rlhf.reports.plot_style import as_data_url
+from rlhf.reports.plot_style import as_data_url, group_styles
 from rlhf.reports.report_plots import distributions
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
@@ -206,7 +206,7 @@ def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], 
         versus_rows=versus_rows,
         versus_caption=VERSUS_CAPTION,
         read_them=READ_THEM,
-        picture=as_data_url(distributions(pictured, kinds)),
+        picture=as_data_url(distributions(pictured, [styled.colour for styled in group_styles(kinds)])),
         prompts=report["prompts"],
         everything=report,
     )

@@ -1,15 +1,17 @@
-"""The style of all plots: colours for colour-blind readers, fonts that are legible at half size."""
+"""The style of all pictures: colours for colour-blind readers, and text that is legible at a width of 370 pixels."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
-from itertools import cycle, product
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
 from rlhf.algorithms.table import ALGORITHMS
@@ -21,11 +23,13 @@ COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below":
 ALGORITHM_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<", "p")
 LINES = ("-", "--", ":", "-.")  # of groups, when all colours are used
-DOTS = 150  # per inch: a plot of 8 inches is 1,200 pixels wide and is shown at half that size
+WIDTH = 6.4  # inches. At 370 pixels, 12 points are 9.6 pixels high
+DOTS = 200  # per inch: 1,280 pixels, of which a page shows at most 640
 STYLE = {
     "font.size": 12,
-    "axes.titlesize": 13,
-    "legend.fontsize": 11,
+    "axes.titlesize": 12,
+    "figure.titlesize": 13,
+    "legend.fontsize": 11.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -33,6 +37,8 @@ STYLE = {
     "legend.frameon": False,
     "text.parse_math": False,  # names of folders may contain a dollar sign
 }
+TITLE_WIDTH, LEGEND_WIDTH = 64, 62  # characters in a row of a figure's title, and of its legend
+ROW, HANDLE = 0.21, 6  # height of a row in inches, and width of an entry's line in characters
 
 
 class LineStyle(NamedTuple):
@@ -44,15 +50,13 @@ class LineStyle(NamedTuple):
 
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """Returns the line style of each algorithm, by its position in the table. Algorithms outside the table get the
-    next colours and markers."""
-    positions = enumerate(dict.fromkeys([*ALGORITHMS, *(algorithms := list(algorithms))]))
-    styles = {name: LineStyle(_at(ALGORITHM_COLOURS, i), _at(MARKERS, i)) for i, name in positions}
+    """Returns the line style of each algorithm, by its position in the table, and of "start". Algorithms outside the
+    table get the next colours and markers."""
+    names = dict.fromkeys([*ALGORITHMS, *(algorithms := list(algorithms))])
+    names.pop("start", None)
+    styles = dict(zip(names, map(LineStyle, cycle(ALGORITHM_COLOURS), cycle(MARKERS)), strict=False))
+    styles["start"] = LineStyle(COLOURS["start"], "D")
     return {name: styles[name] for name in algorithms}
-
-
-def _at(values: Sequence[str], position: int) -> str:
-    return values[position % len(values)]
 
 
 def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
@@ -62,24 +66,19 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     group has, and when these are used up, all colours again with dashed lines.
     """
     first = line_styles_of(algorithms)
-    known = [line_style.colour for line_style in first.values()]
-    colours = [*known, *spare_colours(), *ALGORITHM_COLOURS]
-    pairs = [(colour, line) for line, colour in product(LINES, dict.fromkeys(colours))][len(known) :]
-    known = [line_style.marker for line_style in first.values()]
-    markers = [m for m in MARKERS if m not in known] or known
-    further, styles = zip(cycle(pairs), cycle(markers), strict=False), []
-    for number, algorithm in enumerate(algorithms):
-        if algorithm not in algorithms[:number]:
-            styles.append(first[algorithm])
+    known = list(first.values())
+    spare = ALGORITHM_COLOURS[len(ALGORITHMS) :]
+    colours = dict.fromkeys([*(style.colour for style in known), *spare, *ALGORITHM_COLOURS])
+    markers = dict.fromkeys([*(style.marker for style in known), *MARKERS])
+    further = islice(zip(cycle(product(LINES, colours)), cycle(markers), strict=False), len(known), None)
+    styles = []
+    for algorithm in algorithms:
+        if algorithm in first:
+            styles.append(first.pop(algorithm))
         else:
-            (colour, line), marker = next(further)
+            (line, colour), marker = next(further)
             styles.append(LineStyle(colour, marker, line))
     return styles
-
-
-def spare_colours() -> Sequence[str]:
-    """Returns the colours that no algorithm in the table uses."""
-    return ALGORITHM_COLOURS[len(ALGORITHMS) :]
 
 
 def colour_of(kind: str) -> str:
@@ -100,6 +99,22 @@ def new_figure(width: float, height: float) -> Figure:
 def style() -> rc_context:
     """Returns the context manager for creating and drawing axes."""
     return rc_context(STYLE)
+
+
+def finish(figure: Figure, title: str, neutral: Mapping[str, Artist] = {}) -> None:
+    """Writes the title above the axes and one legend below them, with wrapped lines, and makes the figure higher by
+    their rows. `neutral` are handles of labels that stand for several artists."""
+    entries: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, neutral.get(label, handle))
+    title = "\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.split("\n"))
+    texts = [textwrap.fill(label, LEGEND_WIDTH) for label in entries]
+    columns = max(1, (LEGEND_WIDTH + HANDLE) // (max(map(len, entries), default=1) + HANDLE))
+    rows = sum(text.count("\n") + 1 for text in texts) / min(columns, max(1, len(texts)))
+    figure.set_figheight(figure.get_figheight() + ROW * (rows + title.count("\n") + 2))
+    figure.legend(list(entries.values()), texts, loc="outside lower center", ncols=columns)
+    figure.suptitle(title)
 
 
 def save_picture(figure: Figure, file: Path) -> None:

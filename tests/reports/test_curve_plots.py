@@ -24,7 +24,7 @@ from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
 EVALUATION = "evaluation on held-out prompts"
-TARGET = "KL target 3/sequence\n(band: 0.5 to 1.5 x)"
+TARGET = "KL target 3/sequence (band: 0.5 to 1.5 x)"
 
 
 def panels(*runs: Path, x="updates", smooth=1) -> list:
@@ -42,10 +42,6 @@ def points(axes, label: str) -> list[tuple[float, float]]:
 
 def legend(figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def panel_text(axes) -> str:
-    return " | ".join(text.get_text() for text in axes.texts)
 
 
 # one run
@@ -87,7 +83,7 @@ def test_phased_targets_per_token_are_drawn_as_steps(logged_run):
     phased = {"kl_schedule": "phased", "kl_target": ["0.05/token", "0.02/token", "0.01/token"]}
     kl = panels(logged_run("run", 6, curves, **phased), x="episodes")[3]
     assert kl.get_ylabel() == "nats/token" and points(kl, "each update")[0] == (64, 1 / 32)
-    target = line(kl, "KL target 0.05, 0.02, 0.01/token\n(band: 0.5 to 1.5 x)")
+    target = line(kl, "KL target 0.05, 0.02, 0.01/token (band: 0.5 to 1.5 x)")
     assert target.get_drawstyle() == "steps-pre"  # a value holds from the previous update up to its own update
     assert target.get_xdata().tolist() == [64 * u for u in range(7)]
     assert target.get_ydata().tolist() == [0.05, 0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
@@ -96,11 +92,24 @@ def test_phased_targets_per_token_are_drawn_as_steps(logged_run):
 # missing and unusual values
 
 
-def test_panel_reports_a_scalar_that_was_not_logged(logged_run):
-    axes = panels(logged_run("run", 3, {"loss": [1.0, 2.0, 3.0]}))
-    assert panel_text(axes[0]) == ""
-    for panel, tag in zip(axes[1:], ("learning_rate", "rewards/mean", "kl_divergence"), strict=True):
-        assert panel_text(panel) == f"{tag}\nwas not logged" and not panel.lines
+def test_panel_reports_runs_that_did_not_log_its_scalar(logged_run):
+    runs = [logged_run("a", 3, {"loss": [1.0, 2.0, 3.0]}), logged_run("b", 3, algorithm="grpo")]
+    one, two = panels(runs[0]), panels(*runs)
+    assert [axes.get_title() for axes in one] == [
+        "Loss", *(f"{name}\nnot logged by PPO" for name in ("Learning rate", "Mean reward", "KL to the start model")),
+    ]  # fmt: skip
+    assert [len(axes.lines) for axes in one] == [1, 0, 0, 0]
+    assert two[2].get_title() == "Mean reward\nnot logged by PPO" and len(two[2].lines) == 1
+
+
+def test_extreme_value_is_drawn_at_the_edge(logged_run):
+    """0, 0.1, ..., 9.8, and 1e6. Without 2% at each end 0.1 to 9.8 remain. The axis has 30% more."""
+    values = [*np.arange(99) / 10, 1e6]
+    reward = panels(logged_run("run", 100, {"rewards/mean": values}), smooth=10)[2]
+    assert reward.get_title() == "Mean reward\n0 to 1e+06; extreme values are drawn at the edge"
+    assert reward.get_ylim()[1] == pytest.approx(9.8 + 0.3 * 9.7)
+    for found in reward.lines:
+        assert found.get_ydata()[-1] == reward.get_ylim()[1] and found.get_ydata()[-2] < 9.9
 
 
 def test_non_finite_values_are_gaps(logged_run):
@@ -109,7 +118,7 @@ def test_non_finite_values_are_gaps(logged_run):
     for label in ("each update", "mean of the last 2 updates"):
         assert np.isnan(line(loss, label).get_ydata()).tolist() == [False, True, False, True, False, False]
         assert line(loss, label).get_markevery() == [0, 2], "a single value between gaps is drawn as a dot"
-    assert "no value of loss\nis finite" in panel_text(panels(logged_run("none", 2, {"loss": [math.nan] * 2}))[0])
+    assert panels(logged_run("none", 2, {"loss": [math.nan] * 2}))[0].get_title() == "Loss\nno value of loss is finite"
 
 
 # several runs
@@ -122,7 +131,7 @@ def test_group_has_a_mean_and_a_band_up_to_its_shortest_run(logged_run):
         logged_run("c", 3, {"loss": [5.0, 2, 1]}, seed=3),
     ]
     loss = panels(*runs)[0]
-    assert points(loss, "PPO, mean of 3 seeds") == [(1, 3), (2, 2), (3, 3)]
+    assert points(loss, "PPO, mean of 3 runs") == [(1, 3), (2, 2), (3, 3)]
     vertices = {tuple(v) for v in loss.collections[0].get_paths()[0].vertices.tolist()}
     assert vertices == {(1, 1), (1, 5), (2, 2), (3, 1), (3, 5)}
 
@@ -130,17 +139,18 @@ def test_group_has_a_mean_and_a_band_up_to_its_shortest_run(logged_run):
 def test_ppo_and_grpo_have_separate_colours_and_names(logged_run):
     runs = [logged_run(f"{a}{s}", algorithm=a, seed=s, evaluations={0: s}) for a in ("grpo", "ppo") for s in (1, 2)]
     figure = draw(Chart(read_runs(runs), "updates", 10))
-    names = {a: f"{a.upper()}, mean of 2 seeds" for a in ("ppo", "grpo")}
+    names = {a: f"{a.upper()}, mean of 2 runs" for a in ("ppo", "grpo")}
     for axes in figure.axes:
         assert {a: line(axes, n).get_color() for a, n in names.items()} == {a: colour_of(a) for a in names}
         assert {tuple(c.get_facecolor()[0]) for c in axes.collections} >= {to_rgba(colour_of(a), 0.2) for a in names}
-    assert points(figure.axes[2], "GRPO, held-out prompts") == [(0, 1.5)]
-    assert legend(figure) == [
-        names["ppo"], "PPO, held-out prompts", names["grpo"], "GRPO, held-out prompts", TARGET,
+    evaluated = [found for found in figure.axes[2].lines if found.get_label() == EVALUATION]
+    assert [(f.get_markeredgecolor(), f.get_xydata().tolist()) for f in evaluated] == [
+        (colour_of(a), [[0, 1.5]]) for a in ("ppo", "grpo")
     ]  # fmt: skip
+    assert legend(figure) == [names["ppo"], names["grpo"], EVALUATION, TARGET]
     lines = "lines: mean of the last 10 updates; bands: lowest to highest run"
     assert figure.get_suptitle() == f"PPO and GRPO, recipe demo\n{lines}"
-    assert "not comparable" in figure.axes[0].get_title()
+    assert "not comparable" in figure.axes[0].get_title() and "not comparable" not in figure.axes[2].get_title()
 
 
 def test_mean_over_time_uses_values_at_the_same_time(logged_run):
@@ -163,7 +173,7 @@ def test_settings_of_one_algorithm_are_separate_lines_with_their_names(logged_ru
     figure = draw(Chart(read_runs(runs), "updates", 1))
     names = [
         f"PPO kl_target {target}/sequence, learning_rate {rate}, {of}"
-        for target, rate, of in ((3, "0.0003", "mean of 2 seeds"), (3, "0.01", "seed 42"), (6, "0.01", "seed 42"))
+        for target, rate, of in ((3, "0.0003", "mean of 2 runs"), (3, "0.01", "seed 42"), (6, "0.01", "seed 42"))
     ]
     lines = [line(figure.axes[0], name) for name in names]
     assert len({found.get_color() for found in lines}) == 3 and lines[0].get_color() == colour_of("ppo")
@@ -172,7 +182,8 @@ def test_settings_of_one_algorithm_are_separate_lines_with_their_names(logged_ru
     assert [(t.get_color(), t.get_ydata()[0]) for t in targets] == [
         (found.get_color(), nats) for found, nats in zip(lines, (3, 3, 6), strict=True)
     ]
-    assert "dotted: KL target of a group" in legend(figure) and set(names) < set(legend(figure))
+    shown = [text.replace("\n", " ") for text in legend(figure)]
+    assert "dotted: KL target of a group" in shown and set(names) < set(shown)
 
 
 def test_labels_are_the_names_in_legend_table_and_output(logged_run, tmp_path, capsys):
@@ -185,6 +196,31 @@ def test_labels_are_the_names_in_legend_table_and_output(logged_run, tmp_path, c
         }  # fmt: skip
     with pytest.raises(UserError, match=r"3 label\(s\) for 2 group\(s\) of runs: --label x y z\. .*GRPO .*; PPO "):
         run_script(capsys, *runs, "--label", "x", "y", "z")
+
+
+# other judges
+
+
+def test_gold_quality_and_evaluation_functions_have_a_panel_each(logged_run):
+    curves = {"loss": [1.0, 2.0], "eval/gold": [0.25, 0.5], "eval/right": [0.5, 1.0], "eval/right/low": [0.0, 0.0]}
+    runs = [logged_run("a", 2, curves), logged_run("b", 2, {**curves, "eval/gold": [0.75, 1.0]}, seed=2)]
+    axes = panels(*runs, smooth=10)
+    assert [panel.get_title() for panel in axes[3:-1]] == [
+        "Gold quality on held-out prompts",
+        "right on held-out prompts",
+    ]
+    assert points(axes[3], "PPO, mean of 2 runs") == points(axes[3], EVALUATION) == [(1, 0.5), (2, 0.75)]
+
+
+@pytest.mark.parametrize("label", ["a long label of a group " * 6, "without_any_space_" * 9])
+def test_long_labels_fit_into_the_figure(logged_run, label):
+    runs = read_runs([logged_run("a"), logged_run("b", algorithm="grpo")])
+    figure = draw(Chart(runs, "updates", 10, [label, "b"]))
+    figure.draw_without_rendering()
+    boxes = [found.get_window_extent() for found in (figure.legends[0], *figure.axes, *figure.texts)]
+    assert min(box.x0 for box in boxes) >= 0 and max(box.x1 for box in boxes) <= figure.bbox.width
+    assert min(axes.get_tightbbox().y0 for axes in figure.axes) > boxes[0].y1 and boxes[0].y0 >= 0
+    assert all(axes.get_window_extent().height > 0.8 * figure.dpi for axes in figure.axes)
 
 
 # the script
@@ -203,7 +239,7 @@ def test_script_without_arguments_plots_the_latest_run(logged_run, tmp_path, mon
         facts.write_text(json.dumps({**json.loads(facts.read_text()), "started": f"2026-01-01T0{hour}:00:00"}))
     output = run_script(capsys)
     assert "new  20 of 20 updates, loss 15.5" in output and "old" not in output
-    assert "wrote training_progress.png (four panels over updates) and training_progress.csv (21 rows)" in output
+    assert "wrote training_progress.png (4 panels over updates) and training_progress.csv (21 rows)" in output
     height, width, _ = imread("training_progress.png").shape
     assert width >= 1200 and height >= 1000
     with open("training_progress.csv", newline="", encoding="utf-8") as file:
@@ -228,7 +264,8 @@ def test_script_reports_updates_and_target_of_each_run(logged_run, tmp_path, cap
     assert output.count("20 of 20 updates") == 2 and output.count("15 of 15 updates") == 1
     assert output.count("KL target 3/sequence") == 2 and output.count("/token") == 1
     kl = panels(*runs)[3]
-    assert kl.get_ylabel() == "nats/sequence" and not any("target" in f.get_label() for f in kl.lines)
+    assert kl.get_ylabel() == "nats/sequence"
+    assert [f.get_color() for f in kl.lines if f.get_linestyle() == ":"] == [colour_of("ppo")], "not that per token"
 
 
 def test_script_reports_incomplete_files_and_non_finite_values(logged_run, tmp_path, capsys):

@@ -9,8 +9,7 @@ from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart, title
 from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import COLOURS, group_styles, line_styles_of
-from rlhf.reports.report_plots import colours_of
-from tests.reports.test_curve_plots import legend, line
+from tests.reports.test_curve_plots import EVALUATION, legend, line
 
 
 def with_algorithm(run, algorithm: str):
@@ -32,8 +31,8 @@ def test_three_algorithms_are_drawn_and_labelled(logged_run):
         assert len({found.get_color() for found in drawn}) == 3
     widths = [line(figure.axes[1], name).get_linewidth() for name in names]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3, "the learning rates overlap"
-    markers = [line(figure.axes[2], f"{name}, held-out prompts").get_marker() for name in ("PPO", "GRPO", "TOY")]
-    assert len(set(markers)) == 3 and len(legend(figure)) == 7
+    markers = [found.get_marker() for found in figure.axes[2].lines if found.get_label() == EVALUATION]
+    assert len(set(markers)) == 3 and len(legend(figure)) == 5
     assert figure.get_suptitle().startswith("PPO, GRPO and TOY, recipe demo\n")
 
 
@@ -55,8 +54,8 @@ def test_unregistered_algorithms_have_distinct_styles():
         == len(line_styles)
     )
     assert line_styles_of(ALGORITHMS) == {name: line_styles[name] for name in ALGORITHMS}
-    colours = colours_of(["start", *ALGORITHMS, "a", "ppo"])
-    assert len(set(colours)) == len(colours)
+    colours = [found.colour for found in group_styles(["start", *ALGORITHMS, "a", "ppo"])]
+    assert len(set(colours)) == len(colours) and colours[0] == COLOURS["start"]
 
 
 def test_groups_of_one_algorithm_have_distinct_styles():

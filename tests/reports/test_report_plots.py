@@ -1,0 +1,205 @@
+"""Tests the pictures of the pages: contrasts, score over KL with what is possible, histograms, colours."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+import rlhf.utils
+from rlhf.analysis.curves import read_runs
+from rlhf.reports.plot_style import COLOURS, WIDTH, colour_of
+from rlhf.reports.report_plots import distributions, forest, score_against_kl
+from tests.reports.test_curve_plots import legend, line, points
+
+STYLE = (Path(rlhf.utils.__file__).parent / "templates" / "base.html").read_text(encoding="utf-8")
+LIMIT = {"kl": [0.0, 4.0, 8.0], "score": [0.0, 4.0, 8.0], "low": [0.0, 3.0, 7.0], "high": [0.0, 5.0, 9.0],
+         "exact": True, "samples": 64}  # fmt: skip
+BEST_OF = {"n": [1, 2, 3, 4, 64], "kl": [0.0, 0.2, 0.4, 0.6, 3.2], "exact": False,
+           "measures": {"scores": [0.0, 1.0, 1.5, 2.0, 3.0]}}  # fmt: skip
+
+
+def contrast(name: str, measure="scores", value=1.0, low=0.5, high=1.5, visible=0.25) -> dict:
+    difference = {"value": value, "low": low, "high": high}
+    return {"name": name, "measure": measure, "difference": difference, "win_rate": {}, "over": "prompts",
+            "level": 0.983, "power": {"visible": visible, "seeds": 3, "first_wins": 0.9}}  # fmt: skip
+
+
+def evaluated_run(logged_run, name: str, kl, score, more=None, **facts) -> Path:
+    """Writes a run with evaluations after update 1, 2, and so on."""
+    curves = {"eval/kl_divergence": kl, "eval/score": score, **(more or {})}
+    return logged_run(name, len(kl), curves, **facts)
+
+
+# contrasts
+
+
+def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
+    contrasts = [contrast("A - B"), contrast("A - C", value=2.0, low=1.0, high=4.0), contrast("A - B", "judged/x"),
+                 contrast("A - B", "judged")]  # fmt: skip
+    figure = forest(contrasts, {"judged": "exact match"})
+    judge, score, other = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["exact match", "score", "x"]
+    assert [label.get_text() for label in judge.get_yticklabels()] == ["A - B", "A - C"]
+    first, second = judge.get_yticks()
+    assert first > second
+    assert [f.get_xydata().tolist() for f in score.lines if f.get_marker() == "o"] == [[[1, first]], [[2, second]]]
+    assert [c.get_segments()[0].tolist() for c in score.collections] == [
+        [[0.5, first], [1.5, first]], [[1, second], [4, second]],
+    ]  # fmt: skip
+    assert score.lines[0].get_xdata() == [0, 0] and len(other.patches) == 1
+    assert sorted(legend(figure), key=len) == [
+        "difference",
+        "98.3% interval",
+        "smallest visible difference (80% power)",
+    ]
+
+
+def test_forest_shades_the_smallest_visible_difference_of_each_row():
+    [axes] = forest([contrast("A - B"), contrast("A - C", visible=None), contrast("B - C", visible=2.0)]).axes
+    assert [(band.get_x(), band.get_width()) for band in axes.patches] == [(-0.25, 0.5), (-2, 4)]
+    rows = axes.get_yticks()
+    middles = [band.get_y() + band.get_height() / 2 for band in axes.patches]
+    assert middles == pytest.approx([rows[0], rows[2]])
+
+
+def test_forest_draws_what_is_known():
+    """A difference may have no interval, or no value."""
+    unknown = contrast("A - C", value=None, low=None, high=None, visible=None)
+    [axes] = forest([contrast("A - B", low=None, high=None, visible=None), unknown]).axes
+    assert len(axes.collections) == 0 and [f.get_xdata() for f in axes.lines if f.get_marker() == "o"] == [[1.0]]
+    assert [text.get_text() for text in axes.texts] == [" no value"]
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_rows_of_a_forest_have_space_for_their_labels(count):
+    figure = forest([contrast(f"group {i} with a long name - another group with a long name") for i in range(count)])
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert all(above.y0 > below.y1 for above, below in pairwise(boxes))
+    assert min(box.x0 for box in boxes) >= 0 and figure.get_figwidth() == WIDTH
+    assert figure.axes[0].get_tightbbox().y0 > figure.legends[0].get_window_extent().y1
+
+
+# score over KL
+
+
+def test_runs_and_the_mean_of_their_group_are_drawn_over_kl(logged_run):
+    runs = [
+        evaluated_run(logged_run, "a", [0.0, 1.0], [0.0, 2.0], seed=1),
+        evaluated_run(logged_run, "b", [0.0, 3.0], [1.0, 4.0], seed=2),
+    ]
+    figure = score_against_kl(read_runs(runs))
+    [axes] = figure.axes
+    assert points(axes, "PPO") == [(0, 0.5), (2, 3)]
+    thin = [f.get_xydata().tolist() for f in axes.lines if f.get_linewidth() < 1 and f.get_color() == colour_of("ppo")]
+    assert thin == [[[0, 0], [1, 2]], [[0, 1], [3, 4]]]
+    assert axes.get_xlim()[1] == pytest.approx(1.15 * 3)
+    assert legend(figure) == ["start model", "PPO"]
+
+
+def test_limit_and_best_of_n_end_with_the_axis(logged_run):
+    run = evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0])
+    [axes] = score_against_kl(read_runs([run]), limit=LIMIT, best_of=BEST_OF).axes
+    end = 1.15 * 2
+    assert points(axes, "limit (exact, 64 samples per prompt)") == [(0, 0), (end, end)]
+    band = {tuple(vertex) for vertex in axes.collections[0].get_paths()[0].vertices.round(6).tolist()}
+    assert band >= {(end, round(0.75 * end, 6)), (end, round(1.25 * end, 6))}
+    assert points(axes, "best-of-n, with n (KL at most)") == [(0, 0), (0.2, 1), (0.4, 1.5), (0.6, 2)]
+    assert [(text.get_text(), *text.xy) for text in axes.texts] == [("2", 0.2, 1), ("4", 0.6, 2)]
+
+
+def test_labels_of_best_of_n_are_apart(logged_run):
+    """At 16 nats, 2 and 4 are too near to each other."""
+    run = evaluated_run(logged_run, "a", [0.0, 16.0], [0.0, 1.0])
+    [axes] = score_against_kl(read_runs([run]), best_of=BEST_OF | {"exact": True}).axes
+    assert [text.get_text() for text in axes.texts] == ["2", "64"]
+    assert "best-of-n, with n" in {found.get_label() for found in axes.lines}
+
+
+def test_arms_without_a_curve_are_points(logged_run):
+    ends = [{"name": "DPO", "kl": 1.0, "score": 2.0}, {"name": "DPO", "kl": 2.0, "score": 3.0},
+            {"name": "SFT", "kl": 0.5, "score": 1.0}]  # fmt: skip
+    figure = score_against_kl([], limit=LIMIT, ends=ends)
+    found = [(f.get_label(), *f.get_xydata()[0]) for f in figure.axes[0].lines[1:]]
+    assert found == [("DPO", 1, 2), ("DPO", 2, 3), ("SFT", 0.5, 1)]
+    assert len({f.get_marker() for f in figure.axes[0].lines[1:]}) == 2
+    assert figure.axes[0].get_xlim()[1] == pytest.approx(2.3)
+
+
+def test_far_evaluation_is_drawn_at_the_edge(logged_run):
+    kl = [*(i / 10 for i in range(20)), 500.0]
+    figure = score_against_kl(read_runs([evaluated_run(logged_run, "a", kl, [1.0] * 21)]))
+    assert figure.axes[0].get_xlim()[1] == line(figure.axes[0], "PPO").get_xdata()[-1] == pytest.approx(1.15 * 1.9)
+    assert "KL up to 500" in figure.get_suptitle()
+
+
+def test_gold_quality_has_a_panel_over_kl(logged_run):
+    figure = score_against_kl(
+        read_runs([evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0], {"eval/gold": [0.25, 0.75]})])
+    )
+    assert [axes.get_ylabel() for axes in figure.axes] == ["score", "Gold quality on held-out prompts"]
+    assert points(figure.axes[1], "PPO") == [(0, 0.25), (2, 0.75)]
+
+
+def test_runs_without_evaluations_are_named(logged_run):
+    figure = score_against_kl(read_runs([logged_run("a"), logged_run("b", algorithm="grpo")]))
+    assert "no evaluation was logged by PPO and GRPO" in figure.get_suptitle().replace("\n", " ")
+
+
+# histograms
+
+
+def test_histograms_have_equal_numbers_of_integers_per_bin():
+    """Lengths from 1 to 48 in 24 bins of two, and a model whose completions have no score."""
+    lengths = np.arange(1, 49).reshape(24, 2)
+    models = [SimpleNamespace(label=name, scores=scores, lengths=lengths)
+              for name, scores in (("start model", lengths / 2), ("PPO", np.full((24, 2), np.nan)))]  # fmt: skip
+    figure = distributions(models, [COLOURS["start"], colour_of("ppo")])
+    shares, edges, _ = figure.axes[1].patches[0].get_data()
+    assert np.diff(edges).tolist() == [2] * 24 and shares.tolist() == [1 / 24] * 24
+    assert len(figure.axes[0].lines) == 1 and len(figure.axes[1].lines) == 2
+    assert legend(figure) == ["start model", "PPO"]
+
+
+# the page's colours
+
+
+def luminance(colour: str) -> float:
+    """Returns the relative luminance (WCAG 2.2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ratio(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_has_a_contrast_of_4_5_in_both_schemes():
+    assert ratio("#ffffff", "#000000") == pytest.approx(21) and ratio("#ffffff", "#767676") == pytest.approx(
+        4.54, abs=0.01
+    )
+    schemes = [dict(re.findall(r"--(\w+): (#\w{6});", block)) for block in re.findall(r":root {(.*?)}", STYLE, re.S)]
+    assert len(schemes) == 2 and schemes[0].keys() == schemes[1].keys()
+    for scheme in schemes:
+        behind = [scheme[name] for name in ("paper", "soft", "alarming", "best", "worst")]
+        assert min(ratio(scheme["ink"], colour) for colour in behind) >= 4.5
+        assert min(ratio(scheme["dim"], colour) for colour in behind[:3]) >= 4.5
+    rules = re.sub(r":root {.*?}", "", STYLE, flags=re.S)
+    assert set(re.findall(r"#[0-9a-fA-F]{3,6}\b", rules)) == {schemes[0]["ink"]}, "other colours are variables"
+
+
+def test_colours_are_distinct_on_white_and_on_an_inverted_picture():
+    """The dark scheme inverts pictures and turns the hue by 180 degrees (W3C filter effects, hue-rotate)."""
+    turn = np.array([[-0.574, 1.430, 0.144], [0.426, 0.430, 0.144], [0.426, 1.430, -0.856]])
+    colours = np.array([to_rgb(COLOURS[name]) for name in ("start", "target", "above", "below")])
+    inverted = np.clip((1 - colours) @ turn.T, 0, 1)
+    for found, paper in ((colours, (1, 1, 1)), (inverted, (0, 0, 0))):
+        apart = np.linalg.norm(found[:, None] - np.array([*found, paper])[None], axis=2)
+        assert apart[apart > 0].min() > 0.25 and (apart == 0).sum() == len(found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from itertools import compress
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings, without_score
 from rlhf.analysis.compared_runs import groups_of
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.equal_budget import EvalPoint, at_equal
+from rlhf.analysis.equal_budget import EvalPoint, at_equal, result_over
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import ALL_PAIRS, differing_settings, in_one_spelling, short_label, short_pair, unread
 from rlhf.analysis.models import ModelRef, episodes_of
@@ -88,33 +88,46 @@ def make_comparison(
 
 
 def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
-    """Returns one line per equal budget with the difference of each pair. `judge` is the judge that decides."""
+    """Returns one line per kind of equal budget with the differences of each pair; equal KL is one kind, with one
+    result of a pair over all KLs (`equal_kl_result`). `judge` is the judge that decides."""
     if not rows:
         return ["a run has no stored evaluations, so there is no comparison at equal training time"]
     lines = []
-    for row in rows:
+    for kind, of_kind in groupby(rows, key=lambda row: row["kind"]):
+        row, *more = of_kind
+        kls = ", ".join(f"{one['number']:.3g}" for one in (row, *more) if one["sides"] and kind == "kl")
+        budget = f"equal KL ({kls} nats/sequence)" if kls else row["budget"]
         found = [pair for pair in row["differences"] if "missing" not in pair]
         if found:
             unrated = judge is not None and found[0]["by"] == "score"
             why = f"; {judge} may need columns of these prompts, which --prompts replaces" if unrated else ""
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
+            pairs = zip(*(one["differences"] for one in (row, *more)), strict=True)
             lines.append(
-                f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
+                f"at {budget}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
                 f"{samples_in_words(row)} each{why}){level}: "
-                f"{'; '.join(_pair_in_words(pair, row['sides']) for pair in row['differences'])}"
+                f"{'; '.join(_pair_in_words(pair, row['sides'], kind) for pair in pairs)}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
-            lines.append(f"no comparison at {row['budget']}: {'; '.join(reasons)}")
+            lines.append(f"no comparison at {budget}: {'; '.join(reasons)}")
     return lines
 
 
-def _pair_in_words(pair: dict[str, Any], groups: Collection[str]) -> str:
-    name = short_pair(pair["name"], groups)
-    if "missing" in pair:
-        return f"{name} not compared ({pair['missing']})"
-    significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
-    return f"{name} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
+def _pair_in_words(at: Sequence[dict[str, Any]], groups: Collection[str], kind: str) -> str:
+    """Returns the differences of one pair at the budgets of one kind, and their result."""
+    full = at[0]["name"]
+    name, result = short_pair(full, groups), result_over(at)
+    if missing := [pair["missing"] for pair in at if "missing" in pair]:
+        return f"{name} not compared ({missing[0]})"
+    if kind == "kl":
+        one = next(group for group in groups if full.removeprefix(f"{group} - ") in groups)
+        better, worse = f"{one} is better", f"{full.removeprefix(f'{one} - ')} is better"
+        results = {"better": better, "worse": worse, "mixed": "which is better depends on the KL"}
+        result = results.get(result, "no significant difference")
+    else:
+        result = "significant" if result in ("better", "worse") else "not significant"
+    return f"{name} = {', '.join(interval_of(pair) for pair in at)}{':' if kind == 'kl' else ','} {result}"
 
 
 def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:

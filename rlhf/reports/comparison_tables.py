@@ -184,8 +184,8 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
                 rows.append([f"{row['budget']}: {short_pair(found['name'], row['sides'])}", *cells, "", ""])
     caption = (
-        "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
-        f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"
+        "At equal budgets: the last evaluation during training within the budget, or interpolated at equal KL (the "
+        f"run's own evaluation prompts, not those above; {samples_in_words(report['at_equal'][0])} per prompt)"
     )
     columns = ["", "score", "judge", "KL (nats/sequence)", "after update (mean)"]
     return {"caption": caption, "columns": columns, "rows": rows}

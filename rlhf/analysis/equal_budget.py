@@ -1,4 +1,4 @@
-"""Compares runs at equal episodes and at equal training time, with the evaluations made during training."""
+"""Compares runs at equal episodes, equal training time and equal KL, with the evaluations made during training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.statistics import FEW_SCORED, level_of_each, over_seeds_if_any, paired, per_prompt, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
+
+FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class EvalPoint:
         return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows])
 
     @property
+    def kl(self) -> np.ndarray:
+        return np.array([row["kl"] for row in self.rows])
+
+    @property
     def samples(self) -> int:
         """The number of completions per prompt."""
         same = (row["prompt"] == self.rows[0]["prompt"] for row in self.rows)
@@ -42,7 +49,7 @@ class EvalPoint:
         return [row["prompt"] for row in self.rows[:: self.samples]]
 
     def by_prompt(self, measure: str) -> np.ndarray:
-        """Returns the mean of "scores" or "judged" for each prompt (P,)."""
+        """Returns the mean of "scores", "judged" or "kl" for each prompt (P,)."""
         return per_prompt(getattr(self, measure).reshape(-1, self.samples))
 
 
@@ -70,81 +77,175 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
     return found
 
 
-Rate = Callable[
-    [Sequence[dict[str, Any]]], np.ndarray | None
-]  # rows -> a judge's ratings; None if it cannot rate them
+Rate = Callable[[Sequence[dict[str, Any]]], np.ndarray | None]  # rows -> a judge's ratings; None: it cannot rate them
+Runs = dict[str, list[list[EvalPoint]]]  # group -> run -> evaluations
+Mix = list[tuple[float, EvalPoint]]  # a run at a budget: evaluations with weights, whose sum is 1
+Groups = dict[str, list[Mix]]  # group -> run
 
 
-def rated(inside: dict[str, list[EvalPoint]], rate: Rate | None) -> dict[str, list[EvalPoint]]:
-    """Returns the evaluation points with the judge's ratings; without ratings if it cannot rate all of them."""
-    points = [point for group in inside.values() for point in group]
-    ratings = [] if rate is None else [rate(point.rows) for point in points]
-    if not ratings or any(found is None for found in ratings):
-        return inside
-    judged = iter(ratings)
-    return {name: [replace(point, judged=next(judged)) for point in group] for name, group in inside.items()}
+def rated(budgets: Sequence[Groups], rate: Rate | None) -> list[Groups]:
+    """Returns the evaluations with the judge's ratings; without ratings if it cannot rate all of them."""
+    runs = [run for groups in budgets for group in groups.values() for run in group]
+    points = {id(point): point for run in runs for _, point in run}
+    ratings = {key: rate(point.rows) for key, point in points.items()} if rate else {}
+    if not ratings or any(found is None for found in ratings.values()):
+        return list(budgets)
+    judged = {key: replace(point, judged=ratings[key]) for key, point in points.items()}
+    return [
+        {name: [[(weight, judged[id(point)]) for weight, point in run] for run in group] for name, group in of.items()}
+        for of in budgets
+    ]
 
 
-def at_equal(eval_points: dict[str, list[list[EvalPoint]]], rate: Rate | None, seed: int) -> list[dict[str, Any]]:
-    """Returns one row at equal episodes and one at equal time: the last evaluation of each run within that budget, and
-    the difference of each compared pair of groups (`compared_pairs`).
+def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, Any]]:
+    """Returns one row at equal episodes, one at equal time and one for each KL of `common_kls`, with the difference of
+    each compared pair of groups (`compared_pairs`). The intervals at all KLs hold together.
 
-    `eval_points` maps a group's name to the evaluations of its runs. `rate` returns the judge's ratings; None: there
-    is no judge. The budget is the smallest that a run reached. The list is empty if a run has no evaluations.
+    At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
+    equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. The list is empty
+    if a run has no evaluations.
     """
-    every = [run for group in eval_points.values() for run in group]
-    if not all(every):
+    if not all(run for group in eval_points.values() for run in group):
         return []
+    budgets, missing = _budgets(eval_points)
+    pairs, kls = compared_pairs(list(eval_points)), sum(budget["kind"] == "kl" for budget, _ in budgets)
     rows = []
-    for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
-        most = min(getattr(run[-1], of) for run in every)
-        last = {
-            name: [[eval_point for eval_point in run if getattr(eval_point, of) <= most][-1] for run in group]
-            for name, group in eval_points.items()
-        }
-        inside = rated(last, rate)
-        pairs = compared_pairs(list(inside))
-        level = level_of_each(len(pairs))
-        rows.append(
-            {
-                "budget": show(most),
-                "completions": sorted({point.samples for group in inside.values() for point in group}),
-                "sides": {name: _summary(found) for name, found in inside.items()},
-                "differences": [_difference({name: inside[name] for name in pair}, seed, level) for pair in pairs],
-            }
-        )
+    for (budget, _), groups in zip(budgets, rated([groups for _, groups in budgets], rate), strict=True):
+        level = level_of_each(len(pairs) * (kls if budget["kind"] == "kl" else 1))
+        samples = {point.samples for group in groups.values() for run in group for _, point in run}
+        sides = {name: _summary(group) for name, group in groups.items()}
+        found = [_difference({name: groups[name] for name in pair}, seed, level) for pair in pairs]
+        rows.append({**budget, "completions": sorted(samples), "sides": sides, "differences": found})
+    if missing:
+        found = [{"name": " - ".join(pair), "missing": missing} for pair in pairs]
+        row = {"kind": "kl", "number": None, "budget": "equal KL", "completions": [], "sides": {}}
+        rows.append({**row, "differences": found})
     return rows
 
 
-def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
+def _budgets(eval_points: Runs) -> tuple[list[tuple[dict[str, Any], Groups]], str]:
+    """Returns each budget with the groups at it, and the reason if there is no equal KL."""
+    found = []
+    for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
+        most = min(getattr(run[-1], of) for group in eval_points.values() for run in group)
+        last = {
+            name: [[(1.0, [point for point in run if getattr(point, of) <= most][-1])] for run in group]
+            for name, group in eval_points.items()
+        }
+        found.append(({"kind": of, "number": most, "budget": show(most)}, last))
+    kls, missing = common_kls(eval_points)
+    for kl in kls:
+        mixed = {name: [at_kl(run, kl) for run in group] for name, group in eval_points.items()}
+        found.append(({"kind": "kl", "number": kl, "budget": f"KL {kl:.3g} nats/sequence"}, mixed))
+    return found, missing
+
+
+def common_kls(eval_points: Runs) -> tuple[list[float], str]:
+    """Returns the KLs at which runs are compared, in nats per sequence; if there are none, an empty list and a reason.
+
+    They are the lowest, the middle and the highest KL between evaluations of every run after the start, but at least a
+    third of the highest. If a run's first evaluation after the start is slightly above the range (`FARTHEST`), the
+    highest is the only one. Scores are not read.
+    """
+    paths = [(name, run, _rising(run)[0]) for name, group in eval_points.items() for run in group]
+    for name, run, kl in paths:
+        if any(point.prompts != run[0].prompts for point in run):
+            return [], f"{name} used different evaluation prompts during training"
+        if not kl[-1] > max(kl[0], 0):  # also if it is NaN
+            return [], f"no evaluation of a run of {name} has a higher KL than its first one"
+    first, above = max((kl[1], name) for name, _, kl in paths)
+    highest, below = min((kl[-1], name) for name, _, kl in paths)
+    if max(first / FARTHEST, *(kl[0] for _, _, kl in paths)) >= highest:
+        reason = f"{above} was first evaluated at KL {first:.3g}, and a run of {below} reached only KL {highest:.3g}"
+        return [], f"{reason}: evaluate more often with --eval-every"
+    return np.unique(np.linspace(min(max(first, highest / 3), highest), highest, 3)).tolist(), ""
+
+
+def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the KLs (B,) of a monotone regression over the run, and where its blocks of evaluations begin (B + 1,).
+
+    The measured KLs are noisy. Successive evaluations whose KL falls are one block with their mean.
+    """
+    found = isotonic_regression([point.kl.mean() for point in run])
+    return found.x[found.blocks[:-1]], found.blocks
+
+
+def at_kl(run: Sequence[EvalPoint], kl: float) -> Mix:
+    """Returns the run at a KL: the start with weight 0, and the blocks of `_rising` between which the KL was reached.
+
+    The interpolation is linear in sqrt(KL), as scores are in most of a training (Bai et al. 2022, arXiv 2204.05862).
+    """
+    kls, begin = _rising(run)
+    after = max(int(np.searchsorted(kls, kl)), 1)
+    low, high = np.sqrt(np.maximum(kls[after - 1 : after + 1], 0))
+    share = (np.sqrt(kl) - low) / (high - low)
+    blocks = [(1 - share, run[begin[after - 1] : begin[after]]), (share, run[begin[after] : begin[after + 1]])]
+    return [(0.0, run[0]), *((weight / len(block), point) for weight, block in blocks for point in block if weight)]
+
+
+def _mean(run: Mix, measure: str) -> np.ndarray:
+    """Returns the weighted mean of "scores", "judged" or "kl" for each prompt (P,)."""
+    return sum(weight * point.by_prompt(measure) for weight, point in run if weight)
+
+
+def _values(run: Mix, measure: str) -> np.ndarray:
+    """Returns the mean for each prompt (P,); at equal KL, its spread over prompts includes the error of the KL.
+
+    A prompt with a high KL makes the run reach a KL earlier, so slope x (KL - mean KL) is subtracted, which does not
+    change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL).
+    """
+    values, (weight, start) = _mean(run, measure), run[0]
+    gain = scored(values - start.by_prompt(measure))
+    if weight or not len(gain):
+        return values
+    kl = _mean(run, "kl")
+    return values - gain.mean() / (2 * kl.mean()) * (kl - kl[~np.isnan(values)].mean())
+
+
+def at_equal_kl(rows: Sequence[dict[str, Any]], pair_name: str) -> list[dict[str, Any]]:
+    """Returns the differences of a pair at each KL of `at_equal`."""
+    return [p for row in rows if row["kind"] == "kl" for p in row["differences"] if p["name"] == pair_name]
+
+
+def result_over(differences: Sequence[dict[str, Any]]) -> str:
+    """Returns "better" (at least one interval is above 0 and none below), "worse", "equal", "mixed" (some are above 0
+    and some below) or "unknown" (a difference has no interval)."""
+    if not differences or any(pair.get("low") is None for pair in differences):
+        return "unknown"
+    above, below = any(pair["low"] > 0 for pair in differences), any(pair["high"] < 0 for pair in differences)
+    return ("mixed" if below else "better") if above else "worse" if below else "equal"
+
+
+def _summary(found: Sequence[Mix]) -> dict[str, float | None]:
     """Returns the means over a group's runs."""
     return {
-        "update": float(np.mean([eval_point.update for eval_point in found])),
-        "score": _mean([eval_point.scores for eval_point in found]),
-        "judge": None if found[0].judged is None else _mean([eval_point.judged for eval_point in found]),
-        "kl": float(np.mean([row["kl"] for eval_point in found for row in eval_point.rows])),
+        "update": float(np.mean([sum(weight * point.update for weight, point in run) for run in found])),
+        "score": _over_runs(found, "scores"),
+        "judge": None if found[0][0][1].judged is None else _over_runs(found, "judged"),
+        "kl": _over_runs(found, "kl"),
     }
 
 
-def _mean(values: Sequence[np.ndarray]) -> float | None:
-    """Returns the mean over runs of the mean over scored completions; None if a run has none."""
-    known = [scored(of_run) for of_run in values]
+def _over_runs(found: Sequence[Mix], measure: str) -> float | None:
+    """Returns the mean over runs of the mean over scored prompts; None if a run has none."""
+    known = [scored(_mean(run, measure)) for run in found]
     return float(np.mean([of_run.mean() for of_run in known])) if all(map(len, known)) else None
 
 
-def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -> dict[str, Any]:
+def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict[str, Any]:
     """Returns the first group of `pair` minus the second one with its interval, by the judge if there is one.
 
     If the two cannot be compared, "missing" holds the reason.
     """
     name, (one, other) = " - ".join(pair), pair.values()
-    late = [group for group, found in pair.items() if any(eval_point.update == 0 for eval_point in found)]
+    late = [group for group, found in pair.items() if any(run[-1][1].update == 0 for run in found)]
     if late:
         return {"name": name, "missing": f"{listed(late)} had no evaluation after the start yet"}
-    if any(eval_point.prompts != one[0].prompts for eval_point in (*one, *other)):
+    start = one[0][0][1]
+    if any(point.prompts != start.prompts for run in (*one, *other) for _, point in run):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
-    measure = "scores" if one[0].judged is None else "judged"
-    gaps = paired(np.array([[a.by_prompt(measure) - b.by_prompt(measure) for b in other] for a in one]))
+    measure = "scores" if start.judged is None else "judged"
+    gaps = paired(np.array([[_values(a, measure) - _values(b, measure) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)

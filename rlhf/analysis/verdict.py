@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from rlhf.analysis.audit import figures
-from rlhf.analysis.equal_budget import equal_kl_result
+from rlhf.analysis.equal_budget import at_equal_kl, result_over
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
 from rlhf.analysis.limit import BestOf, Limit, best_of_blocks
@@ -24,6 +24,7 @@ from rlhf.analysis.statistics import (
     RESULTS,
     Contrast,
     Estimate,
+    interval_of,
     level_of_each,
     over_seeds_if_any,
     paired,
@@ -194,9 +195,17 @@ def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: in
     first, second = (one, other) if found.result == "better" else (other, one)
     if not unlike_kl(one, other, seed):
         return f"{found.where}{first.name} is better than {second.name} {evidence.by}: {figure}."
-    result, words = equal_kl_result(evidence.equal, found.name)
+    there = at_equal_kl(evidence.equal, found.name)
+    result = result_over(there)
     word = "is better than" if result == found.result else "has a higher mean than"
-    return f"{found.where}{first.name} {word} {second.name} {evidence.by}, at unlike KL: {figure}. {words}"
+    text = f"{found.where}{first.name} {word} {second.name} {evidence.by}, at unlike KL: {figure}."
+    if result == "unknown":
+        return f"{text} They cannot be compared at equal KL."
+    outcomes = {"better": f"{one.name} is better", "worse": f"{other.name} is better", "mixed": "it depends on the KL"}
+    kls = ", ".join(f"{at['number']:.3g}" for at in evidence.equal if at["kind"] == "kl")
+    figures = ", ".join(interval_of(at) for at in there)
+    outcome = outcomes.get(result, "no significant difference")
+    return f"{text} At equal KL ({kls} nats/sequence): {outcome}, {found.name} = {figures}."
 
 
 def unlike_kl(one: Arm, other: Arm, seed: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.limit import best_of_n, limit_of
 from rlhf.analysis.start_samples import with_proposals
-from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.config import config_of_run
-from rlhf.reports.comparison_tables import samples_in_words
 from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
 from rlhf.reports.report_plots import distributions, forest, score_against_kl
@@ -70,7 +68,7 @@ def make_comparison(
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *notes, *without_score(everyone), *at_equal_in_words(equal, judge)],
+        "caveats": [*verdict.caveats, *notes, *without_score(everyone), *not_compared(equal, judge)],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": _warnings(arms, start, seed),
         "facts": dict(evaluator.facts()),
@@ -91,34 +89,21 @@ def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
 
 
-def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
-    """Returns one line per equal budget with the difference of each pair. `judge` is the judge that decides."""
+def not_compared(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
+    """Returns one line per equal budget at which pairs cannot be compared, or not by the judge that decides."""
     if not rows:
-        return ["a run has no stored evaluations, so there is no comparison at equal training time"]
-    lines = []
-    for row in rows:
-        found = [pair for pair in row["differences"] if "missing" not in pair]
-        if found:
-            unrated = judge is not None and found[0]["by"] == "score"
-            why = f"; {judge} may need columns of these prompts, which --prompts replaces" if unrated else ""
-            level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
-            lines.append(
-                f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
-                f"{samples_in_words(row)} each{why}){level}: "
-                f"{'; '.join(_pair_in_words(pair, row['sides']) for pair in row['differences'])}"
-            )
-        elif row["differences"]:
-            reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
-            lines.append(f"no comparison at {row['budget']}: {'; '.join(reasons)}")
+        return ["a run has no stored evaluations, so there is no comparison at equal episodes, time or KL"]
+    lines = [
+        f"no comparison at {row['budget']}: {'; '.join(reasons)}"
+        for row in rows
+        if (reasons := dict.fromkeys(pair["missing"] for pair in row["differences"] if "missing" in pair))
+    ]
+    if judge is not None and any(pair.get("by") == "score" for pair in rows[0]["differences"]):
+        lines.append(
+            f"equal budgets are compared by score, not by the judge: {judge} may need columns of the runs' evaluation "
+            "prompts, which --prompts replaces"
+        )
     return lines
-
-
-def _pair_in_words(pair: dict[str, Any], groups: Collection[str]) -> str:
-    name = pair["name"]
-    if "missing" in pair:
-        return f"{name} not compared ({pair['missing']})"
-    significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
-    return f"{name} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
 
 
 def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:

@@ -132,12 +132,6 @@ def _settings_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, An
     return {"caption": "Settings that differ", "columns": ["", *(arm.name for arm in arms)], "rows": rows}
 
 
-def samples_in_words(row: dict[str, Any]) -> str:
-    """Returns the completions per prompt of the evaluations during training, such as "one completion"."""
-    counts = row["completions"]
-    return "one completion" if counts == [1] else f"{' or '.join(map(str, counts))} completions"
-
-
 def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in report["at_equal"]:
@@ -151,9 +145,10 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
                 cells = ["", ""]
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
                 rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
+    samples = " or ".join(map(str, report["at_equal"][0]["completions"])) + " completion(s)"
     caption = (
-        "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
-        f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"
+        "At equal budgets: the last evaluation during training within the budget, or interpolated at equal KL (the "
+        f"run's own evaluation prompts, not those above; {samples} per prompt)"
     )
     columns = ["", "score", "judge", "KL (nats/sequence)", "after update (mean)"]
     return {"caption": caption, "columns": columns, "rows": rows}

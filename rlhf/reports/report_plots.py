@@ -64,7 +64,7 @@ def _draw_contrast(axes: Axes, contrast: dict[str, Any], at: float, height: floa
     value, low, high = (contrast["difference"][key] for key in ("value", "low", "high"))
     visible = (contrast.get("power") or {}).get("visible")
     if visible is not None:
-        band = {"color": COLOURS["start"], "alpha": 0.25, "label": "smallest visible difference (80% power)"}
+        band = {"color": COLOURS["start"], "alpha": 0.35, "label": "smallest visible difference (80% power)"}
         axes.barh(at, 2 * visible, 0.8 * height, -visible, **band)
     if value is None:
         axes.text(0, at, " no value", va="center")

@@ -54,11 +54,13 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def json_ready(data: Any) -> Any:
-    """Return the data with None for each number that is not finite."""
+    """Return the data with None for each number that is not finite, and with lists for arrays."""
     if isinstance(data, dict):
         return {key: json_ready(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [json_ready(value) for value in data]
+    if hasattr(data, "tolist"):
+        return json_ready(data.tolist())
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

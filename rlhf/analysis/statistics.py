@@ -6,6 +6,7 @@ NaN means that a completion has no score, because no function applies to it. It 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -190,8 +191,9 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     found = sources_of(values)
     if only:
         return Power(found.visible(level), None, None)
-    enough = (n for n in range(2, MOST_SEEDS + 1) if found.with_seeds(n).visible(level) <= abs(mean))
-    return Power(found.visible(level), next(enough, None) if mean else None, _first_wins(mean, found))
+    counts = range(2, MOST_SEEDS + 1)
+    enough = bisect_left(counts, -abs(mean), key=lambda n: -found.with_seeds(n).visible(level))
+    return Power(found.visible(level), counts[enough] if enough < len(counts) else None, _first_wins(mean, found))
 
 
 def _first_wins(mean: float, found: Sources) -> float:

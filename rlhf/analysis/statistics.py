@@ -180,8 +180,8 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     rewards, new comparisons found a true difference of the median `visible` in 78 to 82% of the trials with 3 and 5
     seeds and in 65 to 78% with 2, and one of the median `seeds` in 78 to 92%.
 
-    If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None, as
-    they are for two baselines. If all values are equal, one prompt with the opposite value is added.
+    If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None,
+    as they are for two baselines. If all values are equal, one prompt with the opposite value is added.
     """
     values = np.asarray(values, dtype=float)
     if values.shape[2] < 2 or not np.isfinite(values).all() or not values.any():

@@ -177,8 +177,8 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     """Returns the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
 
     The variances are estimates, so with few seeds all figures are rough. In simulations with normal and with 0/1
-    rewards, new comparisons found a true difference of the median `visible` in 78 to 82% of the trials with 3 and 5
-    seeds and in 65 to 78% with 2, and one of the median `seeds` in 78 to 92%.
+    rewards, new comparisons found a true difference of the median `visible` in 76 to 81% of the trials with 3 and 5
+    seeds and in 65 to 68% with 2, and one of the median `seeds` in 78 to 92%.
 
     If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None,
     as they are for two baselines. If all values are equal, one prompt with the opposite value is added.

@@ -6,6 +6,7 @@ NaN means that a completion has no score, because no function applies to it. It 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -165,7 +166,7 @@ def over_seeds_if_any(
 
 @dataclass(frozen=True)
 class Power:
-    """What a comparison can find, and what a new run would give. Figures of the simulations are in tests."""
+    """What a comparison can find, and what a new run would give."""
 
     visible: float | None  # smallest difference found with 80% power; None: fewer than two prompts, or all values 0
     seeds: int | None  # per trained group, with which the observed difference is found with 80% power; None: above 100
@@ -175,9 +176,12 @@ class Power:
 def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Power:
     """Returns the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
 
-    The variances are estimates, so with few seeds all figures are rough. If a trained group has one seed, only prompts
-    vary: `visible` then holds for these runs, and the other two are None, as they are for two baselines.
-    If all values are equal, one prompt with the opposite value is added.
+    The variances are estimates, so with few seeds all figures are rough. In simulations with normal and with 0/1
+    rewards, new comparisons found a true difference of the median `visible` in 76 to 81% of the trials with 3 and 5
+    seeds and in 65 to 68% with 2, and one of the median `seeds` in 78 to 92%.
+
+    If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None,
+    as they are for two baselines. If all values are equal, one prompt with the opposite value is added.
     """
     values = np.asarray(values, dtype=float)
     if values.shape[2] < 2 or not np.isfinite(values).all() or not values.any():
@@ -190,21 +194,25 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     found = sources_of(values)
     if only:
         return Power(found.visible(level), None, None)
-    enough = (n for n in range(2, MOST_SEEDS + 1) if found.with_seeds(n).visible(level) <= abs(mean))
-    return Power(found.visible(level), next(enough, None) if mean else None, _first_wins(mean, found))
+    counts = range(2, MOST_SEEDS + 1)
+    enough = bisect_left(counts, -abs(mean), key=lambda n: -found.with_seeds(n).visible(level))
+    return Power(found.visible(level), counts[enough] if enough < len(counts) else None, _first_wins(mean, found))
 
 
 def _first_wins(mean: float, found: Sources) -> float:
     """Returns the probability that the difference of two new runs is above 0, from Student's predictive distribution.
 
-    Its variance is that of the observed mean, plus that of one new run per trained group without its noise.
+    Its variance is that of the observed mean, plus that of one new run per trained group without its noise (clipped at
+    0). The degrees of freedom are those of the smaller group. In simulations with 2 to 5 seeds, new runs of the first
+    group won in 77 to 86% of the comparisons with a probability of 0.7 to 0.9 (mean 0.8), and in 93 to 99.7% of those
+    with more than 0.97.
     """
-    variances, freedom = found.variances[:-1], found.freedom[:-1]
-    total = variances.sum()
+    variances, noise, freedom = found.variances[:-1], found.noise[:-1], found.freedom[:-1]
+    total = max(variances.sum(), noise.sum())
     if total == 0:
         return float((np.sign(mean) + 1) / 2)
-    of_new = (np.maximum(variances - found.noise[:-1], 0) * (freedom + 1)).sum()
-    return float(stats.t.cdf(mean / np.sqrt(total + of_new), total**2 / (variances**2 / freedom).sum()))
+    of_new = (np.maximum(variances - noise, 0) * (freedom + 1)).sum()
+    return float(stats.t.cdf(mean / np.sqrt(total + of_new), freedom.min()))
 
 
 def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:

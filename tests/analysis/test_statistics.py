@@ -242,7 +242,7 @@ def test_power_without_prompts_or_differences_is_unknown():
 
 
 def test_chance_of_a_new_run_matches_hand_computed_values():
-    """Means 1 and 3 against a fixed 0: a new run has variance 2, the observed mean of 2 has 2 / 2. At 1 degree of
+    """Means 1 and 3 against a fixed 0: a new run has the variance 2, the observed mean of 2 has 2 / 2. At 1 degree of
     freedom P(t < 2 / sqrt(3)) = 1/2 + arctan(1.1547) / pi = 0.7728."""
     values = np.array([1.0, 3.0])[:, None, None] * np.ones((1, 1, 50))
     assert power_of(values, (True, False), 0.95).first_wins == pytest.approx(0.7728, abs=1e-4)
@@ -262,6 +262,73 @@ def test_seeds_needed_are_the_fewest_with_which_the_difference_is_visible():
     assert after.variances[2] == before.variances[2]
     limited = rng.normal(0.01, 1, (1, 1, 64)) + simulated(rng, (3, 3))
     assert power_of(limited / 100, TRAINED, 0.95).seeds is None, "prompts alone limit it"
+
+
+def binary(rng, seeds: int, spread: float, difference: float) -> np.ndarray:
+    """Returns gaps (S, S, 64) of two groups with four 0/1 rewards per prompt. Pass rates of prompts are uniform. A
+    seed moves all of them towards 1 or 0, and their mean by its normal effect."""
+    rates = rng.uniform(0, 1, 64)
+    sides = []
+    for mean in (difference, 0.0):
+        effects = rng.normal(mean, spread, (seeds, 1))
+        moved = rates + effects * np.where(effects > 0, 1 - rates, rates) / 0.5
+        sides.append(rng.binomial(4, moved.clip(0, 1)) / 4)
+    return sides[0][:, None] - sides[1][None]
+
+
+def found_at_visible(rng, seeds: int, rewards: str, trials: int) -> float:
+    """Returns the share of new comparisons that find a true difference of the median `visible`."""
+
+    def gaps(difference):
+        if rewards == "0/1":
+            return binary(rng, seeds, 0.05, difference)
+        return simulated(rng, (seeds, seeds), spread=(0.05, 0.05), noise=0.5, of_prompts=0.3, difference=difference)
+
+    visible = np.median([sources_of(gaps(0.1)).visible(0.95) for _ in range(trials)])
+    return np.mean([over_seeds(gaps(visible), 0).excludes(0) for _ in range(trials)])
+
+
+def test_about_80_percent_of_comparisons_find_the_visible_difference():
+    """Standard error of 400 trials: 2 points."""
+    assert 0.72 < found_at_visible(np.random.default_rng(0), 3, "0/1", 400) < 0.88
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rewards", ["normal", "0/1"])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_share_that_finds_the_visible_difference_by_seeds_and_rewards(seeds, rewards):
+    """About 80% with three or more seeds. With two seeds the variances are too uncertain: 65% or more. A difference
+    that 0/1 rewards cannot have is not found more often."""
+    share = found_at_visible(np.random.default_rng(1), seeds, rewards, 5000)
+    print(f"{seeds} seeds, {rewards} rewards: {share:.1%} find the visible difference")
+    assert (0.75 if seeds > 2 else 0.6) < share < 0.87
+
+
+def won_by_new_runs(rng, seeds: int, trials: int) -> tuple[float, float, int]:
+    """Returns the mean of `first_wins` between 0.7 and 0.9, the share of new runs that win then, and their number.
+    True differences have the standard deviation 0.2, seeds 0.1."""
+    stated, won = [], []
+    for _ in range(trials):
+        difference = rng.normal(0, 0.2)
+        gaps = simulated(rng, (seeds, seeds), noise=0.3, difference=difference)
+        stated.append(power_of(gaps, TRAINED, 0.95).first_wins)
+        won.append(difference + rng.normal(0, 0.1) > rng.normal(0, 0.1))
+    inside = (np.array(stated) > 0.7) & (np.array(stated) < 0.9)
+    return np.mean(np.array(stated)[inside]), np.mean(np.array(won)[inside]), int(inside.sum())
+
+
+def test_new_runs_win_about_as_often_as_stated():
+    """With a tolerance of three standard errors, 0.15."""
+    stated, won, count = won_by_new_runs(np.random.default_rng(0), 3, 200)
+    assert abs(stated - won) < 3 * np.sqrt(0.16 / count)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_new_runs_win_as_often_as_stated_by_seeds(seeds):
+    stated, won, count = won_by_new_runs(np.random.default_rng(1), seeds, 5000)
+    print(f"{seeds} seeds: stated {stated:.1%}, new runs won {won:.1%} of {count}")
+    assert abs(stated - won) < 0.08
 
 
 @pytest.mark.parametrize(("values", "trained"), [((3, 3), TRAINED), ((1, 3), (False, True)), ((1, 1), (False, False))])

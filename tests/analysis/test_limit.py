@@ -132,7 +132,7 @@ def simulated(kind: str, n: int, mixture: bool, repetitions: int, prompts: int =
         found = limit_of(drawn, log_weights)
         kl = found.kl[at]
         true = best_scores(log_z, TILTS, kl)[0]
-        plain = best_scores(mean_log_z(drawn, log_weights, TILTS[::3]), TILTS[::3], kl)[0]
+        plain = best_scores(mean_log_z(drawn, log_weights), TILTS, kl)[0]
         errors = [(score - true) / (true - first) for score in (plain, found.score[at])]
         results.append([kl, *errors, (found.low[at] <= true) & (true <= found.high[at])])
     return np.mean(results, axis=0)

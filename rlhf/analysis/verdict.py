@@ -224,6 +224,8 @@ def _enough(found: Contrast) -> str:
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
     text = f"It could have seen {power.visible:.3f} (with 80% power)"
+    if found.over == OVER_PROMPTS:
+        return f"{text}."
     if power.seeds is not None:
         return f"{text}; to decide at the observed size, train {power.seeds} seeds of each."
     return f"{text}; at the observed size, more seeds do not decide: evaluate on more prompts."

@@ -166,8 +166,9 @@ def write_comparison(
         for arm in arms
         if arm.trained and arm.name not in names and None not in (kl := arm.mean("kl"), score := arm.mean("score"))
     ]
+    judges = report["judges"]
     pictures = {
-        "forest": forest(report["contrasts"]),
+        "forest": forest(report["contrasts"], {"judged": f"judge: {judges[0]}"} if judges else None),
         "score_against_kl": score_against_kl(runs, names, report["limit"], report["best_of"], ends),
     }
     for name, figure in pictures.items():

@@ -111,9 +111,10 @@ def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, 
     pairs, kls = compared_pairs(list(eval_points)), sum(budget["kind"] == "kl" for budget, _ in budgets)
     rows = []
     for (budget, _), groups in zip(budgets, rated([groups for _, groups in budgets], rate), strict=True):
-        level = level_of_each(len(pairs) * (kls if budget["kind"] == "kl" else 1))
+        of_kl = {"kl": budget["number"]} if budget["kind"] == "kl" else {}
+        level = level_of_each(len(pairs) * (kls if of_kl else 1))
         samples = {point.samples for group in groups.values() for run in group for _, point in run}
-        sides = {name: _summary(group) for name, group in groups.items()}
+        sides = {name: _summary(group) | of_kl for name, group in groups.items()}
         found = [_difference({name: groups[name] for name in pair}, seed, level) for pair in pairs]
         rows.append({**budget, "completions": sorted(samples), "sides": sides, "differences": found})
     if missing:

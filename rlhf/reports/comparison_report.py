@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import compress, groupby
 from pathlib import Path
@@ -88,15 +88,15 @@ def make_comparison(
 
 
 def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
-    """Returns one line per kind of equal budget with the differences of each pair; equal KL is one kind, with one
-    result of a pair over all KLs (`equal_kl_result`). `judge` is the judge that decides."""
+    """Returns one line per equal budget with the difference of each pair, and one per pair with its differences at all
+    equal KLs. `judge` is the judge that decides."""
     if not rows:
         return ["a run has no stored evaluations, so there is no comparison at equal training time"]
     lines = []
-    for kind, of_kind in groupby(rows, key=lambda row: row["kind"]):
-        row, *more = of_kind
-        kls = ", ".join(f"{one['number']:.3g}" for one in (row, *more) if one["sides"] and kind == "kl")
-        budget = f"equal KL ({kls} nats/sequence)" if kls else row["budget"]
+    for (kind, groups), same in groupby(rows, key=lambda row: (row["kind"], list(row["sides"]))):
+        row, *more = same
+        kls = [f"{one['number']:.3g}" for one in (row, *more) if kind == "kl" and groups]
+        budget = f"equal KL ({', '.join(kls)} nats/sequence)" if kls else row["budget"]
         found = [pair for pair in row["differences"] if "missing" not in pair]
         if found:
             unrated = judge is not None and found[0]["by"] == "score"
@@ -106,7 +106,7 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
             lines.append(
                 f"at {budget}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
                 f"{samples_in_words(row)} each{why}){level}: "
-                f"{'; '.join(_pair_in_words(pair, row['sides'], kind) for pair in pairs)}"
+                f"{'; '.join(_pair_in_words(pair, groups, kind) for pair in pairs)}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
@@ -114,20 +114,18 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
     return lines
 
 
-def _pair_in_words(at: Sequence[dict[str, Any]], groups: Collection[str], kind: str) -> str:
-    """Returns the differences of one pair at the budgets of one kind, and their result."""
-    full = at[0]["name"]
-    name, result = short_pair(full, groups), result_over(at)
+def _pair_in_words(at: Sequence[dict[str, Any]], groups: Sequence[str], kind: str) -> str:
+    """Returns a pair's difference at a budget, or its differences at all equal KLs, and the result."""
+    name, result = short_pair(at[0]["name"], groups), result_over(at)
     if missing := [pair["missing"] for pair in at if "missing" in pair]:
         return f"{name} not compared ({missing[0]})"
-    if kind == "kl":
-        one = next(group for group in groups if full.removeprefix(f"{group} - ") in groups)
-        better, worse = f"{one} is better", f"{full.removeprefix(f'{one} - ')} is better"
-        results = {"better": better, "worse": worse, "mixed": "which is better depends on the KL"}
-        result = results.get(result, "no significant difference")
-    else:
-        result = "significant" if result in ("better", "worse") else "not significant"
-    return f"{name} = {', '.join(interval_of(pair) for pair in at)}{':' if kind == 'kl' else ','} {result}"
+    differences = f"{name} = {', '.join(interval_of(pair) for pair in at)}"
+    if kind != "kl":
+        return f"{differences}, {'significant' if result in ('better', 'worse') else 'not significant'}"
+    one, other = groups
+    depends = "which one is better depends on the KL"
+    results = {"better": f"{one} is better", "worse": f"{other} is better", "mixed": depends}
+    return f"{differences}: {results.get(result, 'no significant difference')}"
 
 
 def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ def test_equal_budgets_of_three_groups_match_hand_computed_values(snapshot):
     ]  # fmt: skip
     assert [d["level"] for d in rows[0]["differences"]] == [pytest.approx(1 - 0.05 / 3)] * 3
     assert ["missing" in d for d in rows[1]["differences"]] == [True, False, True]
-    by_episodes, by_time, _ = at_equal_in_words(rows)
+    by_episodes, by_time, *_ = at_equal_in_words(rows)
     assert "PPO - GRPO = +1.500 (" in by_episodes and "PPO - TOY = -1.000 (" in by_time
     snapshot(by_episodes, by_time)
 
@@ -210,12 +210,22 @@ def test_result_over_all_kls(intervals, result):
 def test_equal_kl_in_words(snapshot):
     """Of three groups PPO is the best, and GRPO is worse than TOY at the lowest KL and better at the highest one."""
     ppo, grpo, toy = (rising(0, 1, 4, scores=scores) for scores in ((0, 5, 9), (0, 0, 3), (0, 3, 0)))
-    line = at_equal_in_words(at_equal({"PPO": [ppo], "GRPO": [grpo], "TOY": [toy]}, None, seed=1))[2]
-    assert line.count("PPO is better") == 2 and line.endswith("which is better depends on the KL")
+    lines = at_equal_in_words(at_equal({"PPO": [ppo], "GRPO": [grpo], "TOY": [toy]}, None, seed=1))[2:]
+    ends = ["PPO is better", "PPO is better", "which one is better depends on the KL"]
+    assert [line.rpartition(": ")[2] for line in lines] == ends
+    snapshot(*lines)
+
+
+def test_each_pair_has_its_own_kls():
+    """A control whose KL hardly rises does not change the KLs of the other pairs."""
+    groups = {"PPO": [rising(0, 1, 3)], "GRPO": [rising(0, 1, 6)], "control": [rising(0, 0.01, 0.02)]}
+    rows = [row for row in at_equal(groups, None, seed=1) if row["kind"] == "kl"]
+    assert [(row["number"], list(row["sides"])) for row in rows[:3]] == [(kl, ["PPO", "GRPO"]) for kl in (1, 2, 3)]
+    assert [pair["name"] for pair in rows[3]["differences"]] == ["PPO - control", "GRPO - control"]
+    assert [row["differences"][0]["level"] for row in rows[:3]] == [pytest.approx(1 - 0.05 / 9)] * 3
     five = {name: [rising(0, 1, 4, scores=(0, shift, shift))] for shift, name in enumerate("abcde")}
-    lines = at_equal_in_words(at_equal(five, None, seed=1))
-    assert "e - the first one = +4.000 (" in lines[2] and lines[2].endswith(": e is better")
-    snapshot(line)
+    last = at_equal_in_words(at_equal(five, None, seed=1))[-1]
+    assert "e - a = +4.000 (" in last and last.endswith(": e is better")
 
 
 # --- error rate at equal KL, with noise on both axes -----------------------------------------------------------------

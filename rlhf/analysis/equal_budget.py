@@ -133,7 +133,7 @@ def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, 
 
 
 def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[dict[str, Any], Groups]:
-    """Returns the smallest number of "episodes" or "seconds" that a run reached, and the last evaluations within it."""
+    """Returns the smallest number of "episodes" or "seconds" that a run reached, and the last evaluations in it."""
     most = min(getattr(run[-1], of) for group in eval_points.values() for run in group)
     last = {
         name: [[(1.0, [point for point in run if getattr(point, of) <= most][-1])] for run in group]

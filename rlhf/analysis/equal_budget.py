@@ -248,7 +248,8 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     if any(point.prompts != start.prompts for run in (*one, *other) for _, point in run):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if start.judged is None else "judged"
-    gaps = paired(np.array([[_values(a, measure) - _values(b, measure) for b in other] for a in one]))
+    values = _values if min(len(one), len(other)) < 2 else _mean  # the spread over seeds includes the error of the KL
+    gaps = paired(np.array([[values(a, measure) - values(b, measure) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)

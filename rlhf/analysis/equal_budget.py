@@ -17,6 +17,7 @@ from rlhf.analysis.statistics import FEW_SCORED, level_of_each, over_seeds_if_an
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
+KLS = 3  # KLs at which a pair is compared
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
 
 
@@ -98,56 +99,57 @@ def rated(budgets: Sequence[Groups], rate: Rate | None) -> list[Groups]:
 
 
 def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, Any]]:
-    """Returns one row at equal episodes, one at equal time and one for each KL of `common_kls`, with the difference of
-    each compared pair of groups (`compared_pairs`). The intervals at all KLs hold together.
+    """Returns one row at equal episodes and one at equal time, with the difference of each compared pair of groups
+    (`compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
 
     At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
     equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. The list is empty
     if a run has no evaluations.
     """
-    if not all(run for group in eval_points.values() for run in group):
+    if not eval_points or not all(run for group in eval_points.values() for run in group):
         return []
-    budgets, missing = _budgets(eval_points)
-    pairs, kls = compared_pairs(list(eval_points)), sum(budget["kind"] == "kl" for budget, _ in budgets)
+    budgets = [
+        _at_last(eval_points, "episodes", "{:,} episodes".format),
+        _at_last(eval_points, "seconds", lambda seconds: f"{clock(seconds)} of training"),
+    ]
+    pairs, apart = compared_pairs(list(eval_points)), []
+    for pair in pairs:
+        both = {name: eval_points[name] for name in pair}
+        kls, missing = common_kls(both)
+        apart += [{"name": " - ".join(pair), "missing": missing}] if missing else []
+        for kl in kls:
+            mixed = {name: [at_kl(run, kl) for run in group] for name, group in both.items()}
+            budgets.append(({"kind": "kl", "number": kl, "budget": f"KL {kl:.3g} nats/sequence"}, mixed))
     rows = []
     for (budget, _), groups in zip(budgets, rated([groups for _, groups in budgets], rate), strict=True):
-        level = level_of_each(len(pairs) * (kls if budget["kind"] == "kl" else 1))
+        of_kl = {"kl": budget["number"]} if budget["kind"] == "kl" else {}
+        level = level_of_each(len(pairs) * (KLS if of_kl else 1))
         samples = {point.samples for group in groups.values() for run in group for _, point in run}
-        sides = {name: _summary(group) for name, group in groups.items()}
-        found = [_difference({name: groups[name] for name in pair}, seed, level) for pair in pairs]
+        sides = {name: _summary(group) | of_kl for name, group in groups.items()}
+        found = [_difference({n: groups[n] for n in pair}, seed, level) for pair in compared_pairs(list(groups))]
         rows.append({**budget, "completions": sorted(samples), "sides": sides, "differences": found})
-    if missing:
-        found = [{"name": " - ".join(pair), "missing": missing} for pair in pairs]
-        row = {"kind": "kl", "number": None, "budget": "equal KL", "completions": [], "sides": {}}
-        rows.append({**row, "differences": found})
-    return rows
+    none = {"kind": "kl", "number": None, "budget": "equal KL", "completions": [], "sides": {}, "differences": apart}
+    return [*rows, none] if apart else rows
 
 
-def _budgets(eval_points: Runs) -> tuple[list[tuple[dict[str, Any], Groups]], str]:
-    """Returns each budget with the groups at it, and the reason if there is no equal KL."""
-    found = []
-    for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
-        most = min(getattr(run[-1], of) for group in eval_points.values() for run in group)
-        last = {
-            name: [[(1.0, [point for point in run if getattr(point, of) <= most][-1])] for run in group]
-            for name, group in eval_points.items()
-        }
-        found.append(({"kind": of, "number": most, "budget": show(most)}, last))
-    kls, missing = common_kls(eval_points)
-    for kl in kls:
-        mixed = {name: [at_kl(run, kl) for run in group] for name, group in eval_points.items()}
-        found.append(({"kind": "kl", "number": kl, "budget": f"KL {kl:.3g} nats/sequence"}, mixed))
-    return found, missing
+def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[dict[str, Any], Groups]:
+    """Returns the smallest number of "episodes" or "seconds" that a run reached, and the last evaluations in it."""
+    most = min(getattr(run[-1], of) for group in eval_points.values() for run in group)
+    last = {
+        name: [[(1.0, [point for point in run if getattr(point, of) <= most][-1])] for run in group]
+        for name, group in eval_points.items()
+    }
+    return {"kind": of, "number": most, "budget": show(most)}, last
 
 
-def common_kls(eval_points: Runs) -> tuple[list[float], str]:
-    """Returns the KLs at which runs are compared, in nats per sequence; if there are none, an empty list and a reason.
+def common_kls(groups: Runs) -> tuple[list[float], str]:
+    """Returns the KLs at which groups are compared, in nats per sequence, or an empty list and the reason.
 
     They are the lowest, the middle and the highest KL between evaluations of every run after the start, but at least a
     third of the highest. If a run's first evaluation after the start is slightly above the range (`FARTHEST`), the
     highest is the only one. Scores are not read.
     """
-    paths = [(name, run, _rising(run)[0]) for name, group in eval_points.items() for run in group]
+    paths = [(name, run, _rising(run)[0]) for name, group in groups.items() for run in group]
     for name, run, kl in paths:
         if any(point.prompts != run[0].prompts for point in run):
             return [], f"{name} used different evaluation prompts during training"
@@ -158,7 +160,7 @@ def common_kls(eval_points: Runs) -> tuple[list[float], str]:
     if max(first / FARTHEST, *(kl[0] for _, _, kl in paths)) >= highest:
         reason = f"{above} was first evaluated at KL {first:.3g}, and a run of {below} reached only KL {highest:.3g}"
         return [], f"{reason}: evaluate more often with --eval-every"
-    return np.unique(np.linspace(min(max(first, highest / 3), highest), highest, 3)).tolist(), ""
+    return np.unique(np.linspace(min(max(first, highest / 3), highest), highest, KLS)).tolist(), ""
 
 
 def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
@@ -203,8 +205,9 @@ def _values(run: Mix, measure: str) -> np.ndarray:
 
 
 def at_equal_kl(rows: Sequence[dict[str, Any]], pair_name: str) -> list[dict[str, Any]]:
-    """Returns the differences of a pair at each KL of `at_equal`."""
-    return [p for row in rows if row["kind"] == "kl" for p in row["differences"] if p["name"] == pair_name]
+    """Returns the differences of a pair at each KL of `at_equal`, with the KL as "number"."""
+    at = [row | pair for row in rows if row["kind"] == "kl" for pair in row["differences"]]
+    return [pair for pair in at if pair["name"] == pair_name]
 
 
 def result_over(differences: Sequence[dict[str, Any]]) -> str:
@@ -245,7 +248,8 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     if any(point.prompts != start.prompts for run in (*one, *other) for _, point in run):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if start.judged is None else "judged"
-    gaps = paired(np.array([[_values(a, measure) - _values(b, measure) for b in other] for a in one]))
+    values = _values if min(len(one), len(other)) < 2 else _mean  # the spread over seeds includes the error of the KL
+    gaps = paired(np.array([[values(a, measure) - values(b, measure) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)

@@ -202,7 +202,7 @@ def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: in
     if result == "unknown":
         return f"{text} They cannot be compared at equal KL."
     outcomes = {"better": f"{one.name} is better", "worse": f"{other.name} is better", "mixed": "it depends on the KL"}
-    kls = ", ".join(f"{at['number']:.3g}" for at in evidence.equal if at["kind"] == "kl")
+    kls = ", ".join(f"{at['number']:.3g}" for at in there)
     figures = ", ".join(interval_of(at) for at in there)
     outcome = outcomes.get(result, "no significant difference")
     return f"{text} At equal KL ({kls} nats/sequence): {outcome}, {found.name} = {figures}."

@@ -135,7 +135,7 @@ def _settings_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, An
 def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in report["at_equal"]:
-        for name, reached in row["sides"].items():
+        for name, reached in row["sides"].items() if row["kind"] != "kl" else ():
             judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
             score = "-" if reached["score"] is None else f"{reached['score']:+z.3f}"
             rows.append([f"{row['budget']}: {name}", score, judge, f"{reached['kl']:.2f}",
@@ -144,7 +144,8 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
             if "missing" not in found:
                 cells = ["", ""]
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
-                rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
+                kl = f"{row['number']:.2f}" if row["kind"] == "kl" else ""
+                rows.append([f"{row['budget']}: {found['name']}", *cells, kl, ""])
     samples = " or ".join(map(str, report["at_equal"][0]["completions"])) + " completion(s)"
     caption = (
         "At equal budgets: the last evaluation during training within the budget, or interpolated at equal KL (the "

@@ -16,7 +16,8 @@ from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt
 from rlhf.analysis.verdict import contrast, judge_runs
 from rlhf.reports.comparison_report import at_equal_in_words
 from rlhf.utils.intervals import over_prompts
-from tests.analysis.test_verdict import eval_point, group
+from tests.analysis.test_equal_budget import eval_point
+from tests.analysis.test_verdict import group
 
 NAN = np.nan
 

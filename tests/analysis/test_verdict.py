@@ -1,4 +1,4 @@
-"""Tests the contrasts of the verdict, its caveats, and comparisons at equal budgets, on synthetic groups.
+"""Tests the contrasts of the verdict and its caveats, on synthetic groups.
 
 The sentences are in tests/sentences.txt, without their figures.
 """
@@ -10,12 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.analysis.verdict import RunGroup, Verdict, contrast, judge_runs, kind_of
 from rlhf.config import make_config
-from rlhf.reports.comparison_report import at_equal_in_words
 from tests.records import record_of
 
 RNG = np.random.default_rng(0)
@@ -163,76 +160,6 @@ def test_contrast_matches_hand_computed_values():
     assert found.name == "PPO - start model"
 
 
-# --- equal budgets ---------------------------------------------------------------------------------------------------
-
-
-def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> EvalPoint:
-    rows = [
-        {"prompt": [{"role": "user", "content": p}], "completion": "x", "score": s, "kl": update / 10, "ended": True}
-        for p, s in zip(prompts, scores, strict=True)
-    ]
-    return EvalPoint(update, update * per_update, seconds, rows)
-
-
-def test_equal_budgets_match_hand_computed_values():
-    """PPO trains 40 episodes in 90 s and GRPO 60 in 30 s, so the equal budgets are 40 episodes and 30 s."""
-    ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 25, (1, 3)), eval_point(4, 90, (2, 4))]
-    grpo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 1)), eval_point(4, 20, (1, 2)), eval_point(6, 30, (5, 5))]
-    by_episodes, by_time = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
-    assert (by_episodes["budget"], by_time["budget"]) == ("40 episodes", "30 s of training")
-    assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
-    assert by_episodes["sides"]["GRPO"] == {"update": 4, "score": 1.5, "judge": None, "kl": 0.4}
-    assert by_time["sides"]["PPO"]["score"] == 2 and by_time["sides"]["GRPO"]["score"] == 5
-    [of_episodes], [of_time] = by_episodes["differences"], by_time["differences"]
-    assert (of_episodes["name"], of_episodes["value"], of_time["value"]) == ("PPO - GRPO", 1.5, -3)
-    assert of_time["over"] == "prompts" and of_time["level"] == 0.95
-
-
-def test_equal_budgets_over_seeds_require_the_same_prompts(snapshot):
-    ends = [[eval_point(2, 5, (1, 2))], [eval_point(2, 5, (2, 3))]]
-    rows = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0))], [eval_point(2, 5, (0, 1))]]}, None, seed=1)
-    [found] = rows[0]["differences"]
-    assert found["over"] == "seeds and prompts" and found["value"] == 1.75
-    other = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
-    [missing] = other[0]["differences"]
-    assert missing.keys() == {"name", "missing"} and missing["name"] == "PPO - GRPO"
-    assert missing["missing"] in at_equal_in_words(other)[0]
-    assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
-    snapshot(*at_equal_in_words(rows), *at_equal_in_words(other))
-
-
-def test_equal_budget_ignores_the_evaluation_of_the_start_model(snapshot):
-    """If a run has no evaluation after the start, its last evaluation within the budget is that of the start model."""
-    ppo, grpo = (
-        [eval_point(0, 0, (0, 0)), eval_point(1, 9, (1, 3))],
-        [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))],
-    )
-    rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
-    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
-    snapshot(*at_equal_in_words(rows))
-
-
-def test_equal_budgets_with_several_completions_per_prompt(snapshot):
-    """Two completions per prompt are one value: with scores 0, 2 and 4, 6 the means are 1 and 5, of two prompts."""
-    ppo, grpo = (eval_point(2, 5, scores, prompts=("a", "a", "b", "b")) for scores in ((0, 2, 4, 6), (0, 0, 4, 4)))
-    assert ppo.samples == 2 and len(ppo.prompts) == 2 and ppo.by_prompt("scores").tolist() == [1, 5]
-    rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
-    assert rows[0]["differences"][0]["value"] == 1.0
-    mixed = at_equal({"PPO": [[ppo]], "GRPO": [[eval_point(2, 5, (1, 5))]]}, None, seed=1)
-    assert mixed[0]["differences"][0]["value"] == 0.0, "means per prompt can be compared"
-    snapshot(at_equal_in_words(rows)[0], at_equal_in_words(mixed)[0])
-
-
-def test_equal_budgets_use_the_ratings_that_the_runs_stored():
-    """The evaluation function is that of the runs, so its values are read, not computed again."""
-    judge = Judge("f", None, is_function=True)
-    rows = [
-        {"prompt": [{"role": "user", "content": p}], "metrics": {"f": value}} for p, value in (("a", 1), ("b", None))
-    ]
-    assert np.array_equal(rate_stored(judge, rows, {}, None, as_logged=True), [1, np.nan], equal_nan=True)
-    assert rate_stored(judge, rows, {}, None, as_logged=False) is None, "another function needs the data's columns"
-
-
 def test_caveat_if_only_the_judge_finds_a_difference(snapshot):
     groups = [group("ppo", *three(1.0, 0.8)), group("grpo", *three(1.0, 0.2))]
     verdict = judge_runs(groups, START, "gold quality", 1)
@@ -323,19 +250,3 @@ def test_verdict_of_one_group_reports_what_it_cannot_show(snapshot):
     verdict = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1)
     assert results(verdict) == {"TOY - start model": "better"} and len(verdict.sentences) == 2
     snapshot(*verdict.sentences)
-
-
-def test_equal_budgets_of_three_groups_match_hand_computed_values(snapshot):
-    """All groups reached 40 episodes. Within 20 s GRPO had evaluated only the start model."""
-    ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 3)), eval_point(4, 20, (2, 4))]
-    grpo = [eval_point(0, 0, (0, 0)), eval_point(4, 90, (1, 2))]
-    toy = [eval_point(0, 0, (0, 0)), eval_point(4, 20, (4, 4))]
-    rows = at_equal({"PPO": [ppo], "GRPO": [grpo], "TOY": [toy]}, None, seed=1)
-    assert [(d["name"], d["value"]) for d in rows[0]["differences"]] == [
-        ("PPO - GRPO", 1.5), ("PPO - TOY", -1), ("GRPO - TOY", -2.5),
-    ]  # fmt: skip
-    assert [d["level"] for d in rows[0]["differences"]] == [pytest.approx(1 - 0.05 / 3)] * 3
-    assert ["missing" in d for d in rows[1]["differences"]] == [True, False, True]
-    by_episodes, by_time = at_equal_in_words(rows)
-    assert "PPO - GRPO = +1.500 (" in by_episodes and "PPO - TOY = -1.000 (" in by_time
-    snapshot(by_episodes, by_time)

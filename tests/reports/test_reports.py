@@ -153,7 +153,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
 
 def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["grpo", 1], *NAMES)
-    by_episodes, by_time = report["at_equal"]
+    by_episodes, by_time, *_ = report["at_equal"]
     assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
     for name, run in (("PPO", runs["ppo", 1]), ("GRPO", runs["grpo", 1])):
         rows = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").open()]

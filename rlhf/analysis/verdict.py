@@ -176,9 +176,8 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
         *(_between(*pair, found, evidence, seed) for pair, found in zip(pairs, between[decides], strict=True)),
         *(_against_start(*pair, start, evidence) for pair in zip(arms, against_start[decides], strict=True)),
     ]
-    if pairs:
-        sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
-    else:
+    sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
+    if not pairs:
         sentences.append("There is one arm, so there is nothing to compare it with.")
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     return Verdict(sentences, _caveats(arms, start, between, evidence), contrasts)

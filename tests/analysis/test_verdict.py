@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.verdict import RunGroup, Verdict, contrast, judge_runs, kind_of
+from rlhf.analysis.limit import best_of_n, limit_of
+from rlhf.analysis.models import ModelRef
+from rlhf.analysis.verdict import START as START_NAME
+from rlhf.analysis.verdict import Arm, Evidence, Verdict, best_of_arm, contrast, judge_arms
+from rlhf.checkpoints.run_record import Plan
 from rlhf.config import make_config
+from rlhf.settings.training import Config
 from tests.records import record_of
 
 RNG = np.random.default_rng(0)
@@ -36,9 +41,15 @@ def completions(
     )
 
 
-def group(algorithm: str, *measured: GenerationResults, episodes: int = 100) -> RunGroup:
-    runs = [record_of(seed=i) for i in range(len(measured))]
-    return RunGroup(algorithm, runs, list(measured), [episodes] * len(measured))
+def group(name: str, *measured: GenerationResults, episodes: int = 100, config: Config | None = None) -> Arm:
+    """Returns an arm with one run for each of `measured`."""
+    plan = Plan(2, episodes, 2, episodes)
+    records = [record_of(config, seed=i, plan=plan) for i in range(len(measured))]
+    return Arm(name, list(measured), [ModelRef(name, name, run=record, update=2) for record in records])
+
+
+def judge_runs(arms: list[Arm], start: GenerationResults, judge: str | None, seed: int, **evidence) -> Verdict:
+    return judge_arms(arms, Arm(START_NAME, [start]), seed, Evidence(judge, **evidence))
 
 
 def three(score: float, judged: float | None = None) -> list[GenerationResults]:
@@ -61,38 +72,36 @@ def same_numbers_in_every_order():
 
 @pytest.mark.parametrize(("ppo", "grpo", "result"), [(1.0, 0.5, "better"), (0.5, 1.0, "worse")])
 def test_verdict_reports_which_group_is_better(ppo, grpo, result, snapshot):
-    verdict = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], completions(0.0), None, 1)
+    verdict = judge_runs([group("PPO", *three(ppo)), group("GRPO", *three(grpo))], completions(0.0), None, 1)
     assert results(verdict) == {"PPO - start model": "better", "GRPO - start model": "better", "PPO - GRPO": result}
     assert {(c.over, c.level) for c in verdict.contrasts} == {("seeds and prompts", 0.95)}
     snapshot(*verdict.sentences, *verdict.caveats)
 
 
 def test_verdict_reports_worse_models_with_kl_and_perplexity(snapshot):
-    groups = [group("ppo", *three(-1.0)), group("grpo", *three(0.0))]
+    groups = [group("PPO", *three(-1.0)), group("GRPO", *three(0.0))]
     verdict = judge_runs(groups, completions(0.0, perplexity=2.0), None, 1)
     assert results(verdict) == {"PPO - start model": "worse", "GRPO - start model": "equal", "PPO - GRPO": "worse"}
     assert all("2.00/sequence" in sentence and "1.50" in sentence for sentence in verdict.sentences[1:])
     snapshot(*verdict.sentences)
 
 
-def test_verdict_names_a_control_in_each_sentence_and_in_a_caveat(snapshot):
-    records = [record_of(make_config("demo", "grpo", control="shuffled"), seed=i) for i in range(3)]
-    control = RunGroup("grpo", records, three(0.1, 0.5), [100] * 3)
-    groups = [group("ppo", *three(1.5, 0.2)), control]
+def test_verdict_names_a_control_in_each_sentence(snapshot):
+    config = make_config("demo", "grpo", control="shuffled")
+    control = group("GRPO control", *three(0.1, 0.5), config=config)
+    groups = [group("PPO", *three(1.5, 0.2)), control]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert [control.name in sentence for sentence in verdict.sentences] == [True, False, True]
-    assert verdict.contrasts[-1].name == f"PPO - {control.name}" and kind_of(groups) == "groups"
-    assert [control.name in caveat for caveat in verdict.caveats].index(True) == 0
-    assert not any("control" in caveat for caveat in judge_runs(groups[:1], START, "x", 1).caveats)
-    snapshot(*verdict.sentences, *verdict.caveats)
+    assert verdict.contrasts[-1].name == f"PPO - {control.name}"
+    snapshot(*verdict.sentences)
 
 
 def test_verdict_uses_the_judge_and_reports_a_contradicting_score(snapshot):
-    groups = [group("ppo", *three(1.5, 0.2)), group("grpo", *three(1.0, 0.8))]
+    groups = [group("PPO", *three(1.5, 0.2)), group("GRPO", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict, "judged")["PPO - GRPO"] == "worse" and results(verdict)["PPO - GRPO"] == "better"
-    assert kind_of(groups) == "algorithms" and "gold quality" in verdict.sentences[0]
-    agree = judge_runs([group("ppo", *three(1.5, 0.8)), group("grpo", *three(1.0, 0.2))], START, "gold quality", 1)
+    assert "gold quality" in verdict.sentences[0]
+    agree = judge_runs([group("PPO", *three(1.5, 0.8)), group("GRPO", *three(1.0, 0.2))], START, "gold quality", 1)
     assert len(verdict.caveats) == len(agree.caveats) + 1
     snapshot(*verdict.sentences, *verdict.caveats)
 
@@ -101,7 +110,7 @@ def test_a_perfect_separation_is_significant_with_any_number_of_seeds(snapshot):
     """A saturated evaluation function gives 1 and 0: no prompt and no seed differs."""
     one, zero = (replace(START, judged={"gold quality": np.full((64, 4), value)}) for value in (1.0, 0.0))
     for seeds in (1, 3):
-        verdict = judge_runs([group("ppo", *[one] * seeds), group("grpo", *[zero] * seeds)], zero, "gold quality", 1)
+        verdict = judge_runs([group("PPO", *[one] * seeds), group("GRPO", *[zero] * seeds)], zero, "gold quality", 1)
         found = [(c.result, c.difference.value) for c in verdict.contrasts if c.measure == "judged"]
         assert found == [("better", 1), ("equal", 0), ("better", 1)]
         snapshot(*verdict.sentences)
@@ -110,25 +119,25 @@ def test_a_perfect_separation_is_significant_with_any_number_of_seeds(snapshot):
 def test_a_difference_that_rounds_to_zero_has_no_sign():
     zero = replace(START, scores=np.zeros((64, 4)))
     little = replace(zero, scores=np.where(np.arange(256).reshape(64, 4) == 0, -1e-3, 0.0))
-    sentence = judge_runs([group("ppo", little)], zero, None, 1).sentences[0]
+    sentence = judge_runs([group("PPO", little)], zero, None, 1).sentences[0]
     assert sentence.count("+0.000") == 3 and "-0.000" not in sentence, sentence
 
 
 def test_equal_groups_have_no_significant_difference():
-    groups = [group("ppo", *three(1.0, 0.5)), group("grpo", *three(1.0, 0.5))]
+    groups = [group("PPO", *three(1.0, 0.5)), group("GRPO", *three(1.0, 0.5))]
     assert results(judge_runs(groups, START, "gold quality", 1), "judged")["PPO - GRPO"] == "equal"
 
 
 def test_difference_smaller_than_seed_variation_is_not_significant():
     """The mean difference is 0.5, but the seeds of each group are 1 apart."""
     ppo, grpo = ([completions(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
-    verdict = judge_runs([group("ppo", *ppo), group("grpo", *grpo)], completions(0.0), None, 1)
+    verdict = judge_runs([group("PPO", *ppo), group("GRPO", *grpo)], completions(0.0), None, 1)
     assert results(verdict)["PPO - GRPO"] == "equal"
 
 
 def test_caveats_depend_on_the_number_of_seeds(snapshot):
-    one, few, many = (group("ppo", *[completions(1.0) for _ in range(n)]) for n in (1, 3, 5))
-    grpo = group("grpo", *[completions(0.5) for _ in range(5)])
+    one, few, many = (group("PPO", *[completions(1.0) for _ in range(n)]) for n in (1, 3, 5))
+    grpo = group("GRPO", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
     of_one, of_three, of_five = (judge_runs([s, grpo], start, "judge x", 1).caveats for s in (one, few, many))
     assert [len(of_one), len(of_three), of_five] == [1, 1, []]
@@ -142,7 +151,7 @@ def test_caveats_depend_on_the_number_of_seeds(snapshot):
 
 
 def test_verdict_reports_unequal_budgets_in_capitals(snapshot):
-    groups = [group("ppo", *three(1.0), episodes=50), group("grpo", *three(0.5), episodes=800)]
+    groups = [group("PPO", *three(1.0), episodes=50), group("GRPO", *three(0.5), episodes=800)]
     sentence = judge_runs(groups, completions(0.0), None, 1).sentences[0]
     assert "50" in sentence and "800" in sentence
     snapshot(sentence)
@@ -153,7 +162,7 @@ def test_contrast_matches_hand_computed_values():
     a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), {}, None, None, None, None)
     b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
     start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
-    found = contrast(group("ppo", a, b), start, "scores", 1)
+    found = contrast(group("PPO", a, b), Arm(START_NAME, [start]), "scores", 1)
     assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
     assert found.win_rate.value == pytest.approx((3 / 4 + 1 / 4 + 3 / 4 + 1 / 2) / 4)
@@ -161,7 +170,7 @@ def test_contrast_matches_hand_computed_values():
 
 
 def test_caveat_if_only_the_judge_finds_a_difference(snapshot):
-    groups = [group("ppo", *three(1.0, 0.8)), group("grpo", *three(1.0, 0.2))]
+    groups = [group("PPO", *three(1.0, 0.8)), group("GRPO", *three(1.0, 0.2))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict)["PPO - GRPO"] == "equal" and results(verdict, "judged")["PPO - GRPO"] == "better"
     assert len(verdict.caveats) == 2, "few seeds, and this one"
@@ -171,7 +180,7 @@ def test_caveat_if_only_the_judge_finds_a_difference(snapshot):
 def test_caveat_for_few_prompts(snapshot):
     ones = np.ones((4, 1))
     few = [GenerationResults("a", [["x"]] * 4, ones * shift, {}, None, ones, ones, None) for shift in range(4)]
-    caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
+    caveats = judge_runs([group("PPO", *few[:2]), group("GRPO", *few[2:])], few[0], None, 1).caveats
     assert " 4 prompts" in caveats[-1]
     snapshot(caveats[-1])
 
@@ -187,8 +196,8 @@ def constant(score: float, judged: float | None = None) -> GenerationResults:
 
 
 def test_contrasts_of_three_groups_cover_every_pair():
-    """Scores 3, 1 and 2, and 0 for the start model. "toy" is not a registered algorithm, so it appears as TOY."""
-    groups = [group("ppo", constant(3.0)), group("grpo", constant(1.0)), group("toy", constant(2.0))]
+    """Scores 3, 1 and 2, and 0 for the start model."""
+    groups = [group("PPO", constant(3.0)), group("GRPO", constant(1.0)), group("TOY", constant(2.0))]
     verdict = judge_runs(groups, constant(0.0), None, 1)
     assert [(c.name, c.difference.value) for c in verdict.contrasts] == [
         ("PPO - start model", 3), ("GRPO - start model", 1), ("TOY - start model", 2),
@@ -198,8 +207,8 @@ def test_contrasts_of_three_groups_cover_every_pair():
 
 
 def test_verdict_of_three_groups_has_one_sentence_per_pair(snapshot):
-    groups = [group("ppo", *three(0, 0.8)), group("grpo", *three(0, 0.2)), group("toy", *three(0, 0.8))]
-    groups[2].episodes[0] = 50
+    toy = group("TOY", *three(0, 0.8), episodes=50)
+    groups = [group("PPO", *three(0, 0.8)), group("GRPO", *three(0, 0.2)), toy]
     verdict = judge_runs(groups, START, "gold quality", 1)
     found = results(verdict, "judged")
     assert [found[f"{name} - start model"] for name in ("PPO", "GRPO", "TOY")] == ["better"] * 3
@@ -211,7 +220,7 @@ def test_verdict_of_three_groups_has_one_sentence_per_pair(snapshot):
 
 def test_caveats_of_three_groups(snapshot):
     """PPO is better than TOY by score, but worse by the judge. GRPO and PPO differ by the judge only."""
-    groups = [group("ppo", *three(1.0, 0.2)), group("grpo", *three(1.0, 0.8)), group("toy", *three(0.5, 0.8))]
+    groups = [group("PPO", *three(1.0, 0.2)), group("GRPO", *three(1.0, 0.8)), group("TOY", *three(0.5, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     pairs = ("PPO - GRPO", "PPO - TOY", "GRPO - TOY")
     by_score, by_judge = results(verdict), results(verdict, "judged")
@@ -224,29 +233,94 @@ def test_caveats_of_three_groups(snapshot):
     snapshot(*verdict.caveats)
 
 
-def test_verdict_of_five_groups_compares_each_with_the_first(snapshot):
-    """Scores 0, 0.2, 0.4, 0.6 and 0.8: the last one has the highest mean, which is partly chance."""
+def test_verdict_of_five_groups_compares_each_with_the_first():
     names = ["low", "b", "c", "d", "high"]
-    groups = [replace(group("ppo", *three(0.2 * i)), label=name) for i, name in enumerate(names)]
-    verdict = judge_runs(groups, completions(0.0), None, 1)
+    verdict = judge_runs([group(name, *three(0.2 * i)) for i, name in enumerate(names)], completions(0.0), None, 1)
     assert [c.name for c in verdict.contrasts[5:]] == [f"{name} - low" for name in names[1:]]
     assert [c.level for c in verdict.contrasts[5:]] == [pytest.approx(1 - 0.05 / 4)] * 4
-    first, *others, better, no_difference = verdict.sentences
-    assert [name for sentence in others for name in names if sentence.startswith(f"{name},")] == names[1:]
-    assert results(verdict)["high - low"] == results(verdict)["high - start model"] == "better"
-    assert "high" in better and "low" in no_difference
-    assert "98.8%" in verdict.caveats[0] and verdict.caveats[1].startswith("high ")
-    snapshot(first, others[3], *verdict.caveats[:2])
+    assert len(verdict.sentences) == 9 and results(verdict)["high - low"] == "better"
+    assert "98.8%" in verdict.caveats[0] and "low" in verdict.caveats[0]
 
 
-def test_verdict_of_two_groups_of_one_algorithm_names_groups(snapshot):
-    groups = [replace(group("ppo", *three(1.5, 0.2)), label="A"), replace(group("ppo", *three(1.0, 0.8)), label="B")]
+def test_verdict_uses_the_names_of_the_arms(snapshot):
+    groups = [group("A", *three(1.5, 0.2)), group("B", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
-    assert results(verdict, "judged")["A - B"] == "worse" and kind_of(groups) == "groups"
+    assert results(verdict, "judged")["A - B"] == "worse"
     snapshot(*verdict.sentences, *verdict.caveats)
 
 
 def test_verdict_of_one_group_reports_what_it_cannot_show(snapshot):
-    verdict = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1)
+    verdict = judge_runs([group("TOY", *three(1.0))], completions(0.0), None, 1)
     assert results(verdict) == {"TOY - start model": "better"} and len(verdict.sentences) == 2
     snapshot(*verdict.sentences)
+
+
+# --- KL, the limit and baselines -------------------------------------------------------------------------------------
+
+
+def at_kl(*differences: tuple[float, float]) -> list[dict]:
+    """Returns rows at KL 1, 2, ... with the intervals of PPO - GRPO."""
+    return [
+        {"kind": "kl", "number": kl, "differences": [{"name": "PPO - GRPO", "value": 0.0, "low": low, "high": high}]}
+        for kl, (low, high) in enumerate(differences, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "better"),
+    [
+        (at_kl((0.1, 0.2), (-0.1, 0.2)), "PPO"),
+        (at_kl((-0.1, 0.2), (-0.1, 0.2)), None),
+        (at_kl((-0.2, -0.1), (-0.1, 0.2)), None),
+        (at_kl((-0.2, -0.1), (0.1, 0.2)), None),
+        ([], None),
+    ],
+)
+def test_arms_at_unlike_kl_are_better_only_if_they_are_at_equal_kl(rows, better, snapshot):
+    ppo, grpo = (replace(r, kl=r.kl + n) for r, n in ((completions(1.0), 1.0), (completions(0.5), 0.0)))
+    arms = [group("PPO", ppo), group("GRPO", grpo)]
+    sentence = judge_runs(arms, completions(0.0), None, 1, equal=rows).sentences[0]
+    assert ("better than" in sentence) == (better is not None)
+    snapshot(sentence)
+
+
+def test_share_of_the_limit_and_the_worth_in_samples(snapshot):
+    """Scores of the start model are 0 or 1 with probability 1/2, those of the arm are 1 with 3/4: the limit at the
+    arm's KL of 0.2 nats is just above 0.8."""
+    start = replace(START, scores=np.tile([0.0, 1.0], (64, 2)), judged={}, kl=np.zeros((64, 4)))
+    samples = replace(start, scores=np.tile([0.0, 1.0], (64, 32)))
+    arm = replace(start, scores=np.tile([0.0, 1.0, 1.0, 1.0], (64, 1)), kl=np.full((64, 4), 0.2))
+    limit, best = limit_of(samples.scores), best_of_n(samples.scores, {})
+    sentence = judge_runs([group("PPO", arm)], start, None, 1, limit=limit, best=best).sentences[0]
+    share = 0.25 / (limit.at(0.2) - 0.5)
+    assert f"{share:.0%}" in sentence and "best-of-2" in sentence and 0.7 < share < 0.85
+    far = replace(arm, kl=np.full((64, 4), 5.0))
+    beyond = judge_runs([group("PPO", far)], start, None, 1, limit=limit, best=best).sentences[0]
+    assert f"{limit.kl[-1]:.2f}" in beyond and "%" not in beyond.partition("perplexity")[2]
+    snapshot(sentence, beyond)
+
+
+def test_best_of_n_is_an_arm_of_real_completions():
+    scores = np.array([[1.0, 3.0, 2.0, 0.0]])
+    samples = GenerationResults("s", [["a", "b", "c", "d"]], scores, {"j": scores * 2}, None, scores, scores > 1, None,
+                                ids=[[1], [2], [3], [4]])  # fmt: skip
+    arm = best_of_arm(samples, 2, best_of_n(scores, {}))
+    (found,) = arm.measured
+    assert (found.texts, found.ids, found.scores.tolist()) == ([["b", "c"]], [[2], [3]], [[3.0, 2.0]])
+    assert found.judged["j"].tolist() == [[6.0, 4.0]] and found.kl == pytest.approx(np.log(2) - 0.5)
+    assert arm.name == "best-of-2" and not arm.trained
+
+
+def test_the_k_with_which_the_start_model_is_ahead():
+    """pass@1 is 1/2 and 3/4, pass@2 is 1 and 3/4: the arm solves fewer prompts, but these always."""
+
+    def checked(rows: list[list[float]]) -> GenerationResults:
+        values = np.array(rows * 16)
+        lengths = np.full(values.shape, 5)
+        return GenerationResults("made", [["x"] * 2] * 64, values, {"exact": values}, None, lengths, values > 0, None,
+                                 functions=("exact",))  # fmt: skip
+
+    start = checked([[0, 1], [0, 1], [0, 1], [0, 1]])
+    arm = checked([[1, 1], [1, 1], [1, 1], [0, 0]])
+    (note,) = [c for c in judge_runs([group("PPO", arm)], start, "exact", 1).caveats if "pass@" in c]
+    assert "pass@2" in note and "1.000" in note and "0.750" in note

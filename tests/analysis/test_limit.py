@@ -169,7 +169,7 @@ def test_uncorrected_scores_rise_to_the_corrected_one():
 
 def test_limit_of_normal_scores_grows_with_the_root_of_the_kl():
     """Tilting N(0, 1) by e^(r / beta) gives N(1 / beta, 1): KL = 1 / (2 beta^2), so the score is sqrt(2 KL)."""
-    found = limit_of(np.random.default_rng(5).normal(size=(200, 256)))
+    found = limit_of(np.random.default_rng(5).normal(size=(100, 256)))
     assert found.score[20:] == pytest.approx(np.sqrt(2 * found.kl[20:]), abs=0.03) and found.kl[-1] > 0.5
 
 

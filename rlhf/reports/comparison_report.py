@@ -63,7 +63,7 @@ def make_comparison(
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, limit, best))
-    everyone = [results for arm in (start, *arms) for results in arm.measured]
+    everyone = [results for arm in (start, *arms) if arm.trained or arm is start for results in arm.measured]
     report = {
         "made": now(),
         **environment(),

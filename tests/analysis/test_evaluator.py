@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import find_model_ref, find_models, shared_settings
-from rlhf.analysis.verdict import RunGroup, judge_runs
+from rlhf.analysis.models import ModelRef, find_model_ref, find_models, shared_settings
+from rlhf.analysis.verdict import Arm, contrast
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
@@ -21,7 +21,6 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from tests.records import record_of
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -341,15 +340,9 @@ def test_false_positive_rate_of_a_model_against_itself(settings, start_model):
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, max_new_tokens=4)
     evaluator, _ = evaluator_of([start_model], settings)
     evaluator.text = None  # the perplexity does not depend on the seed
-    run, significant = record_of(seed=1), 0
-    start = evaluate_start_with_seed(evaluator, 0)
+    significant = 0
     for trial in range(100):
         results = [evaluate_start_with_seed(evaluator, 2 * trial + i + 1) for i in range(2)]
-        groups = [
-            RunGroup(name, [run], [completions], [1])
-            for name, completions in zip(("ppo", "grpo"), results, strict=True)
-        ]
-        sentence = judge_runs(groups, start, None, trial).sentences[0]
-        assert sentence.startswith("No significant difference") or " is better than " in sentence
-        significant += "better" in sentence
+        one, other = (Arm(str(i), [completions], [ModelRef("run", "run")]) for i, completions in enumerate(results))
+        significant += contrast(one, other, "scores", trial).difference.excludes(0)
     assert significant <= 10

@@ -13,11 +13,11 @@ from rlhf.analysis.audit import against, figures, without_score
 from rlhf.analysis.equal_budget import at_equal
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt, ranks, win_rates
-from rlhf.analysis.verdict import contrast, judge_runs
-from rlhf.reports.comparison_report import at_equal_in_words
+from rlhf.analysis.verdict import contrast
+from rlhf.reports.comparison_report import not_compared
 from rlhf.utils.intervals import over_prompts
 from tests.analysis.test_equal_budget import eval_point
-from tests.analysis.test_verdict import group
+from tests.analysis.test_verdict import group, judge_runs
 
 NAN = np.nan
 
@@ -108,7 +108,7 @@ def test_groups_are_compared_on_the_prompts_that_all_runs_scored():
     kept = [i for i in range(12) if i not in (4, 7)]
     subset = [scores[kept] for scores in (whole[0], whole[1], whole[2], holes[3])]
     found, expected = (
-        contrast(group("ppo", *map(made, scores[:2])), group("grpo", *map(made, scores[2:])), "scores", 1)
+        contrast(group("PPO", *map(made, scores[:2])), group("GRPO", *map(made, scores[2:])), "scores", 1)
         for scores in (holes, subset)
     )
     assert found == expected and np.isfinite(found.difference.low)
@@ -117,12 +117,14 @@ def test_groups_are_compared_on_the_prompts_that_all_runs_scored():
 def test_verdict_without_a_common_prompt():
     """Each model has scores for other prompts, so nothing can be compared."""
     first, second = made([[1, 1], [NAN, NAN]]), made([[NAN, NAN], [1, 1]])
-    groups = [group("ppo", first, first), group("grpo", second, second)]
+    groups = [group("PPO", first, first), group("GRPO", second, second)]
     verdict = judge_runs(groups, made([[0, 0], [0, 0]]), None, 1)
     pair, ppo, grpo = verdict.sentences
     assert pair.startswith("PPO cannot be compared with GRPO by score (the training reward): no prompt has a score")
-    assert ppo.startswith("PPO cannot be compared with the start model by score: only one prompt has a score")
-    assert all("significant" not in sentence for sentence in verdict.sentences) and grpo.startswith("GRPO cannot")
+    assert ppo.startswith("PPO is not comparable with the start model by score: only one prompt has a score")
+    assert all("significant" not in sentence for sentence in verdict.sentences) and grpo.startswith(
+        "GRPO is not comparable"
+    )
 
 
 def test_equal_budgets_leave_out_completions_without_a_score():
@@ -130,9 +132,9 @@ def test_equal_budgets_leave_out_completions_without_a_score():
     rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
     assert rows[0]["sides"]["PPO"]["score"] == 1.5 and rows[0]["differences"][0]["value"] == 1
     alone = at_equal({"PPO": [[eval_point(2, 5, (1,), "a")]], "GRPO": [[eval_point(2, 5, (0,), "a")]]}, None, seed=1)
-    assert at_equal_in_words(alone)[0].endswith("only one prompt has a score in every run of PPO and GRPO")
+    assert not_compared(alone)[0].endswith("only one prompt has a score in every run of PPO and GRPO")
     none = at_equal({"PPO": [[eval_point(2, 5, (1, None))]], "GRPO": [[eval_point(2, 5, (None, 7))]]}, None, seed=1)
-    assert at_equal_in_words(none)[0].endswith("no prompt has a score in every run of PPO and GRPO")
+    assert not_compared(none)[0].endswith("no prompt has a score in every run of PPO and GRPO")
     rated = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, lambda rows: np.array([NAN, len(rows), 5]), seed=1)
     assert rated[0]["sides"]["PPO"]["judge"] == 4 and rated[0]["differences"][0]["by"] == "judge"
 

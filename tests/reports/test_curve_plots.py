@@ -19,7 +19,6 @@ from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import colour_of
-from rlhf.utils.errors import UserError
 from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
@@ -186,16 +185,14 @@ def test_settings_of_one_algorithm_are_separate_lines_with_their_names(logged_ru
     assert "dotted: KL target of a group" in shown and set(names) < set(shown)
 
 
-def test_labels_are_the_names_in_legend_table_and_output(logged_run, tmp_path, capsys):
+def test_names_of_groups_are_in_legend_table_and_output(logged_run, tmp_path, capsys):
     runs = [logged_run("a", algorithm="grpo"), logged_run("b", learning_rate=1e-2)]
-    output = run_script(capsys, *runs, "--label", "new, K 4", "old", "--output", tmp_path / "plot")
+    output = run_script(capsys, "--arm", f"new, K 4={runs[0]}", f"old={runs[1]}", "--output", tmp_path / "plot")
     assert f"new, K 4  {runs[0]}\n" in output and f"old       {runs[1]}\n" in output
     with (tmp_path / "plot.csv").open(newline="", encoding="utf-8") as file:
         assert {row["run"]: row["group"] for row in csv.DictReader(file)} == {
             str(runs[0]): "new, K 4", str(runs[1]): "old",
         }  # fmt: skip
-    with pytest.raises(UserError, match=r"3 label\(s\) for 2 group\(s\) of runs: --label x y z\. .*GRPO .*; PPO "):
-        run_script(capsys, *runs, "--label", "x", "y", "z")
 
 
 # other judges

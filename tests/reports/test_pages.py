@@ -15,8 +15,9 @@ from rlhf.analysis.curves import read_curves
 from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
+from rlhf.analysis.verdict import START, Arm
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
-from rlhf.reports.comparison_report import make_comparison, make_groups, write_comparison
+from rlhf.reports.comparison_report import make_comparison, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
 from rlhf.reports.token_page import write_token_page
@@ -95,6 +96,17 @@ def evaluator(runs):
     return made, models, start, [made.evaluate(model, Screen()) for model in models]
 
 
+def make_arms(models, measured, names) -> list[Arm]:
+    """Returns the arm of the PPO runs and that of the GRPO runs."""
+    both = list(zip(models, measured, strict=True))
+    of = [[pair for pair in both if pair[0].run.algorithm == algorithm] for algorithm in ("ppo", "grpo")]
+    settings = {"use_lora": "false"}, {"use_lora": "true"}
+    return [
+        Arm(name, [results for _, results in pairs], [model for model, _ in pairs], differ)
+        for name, pairs, differ in zip(names, of, settings, strict=True)
+    ]
+
+
 def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys):
     made, models, start, measured = evaluator
     replies = [with_hostile_texts(m) for m in (start, *measured)]
@@ -114,12 +126,13 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
 
 def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs, tmp_path):
     made, models, start, measured = evaluator
-    labels = ('<b onclick="x">A</b>', "[B](javascript:alert(1)) | $x$")
-    groups = make_groups(models, [with_hostile_texts(m) for m in measured], labels)
-    curves = [read_curves(folder) for folder in runs.values()]
-    eval_points = [(labels[curve.algorithm == "grpo"], read_eval_points(curve)) for curve in curves]
-    report = make_comparison(made, groups, with_hostile_texts(start), eval_points)
-    write_comparison(report, tables(report, groups), groups, start, curves, tmp_path, Screen(), labels)
+    names = ('<b onclick="x">A</b>', "[B](javascript:alert(1)) | $x$")
+    arms = make_arms(models, [with_hostile_texts(m) for m in measured], names)
+    curves = [(names[run.algorithm == "grpo"], run) for run in map(read_curves, runs.values())]
+    eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
+    start = Arm(START, [with_hostile_texts(start)])
+    arms, report = make_comparison(made, arms, start, None, [], eval_points)
+    write_comparison(report, tables(report, arms), arms, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == report
@@ -132,31 +145,25 @@ def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs
     )
 
 
-def as_toy(curve):
-    """Returns the curves under an unregistered algorithm."""
-    return dataclasses.replace(curve, config=dataclasses.replace(curve.config, algorithm="toy"))
-
-
 def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     """An unregistered algorithm (a copy of a GRPO run) appears in every table, sentence and sample."""
     made, models, start, measured = evaluator
-    ppo, grpo = make_groups(models, measured, ("PPO", "GRPO"))
-    groups = [ppo, grpo, dataclasses.replace(grpo, algorithm="toy", label="TOY")]
-    curves = [read_curves(folder) for folder in runs.values()]
-    curves = [*curves[:3], as_toy(curves[3])]
-    report = make_comparison(
-        made, groups, start, [(curve.algorithm.upper(), read_eval_points(curve)) for curve in curves]
-    )
-    filled = tables(report, groups)
-    write_comparison(report, filled, groups, start, curves, tmp_path, Screen())
+    ppo, grpo = make_arms(models, measured, ("PPO", "GRPO"))
+    arms, start = [ppo, grpo, dataclasses.replace(grpo, name="TOY")], Arm(START, [start])
+    curves = [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
+    curves[3] = ("TOY", curves[3][1])
+    eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
+    arms, report = make_comparison(made, arms, start, None, [], eval_points)
+    filled = tables(report, arms)
+    write_comparison(report, filled, arms, start, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
-    settings, figures, contrasts, within, cost, equal = filled
-    assert settings["columns"][:3] == ["", "seeds", "use_lora"]
-    assert [row[:3] for row in settings["rows"][:2]] == [["PPO", "1, 2", "false"], ["GRPO", "1, 2", "true"]]
+    figures, contrasts, equal, cost, settings = filled
+    assert settings["columns"] == ["", "PPO", "GRPO", "TOY"]
+    assert ["use_lora", "false", "true", "true"] in settings["rows"]
     assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
-    assert cost["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
+    assert cost["columns"] == ["", "PPO", "GRPO", "TOY"]
     over = {row[0]: row[3] for row in contrasts["rows"]}
     assert all(over[f"{pair}, score"] == "98.3% over seeds and prompts" for pair in pairs)
     assert (
@@ -166,12 +173,13 @@ def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_p
     assert [row[0] for row in equal["rows"]][3:6] == [f"8 episodes: {pair}" for pair in pairs]
     assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page, markdown = Page(tmp_path / "comparison.html"), (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    title = "Comparison of the start model, PPO, GRPO and TOY"
+    title = "Comparison of PPO, GRPO and TOY"
     assert title in page.text and f"# {title}\n" in markdown
-    for sentence in report["verdict"]:
-        headline, _, rest = sentence.partition(": ")
-        assert sentence in page.text and f"**{markdown_cell(headline + ':')}** {markdown_cell(rest)}" in markdown
-    assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
+    first, *others = report["verdict"]
+    headline, _, rest = first.partition(": ")
+    assert first in page.text and f"**{markdown_cell(headline + ':')}** {markdown_cell(rest)}" in markdown
+    assert all(sentence in page.text and markdown_cell(sentence) in markdown for sentence in others)
+    assert "3 pairs are compared" in page.text and "3 pairs are compared" in markdown
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,12 @@ def test_tokens_flag_writes_a_token_page(runs, tmp_path, capsys):
 # --- compare_runs.py -------------------------------------------------------------------------------------------------
 
 
-NAMES = ("--label", "PPO", "GRPO")  # the runs of the algorithms differ in use_lora, so their default labels are longer
-
-
 @pytest.fixture
 def comparison(tmp_path, capsys):
     def run(*flags: object) -> tuple[dict, str]:
-        compare_runs.main(arguments(*flags, "--output", tmp_path / "out", "--num-prompts", 4, "--completions", 2))
+        limit = () if "--limit-minutes" in flags else ("--limit-minutes", 0)
+        sizes = "--num-prompts", 4, "--completions", 2
+        compare_runs.main(arguments(*flags, *limit, *sizes, "--output", tmp_path / "out"))
         output = re.sub(r"\s+", " ", capsys.readouterr().out)
         return json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")), output
 
@@ -122,7 +121,7 @@ def comparison(tmp_path, capsys):
 
 
 def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
-    report, message = comparison(*runs.values(), *NAMES)
+    report, message = comparison(*runs.values())
     assert len(report["verdict"]) == 3
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
     assert "after 8 episodes each" in report["verdict"][0]
@@ -132,12 +131,11 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
         assert re.sub(r"\s+", " ", sentence) in message
     assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
     assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
-    assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
+    assert [list(report["figures"][name]) for name in ("PPO", "GRPO")] == [["1", "2"], ["1", "2"]]
     assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["completion_tokens"] > 0
     costs = report["spent"]["PPO"]["1"]
     assert 0 < costs["cpu_seconds"] < 100 * costs["seconds"]
-    assert "use_lora: PPO false, GRPO true" in report["facts"]["settings that differ"]
-    assert report["facts"]["settings that differ"].endswith("; K: GRPO 2")
+    assert [report["arms"][name]["settings"]["use_lora"] for name in ("PPO", "GRPO")] == ["false", "true"]
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
     for words in (
         "over prompts",
@@ -146,13 +144,14 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
         "distinct-2",
         "completion tokens",
         "score\\_against\\_kl",
+        "forest",
     ):
         assert words.replace("\\", "") in markdown
-    assert (tmp_path / "out" / "score_against_kl.png").is_file()
+    assert all((tmp_path / "out" / f"{name}.png").is_file() for name in ("score_against_kl", "forest"))
 
 
 def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
-    report, _ = comparison(runs["ppo", 1], runs["grpo", 1], *NAMES)
+    report, _ = comparison(runs["ppo", 1], runs["grpo", 1])
     by_episodes, by_time, *_ = report["at_equal"]
     assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
     for name, run in (("PPO", runs["ppo", 1]), ("GRPO", runs["grpo", 1])):
@@ -167,7 +166,7 @@ def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
 
 
 def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
-    report, facts = comparison(runs["ppo", 1], runs["grpo", 2], *NAMES)
+    report, facts = comparison(runs["ppo", 1], runs["grpo", 2])
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
     assert "one seed (PPO: 1, GRPO: 2) does not show how much the result depends on the seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
@@ -190,8 +189,6 @@ def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, t
     twice = copy_with_settings(runs["ppo", 1], tmp_path / "twice")
     with pytest.raises(UserError, match=r"two runs of PPO have the seed 1: .*ppo_1 and .*twice\. Give each seed once"):
         comparison(runs["ppo", 1], twice)
-    with pytest.raises(UserError, match="not a run: .*compare_runs.py takes run folders"):
-        comparison(runs["ppo", 1], start_model)
 
 
 @pytest.mark.ci
@@ -199,21 +196,37 @@ def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, t
     """Names, verdict, tables and JSON have the settings in which the groups differ."""
     other = [copy_with_settings(runs["ppo", s], tmp_path / f"other{s}", learning_rate=0.5) for s in (1, 2)]
     report, text = comparison(runs["ppo", 1], runs["ppo", 2], *other, runs["grpo", 1])
-    names = [
-        "PPO learning_rate 0.01, use_lora false", "PPO learning_rate 0.5, use_lora false",
-        "GRPO learning_rate 0.01, use_lora true",
-    ]  # fmt: skip
-    assert list(report["groups"]) == names and list(report["figures"]) == ["start", *names]
-    assert report["groups"][names[1]]["settings"] == {"learning_rate": "0.5", "use_lora": "false"}
+    names = ["PPO learning_rate 0.01", "PPO learning_rate 0.5", "GRPO"]
+    assert list(report["arms"]) == names and list(report["figures"]) == ["start", *names]
+    settings = report["arms"][names[1]]["settings"]
+    assert (settings["learning_rate"], settings["use_lora"]) == ("0.5", "false")
     assert [c["name"] for c in report["contrasts"][3:]] == [
         f"{names[0]} - {names[1]}", f"{names[0]} - {names[2]}", f"{names[1]} - {names[2]}",
     ]  # fmt: skip
     same = f"No significant difference between {names[0]} and {names[1]} by score"
-    assert report["verdict"][0].startswith(same) and "3 pairs of groups are compared" in text
-    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
-    assert "|  | seeds | learning_rate | use_lora | score |" in markdown.replace("\\_", "_")
-    (facts,) = [value for name, value in report["facts"].items() if name.startswith("settings that differ")]
-    assert "learning_rate: 0.01 / 0.5 / 0.01; use_lora: false / false / true;" in facts
+    assert report["verdict"][0].startswith(same) and "3 pairs are compared" in text
+    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8").replace("\\_", "_")
+    assert "| learning_rate | 0.01 | 0.5 | 0.01 |" in markdown and "| use_lora | false | false | true |" in markdown
+
+
+@pytest.mark.ci
+def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start_model, tmp_path):
+    flags = runs["ppo", 1], "--arm", f"DPO={start_model}", "best-of-2", "start", "--limit-minutes", 0.01
+    report, _ = comparison(*flags)
+    assert list(report["arms"]) == ["PPO", "DPO", "best-of-2"]
+    assert [c["name"] for c in report["contrasts"]] == [
+        *(f"{name} - start model" for name in report["arms"]), "PPO - DPO", "PPO - best-of-2", "DPO - best-of-2",
+    ]  # fmt: skip
+    assert report["figures"]["DPO"]["1"]["score"] == report["figures"]["start"]["score"], "the same random numbers"
+    assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]
+    samples = report["limit"]["samples"]
+    assert samples >= 8 and report["best_of"]["n"][-1] == samples and len(report["best_of"]["measures"]["scores"]) > 7
+    before = (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns
+    again, _ = comparison(*flags)
+    assert (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns == before, "used again"
+    assert again["limit"] == report["limit"] and again["verdict"] == report["verdict"]
+    comparison(*flags, "--seed", 1)
+    assert (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns != before, "other random numbers"
 
 
 def test_comparison_reports_unequal_budgets(comparison, runs, tmp_path):
@@ -239,13 +252,13 @@ def test_budget_counts_the_episodes_of_the_evaluated_weights(comparison, runs):
 def test_comparison_reports_errors_before_sampling(runs, tmp_path, capsys, case):
 
     run, output = shutil.copytree(runs["ppo", 1], tmp_path / "run"), tmp_path / "out"
-    flags = arguments(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1)
+    flags = arguments(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1, "--limit-minutes", 0)
     (tmp_path / "file").write_text("")
     if case == "no samples":
         shutil.rmtree(run / "samples")
         compare_runs.main([*flags, "--output", str(output)])
         printed = re.sub(r"\s+", " ", capsys.readouterr().out)
-        assert "a run has no stored evaluations, so there is no comparison at equal training time" in printed
+        assert "a run has no stored evaluations, so there is no comparison at equal episodes" in printed
         return
     if case == "corrupted samples":
         (run / "samples" / "update-000001.jsonl").write_text('{"prompt": [')
@@ -286,7 +299,7 @@ def test_runs_of_different_versions_can_be_pooled(comparison, runs, tmp_path):
     facts["settings"]["optimizer"]["of_another_release"] = 1
     (other / "run.json").write_text(json.dumps(facts))
     report, _ = comparison(runs["ppo", 1], other)
-    assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2"]
+    assert {name: list(runs) for name, runs in report["figures"].items() if name != "start"} == {"PPO": ["1", "2"]}
 
 
 # --- completions without a score -------------------------------------------------------------------------------------

@@ -49,8 +49,14 @@ ACT_ALWAYS = {
         *("rm_batch_size", "rm_bf16", "rm_seed", "actor_model", "calibration_prompts"),
     },
     EvaluationConfig: {"tokens"},
-    ComparisonConfig: {"runs", "label", *settings_of(EvaluationConfig).keys() & settings_of(ComparisonConfig).keys()},
-    PlotConfig: {"runs", "label", "x", "smooth", "output"},
+    ComparisonConfig: {
+        "runs",
+        "arm",
+        "few_shot",
+        "limit_minutes",
+        *settings_of(EvaluationConfig).keys() & settings_of(ComparisonConfig).keys(),
+    },
+    PlotConfig: {"runs", "arm", "x", "smooth", "output"},
 }
 PARSERS = {
     RewardModelConfig: parse_reward_cli,

@@ -678,12 +678,14 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
     assert set(settings_of(ComparisonConfig)) == {
         *evaluation,
         "runs",
-        "label",
+        "arm",
+        "few_shot",
+        "limit_minutes",
         "output",
     }  # tests/reports/test_reports.py
     assert set(settings_of(PlotConfig)) == {
         "runs",
-        "label",
+        "arm",
         "x",
         "smooth",
         "output",

@@ -106,7 +106,7 @@ def report_finished(section: Section, name: str, finished: RunRecord) -> None:
 
 def report_stopped(section: Section, name: str, output: Path) -> None:
     """Record how far an unfinished run came."""
-    scalars, _ = read_scalars(output / "logs", running=True) if (output / "logs").is_dir() else ({}, [])
+    scalars, _ = read_scalars(output / "logs") if (output / "logs").is_dir() else ({}, [])
     score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
     if score is None or rewards is None:
         return section.error(name, f"{OUT_OF_TIME} before the end of the first update")

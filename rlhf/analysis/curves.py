@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import atomic_write
+from rlhf.utils.files import write_text
 
 FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
-LARGEST_RECORD = 1 << 16  # bytes; a scalar needs less than 1,000, so a longer length field is damaged
 COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds", "group")
 
 
@@ -76,11 +76,6 @@ class RunCurves:
         return np.rint(counts[last] + (updates - known[last]) * self.episodes_per_update).astype(int)
 
     @property
-    def length_in_episodes(self) -> int | str:
-        """The planned number of episodes; with dynamic sampling it is not known, and this is the run's folder."""
-        return str(self.folder) if "episodes" in self.scalars else self.run.plan.episodes
-
-    @property
     def last_update(self) -> int:
         """The highest update among the curves."""
         return max(int(curve.updates[-1]) for curve in self.scalars.values())
@@ -126,10 +121,10 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
 def read_curves(folder: Path) -> RunCurves:
     """Returns a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
     run = RunRecord.require(folder, "run")
-    running = run.status == "running"
-    scalars, remarks = read_scalars(folder / "logs", running)
+    scalars, remarks = read_scalars(folder / "logs")
     if not scalars:
-        hint = "Try again after its first update" if running else "This run logged nothing: choose another run"
+        started = run.status == "running"
+        hint = "Try again after its first update" if started else "This run logged nothing: choose another run"
         raise UserError(f"no scalars yet: {folder / 'logs'}. {' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 
@@ -141,22 +136,21 @@ def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
     return [f"{folder}: values that are not finite ({', '.join(bad)}) are gaps in the plot"] if bad else []
 
 
-def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], list[str]]:
+def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
     """Returns all scalars of a folder of event files by tag, and one remark per file with unreadable data.
 
     No point is left out. A resumed run has one file per session. The times of the events are those of
     `RunLog.training_time`, which continues in the next session.
     """
-    sessions, remarks = [], []
+    points, remarks = defaultdict(list), []
     for file in sorted(logs.glob("*tfevents*"), key=_session_of):
-        events, unread = _read_file(file)
-        sessions.append(events)
-        if unread:
-            remarks.append(_remark(file, events, unread, running))
-    points = _Points()
-    for events in sessions:
-        points.add_session(events)
-    return points.curves(), remarks
+        unread = _add_session(file, points)
+        if unread > 0:
+            why = "the file is still being written, cut off or damaged"
+            remarks.append(f"{file}: the last {unread:,} bytes are left out, because {why}")
+    columns = {tag: np.array(rows).T for tag, rows in points.items() if rows}
+    start = min((seconds[0] for _, _, seconds in columns.values()), default=0.0)
+    return {tag: Curve(u.astype(int), values, s - start) for tag, (u, values, s) in columns.items()}, remarks
 
 
 def _session_of(file: Path) -> tuple[int, str]:
@@ -165,63 +159,26 @@ def _session_of(file: Path) -> tuple[int, str]:
     return (int(number) if number.isdecimal() else 0), file.name
 
 
-def _read_file(file: Path) -> tuple[list[Event], int]:
-    """Returns a file's events and the number of unreadable bytes at its end."""
+def _add_session(file: Path, points: dict[str, list[tuple[int, float, float]]]) -> int:
+    """Adds a file's scalars to `points`: tag -> (update, value, Unix time) of each point.
+
+    They replace later points of earlier sessions, because a resumed run logs these updates again. Returns the number
+    of bytes that TensorBoard's reader did not read: it stops without an error at an incomplete or damaged record.
+    """
     try:
-        size = file.stat().st_size  # read first: data appended by a running run is not counted as unreadable
-        records = list(RawEventFileLoader(str(file)).Load())
+        unread = file.stat().st_size  # before the data: what a running run appends is not counted as unreadable
+        for record in RawEventFileLoader(str(file)).Load():
+            unread -= len(record) + FRAME
+            event = Event.FromString(record)
+            scalars = {v.tag: v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+            for tag in list(points) if event.session_log.status == SessionLog.START else scalars:
+                while points[tag] and points[tag][-1][0] >= event.step:
+                    points[tag].pop()
+            for tag, value in scalars.items():
+                points[tag].append((event.step, value, event.wall_time))
     except OSError as error:
         raise UserError(f"cannot read {file} ({error.strerror}). Check its permissions") from None
-    # the reader stops without an error at an incomplete or damaged record
-    unread = size - sum(len(record) + FRAME for record in records)
-    return [Event.FromString(record) for record in records], max(unread, 0)
-
-
-def _remark(file: Path, events: Iterable[Event], unread: int, running: bool) -> str:
-    """Returns a line on a file with `unread` unreadable bytes at its end."""
-    with file.open("rb") as opened:
-        opened.seek(-unread, 2)
-        length = int.from_bytes(opened.read(8), "little")
-    read = max((event.step for event in events if event.summary.value), default=None)
-    shown = "no data before it" if read is None else f"the data before it is used, up to update {read}"
-    if unread < 8 or unread < length + FRAME <= LARGEST_RECORD:
-        why = "still being written, or the file is cut off" if running else "the file is cut off"
-        return f"{file}: the last record is incomplete ({why}); {shown}"
-    return f"{file}: a record is damaged and the data after it is lost ({unread:,} bytes); {shown}"
-
-
-class _Points:
-    """The points by tag after the events so far. Later events replace earlier ones."""
-
-    def __init__(self):
-        self.by_tag: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, time
-
-    def add_session(self, events: Sequence[Event]) -> None:
-        """Adds one file's events."""
-        for event in events:
-            if event.session_log.status == SessionLog.START:
-                for points in self.by_tag.values():
-                    _cut(points, event.step)
-            for value in event.summary.value:
-                if not value.HasField("simple_value"):
-                    continue
-                points = self.by_tag[value.tag]
-                _cut(points, event.step)
-                points.append((event.step, value.simple_value, event.wall_time))
-
-    def curves(self) -> dict[str, Curve]:
-        known = {tag: list(zip(*points, strict=True)) for tag, points in self.by_tag.items() if points}
-        start = min((times[0] for _, _, times in known.values()), default=0.0)
-        return {
-            tag: Curve(np.array(updates), np.array(values, dtype=float), np.array(times) - start)
-            for tag, (updates, values, times) in known.items()
-        }
-
-
-def _cut(points: list[tuple[int, float, float]], update: int) -> None:
-    """Removes the points from `update` on, because a resumed run logs them again."""
-    while points and points[-1][0] >= update:
-        points.pop()
+    return unread
 
 
 def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarray:
@@ -229,14 +186,10 @@ def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarr
 
     Each window is summed separately: in one running sum a spike of 1e20 would ruin all later means.
     """
-    finite = np.isfinite(values)
     first = np.searchsorted(updates, updates - span, side="right")
-    # reduceat sums from each index to the next one, so every second sum is a window
-    edges = np.column_stack([first, np.arange(len(updates)) + 1]).ravel()
-    total, count = (
-        np.add.reduceat(np.append(part, 0.0), edges)[::2] for part in (np.where(finite, values, 0), finite * 1.0)
-    )
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=finite)
+    windows = [values[start : end + 1] for end, start in enumerate(first)]
+    means = [window[np.isfinite(window)].mean() if np.isfinite(window[-1]) else np.nan for window in windows]
+    return np.array(means)
 
 
 def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -244,8 +197,6 @@ def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[n
 
     If a run has no point at an x of another run, its value is interpolated linearly.
     """
-    if len(lines) == 1:
-        return xs[0], lines[0], lines[0], lines[0]
     start, end = max(x[0] for x in xs), min(x[-1] for x in xs)
     x = np.unique(np.concatenate(xs))
     x = x[(start <= x) & (x <= end)]
@@ -260,28 +211,24 @@ def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str
     name of the group of each run's folder; None: each algorithm is a group.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
-    rows = [row for run in runs for row in _rows(run, tags, (groups or {}).get(run.folder, label_of(run.algorithm)))]
-
-    def write(staging: Path) -> None:
-        with staging.open("w", newline="", encoding="utf-8") as opened:
-            csv.writer(opened).writerows([[*COLUMNS, *tags], *rows])
-
-    atomic_write(file, write)
+    rows = [row for run in runs for row in _rows(run, (groups or {}).get(run.folder, label_of(run.algorithm)))]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*COLUMNS, *tags], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(file, text.getvalue())
     return len(rows)
 
 
-def _rows(run: RunCurves, tags: Sequence[str], group: str) -> Iterable[list[Any]]:
-    """Yields a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
+def _rows(run: RunCurves, group: str) -> list[dict[str, Any]]:
+    """Returns a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
     values: dict[int, dict[str, float]] = defaultdict(dict)
-    seconds: dict[int, float] = {}
     for tag, curve in run.scalars.items():
-        for update, value, s in zip(
-            curve.updates.tolist(), curve.values.tolist(), curve.seconds.tolist(), strict=True
-        ):
-            values[update][tag] = value
-            seconds[update] = min(s, seconds.get(update, s))
+        for update, value, s in zip(*(part.tolist() for part in astuple(curve)), strict=True):
+            values[update] |= {tag: value, "seconds": min(s, values[update].get("seconds", s))}
     episodes = run.episodes_at(np.array(sorted(values))).tolist()
-    for update, sampled in zip(sorted(values), episodes, strict=True):
-        facts = [run.folder, run.algorithm, run.run.seed, update, sampled]
-        cells = (values[update].get(tag) for tag in tags)
-        yield [*facts, f"{seconds[update]:.3f}", group, *("" if cell is None else repr(cell) for cell in cells)]
+    facts = {"run": run.folder, "algorithm": run.algorithm, "seed": run.run.seed, "group": group}
+    return [
+        {**facts, **row, "update": update, "episodes": sampled, "seconds": f"{row['seconds']:.3f}"}
+        for (update, row), sampled in zip(sorted(values.items()), episodes, strict=True)
+    ]

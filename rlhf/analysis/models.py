@@ -136,6 +136,15 @@ def updates_of(run: RunRecord) -> int:
     return (run.spent or run.plan).updates
 
 
+def equal_to_start(models: Sequence[ModelRef]) -> list[str]:
+    """Returns one sentence per model that has the weights with which its run started."""
+    return [
+        f"{model.label} has the weights of the run's start model, because no later evaluation was better"
+        for model in models
+        if model.update == 0
+    ]
+
+
 def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | None = None) -> tuple[str, str | None]:
     """Returns the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
     if not (folder / ADAPTER_CONFIG).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
-from rlhf.analysis.models import ModelRef, require_trusted_code
+from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -35,7 +35,6 @@ def compare_command(argv: list[str] | None = None) -> None:
 def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
-    from rlhf.analysis.equal_weights import equal_in_words, evaluate_once
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.start_samples import sample_start
     from rlhf.analysis.verdict import START, Arm
@@ -52,7 +51,8 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     usual, device = HELD_OUT_PROMPTS_TO_COMPARE, start_device(screen)
     evaluator = ModelEvaluator(models, config.measure, device, screen, usual, True, asked.few_shot)
     screen.facts(evaluator.facts())
-    start, measured = evaluate_once(evaluator, models, screen)
+    start = evaluator.evaluate_start(screen)
+    measured = [evaluator.evaluate(model, screen) for model in models]
     arms = []
     for group in groups:
         members = sorted(group.members, key=lambda i: models[i].run.seed if models[i].run else i)
@@ -64,7 +64,7 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
         least, file = max([LEAST, *(BLOCKS * n for n in best_of)]), folder / "start_samples.npz"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen)
     start = Arm(START, [start])
-    notes = equal_in_words(models, evaluator.start)
+    notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, notes)
     made = tables(report, arms)
     write_comparison(report, made, arms, start, curves, folder, screen)

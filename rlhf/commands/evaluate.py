@@ -39,7 +39,6 @@ def evaluate_command(argv: list[str] | None = None) -> None:
 
 
 def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
-    from rlhf.analysis.equal_weights import equal_in_words, equal_weights, evaluate_once
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -47,13 +46,9 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -
     output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
-    start, measured = evaluate_once(evaluator, models, screen)
-    equal = equal_weights(models, evaluator.start)  # not in the report: every difference would be 0
-    shown = [i for i in range(len(models)) if i not in equal]
-    results = [measured[i] for i in shown]
-    report = make_report(
-        evaluator, [models[i] for i in shown], results, start, equal_in_words(models, evaluator.start)
-    )
+    start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
+    results = [evaluator.evaluate(model, screen) for model in models]
+    report = make_report(evaluator, models, results, start)
     show_report(report, screen)
     write_report(report, [m for m in (start, *results) if m is not None], output, screen)
 

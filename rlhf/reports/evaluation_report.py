@@ -18,7 +18,7 @@ from rlhf.analysis.audit import (
     without_score,
 )
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import ModelRef
+from rlhf.analysis.models import ModelRef, equal_to_start
 from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.config import config_of_run
@@ -48,9 +48,8 @@ def make_report(
     models: Sequence[ModelRef],
     measured: Sequence[GenerationResults],
     start: GenerationResults | None,
-    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns the report on the models as JSON-ready data. `notes` are printed with the figures."""
+    """Returns the report on the models as JSON-ready data."""
     seed = evaluator.settings.seed
     everyone = [*([start] if start is not None else []), *measured]
     report = {
@@ -58,7 +57,7 @@ def make_report(
         **environment(),
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
-        "notes": [*notes, *without_score(everyone)],
+        "notes": [*equal_to_start(models), *without_score(everyone)],
         "seed": seed,
         "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
         "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
@@ -86,10 +85,6 @@ def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults
         target = target_at_end(config_of_run(model.run)) if model.run else None
         entry["against_start"] = as_json(against(results, start, seed))
         entry["warnings"] = warnings(results, start, seed, target)
-        if model.update == 0:
-            entry["warnings"].append(
-                "these are the weights of the run's start model, because no later evaluation was better"
-            )
     return entry
 
 

@@ -201,8 +201,8 @@ def test_kl_and_lengths_match_plain_forward_passes(settings, start_model, tmp_pa
     settings = dataclasses.replace(settings, temperature=0.7, num_prompts=3)
     evaluator, models = evaluator_of([other], settings)
     sampled_completions = []
-    sample = evaluator._sample
-    evaluator._sample = lambda *a: sampled_completions.append(sample(*a)) or sampled_completions[-1]
+    sample = evaluator.sample
+    evaluator.sample = lambda *a: sampled_completions.append(sample(*a)) or sampled_completions[-1]
     measured = evaluator.evaluate(models[0], Screen())
     (completions,) = sampled_completions
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()

@@ -168,7 +168,7 @@ def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
     assert {"judge", "judge/has_e"} <= report["figures"]["PPO"]["1"].keys()
     printed = re.sub(r"\s+", " ", capsys.readouterr().out)
     markdown = (tmp_path / "out" / "comparison.md").read_text()
-    for label in ("judge like", "judge has_e", "pass@1, has_e", "PPO - GRPO, judge has_e", "judge has_e, win rate"):
+    for label in ("judge like", "judge has_e", "pass@1, has_e", "PPO - GRPO, judge has_e"):
         assert markdown_cell(label) in markdown
     assert "judge has_e" in printed and "pass@1, has_e" in printed
 
@@ -176,13 +176,13 @@ def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
 def test_function_without_the_columns_of_the_stored_completions(runs, rules, wanted, tmp_path, snapshot):
     """The runs' own evaluations were made on prompts without the column `want`: equal budgets are by score then."""
     words = [runs["ppo", 1], runs["grpo", 1], "--prompts", wanted, "--eval-func", f"{rules}:half",
-             "--completions", 2, "--output", tmp_path / "out"]  # fmt: skip
+             "--completions", 2, "--limit-minutes", 0, "--output", tmp_path / "out"]  # fmt: skip
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["at_equal"][0]["differences"][0]["by"] == "score"
-    (caveat,) = (line for line in report["caveats"] if line.startswith("at 8 episodes") and "--prompts" in line)
-    assert "(half, " in report["verdict"][0]
-    snapshot(caveat, varying=r"(?<=\): ).*")  # the figures of the runs
+    (caveat,) = (line for line in report["caveats"] if "--prompts" in line)
+    assert "(half, " in report["verdict"][0] and "half" in caveat
+    snapshot(caveat)
 
 
 # --- where the functions come from -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rlhf.analysis.audit import against, figures, without_score
 from rlhf.analysis.equal_budget import at_equal
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt, ranks, win_rates
-from rlhf.analysis.verdict import contrast
+from rlhf.analysis.verdict import Arm, contrast
 from rlhf.reports.comparison_report import not_compared
 from rlhf.utils.intervals import over_prompts
 from tests.analysis.test_equal_budget import eval_point
@@ -161,4 +161,4 @@ def test_figures_without_missing_scores_are_bit_identical_to_plain_means(shape):
     assert differ["win_rate"] == over_prompts(wins, 3, 0.5, (0.0, 1.0))
     two = [one, dataclasses.replace(one, scores=a + 0.1)]
     gaps = np.array([[x.scores.mean(axis=1) - b.mean(axis=1)] for x in two])
-    assert contrast(group("ppo", *two), other, "scores", 3).difference == over_seeds(gaps, 3)
+    assert contrast(group("PPO", *two), Arm("other", [other]), "scores", 3).difference == over_seeds(gaps, 3)

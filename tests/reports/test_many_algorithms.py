@@ -14,7 +14,7 @@ from tests.reports.test_curve_plots import EVALUATION, legend, line
 
 def with_algorithm(run, algorithm: str):
     """Returns the curves of a run under another, possibly unregistered, algorithm."""
-    return replace(run, config=replace(run.config, algorithm=algorithm))
+    return replace(run, run=replace(run.run, algorithm=algorithm), config=replace(run.config, algorithm=algorithm))
 
 
 def runs_of_three(logged_run, **facts) -> list:

@@ -219,8 +219,9 @@ def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start
     ]  # fmt: skip
     assert report["figures"]["DPO"]["1"]["score"] == report["figures"]["start"]["score"], "the same random numbers"
     assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]
-    samples = report["limit"]["samples"]
-    assert samples >= 8 and report["best_of"]["n"][-1] == samples and len(report["best_of"]["measures"]["scores"]) > 7
+    samples = report["best_of"]["n"][-1]
+    assert samples >= 8 and len(report["best_of"]["measures"]["scores"]) == samples
+    assert report["limit"]["samples"] == samples + 2 * 2, "with the completions of two arms"
     before = (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns
     again, _ = comparison(*flags)
     assert (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns == before, "used again"

@@ -30,20 +30,20 @@ def sample_start(
 ) -> GenerationResults:
     """Returns n completions of each prompt by the start model: as many as `minutes` allow, from `least` to MOST.
 
-    They are stored in `file`. If it has at least `least` of the same model, prompts and sampling settings, these are
-    used.
+    They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
+    and more are added if `minutes` are more than they took.
     """
     prompts, key, seed = evaluator.encoded(evaluator.tokenizer), _key(evaluator), evaluator.settings.seed
     length, model = evaluator.config.sampling.max_new_tokens, evaluator.reference.copy
-    samples = read_samples(file, key, len(prompts))
-    if len(samples) < least:
-        end = time.monotonic() + 60 * minutes
+    samples, spent = read_samples(file, key, len(prompts))
+    if len(samples) < least or (spent < minutes and len(samples) < MOST):
+        end = time.monotonic() + 60 * (minutes - spent)
         while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
             uniform = uniform_noise(seed, len(samples), "start samples", range(len(prompts)), length)
             completions = evaluator.sample(model, evaluator.tokenizer, prompts, uniform)
             samples.append((completions.rows(), completions.ended.tolist()))
             screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
-        write_samples(file, key, samples)
+        write_samples(file, key, samples, max(minutes, spent))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
     return evaluator.rated("start model", evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
@@ -85,11 +85,12 @@ def _key(evaluator: ModelEvaluator) -> str:
     return json.dumps([weights, prompts, *how])
 
 
-def write_samples(file: Path, key: str, samples: Samples) -> None:
-    """Stores the completions with the `key` of what they were sampled from."""
+def write_samples(file: Path, key: str, samples: Samples, minutes: float) -> None:
+    """Stores the completions with the `key` of what they were sampled from, and the minutes that they took."""
     rows = [row for ids, _ in samples for row in ids]
     arrays = {
         "key": np.array(key),
+        "minutes": np.array(minutes),
         "ids": np.array([token for row in rows for token in row], dtype=np.int32),
         "lengths": np.array([len(row) for row in rows]),
         "ended": np.array([ended for _, ended in samples]),
@@ -102,12 +103,13 @@ def write_samples(file: Path, key: str, samples: Samples) -> None:
     atomic_write(file, write)
 
 
-def read_samples(file: Path, key: str, prompts: int) -> Samples:
-    """Returns the stored completions; none if the file does not exist, or has those of another key."""
+def read_samples(file: Path, key: str, prompts: int) -> tuple[Samples, float]:
+    """Returns the stored completions and their minutes; none if there is no file, or it has those of another key."""
     if not file.is_file():
-        return []
+        return [], 0.0
     with np.load(file) as stored:
         if str(stored["key"]) != key:
-            return []
+            return [], 0.0
         rows = [row.tolist() for row in np.split(stored["ids"], np.cumsum(stored["lengths"])[:-1])]
-        return [(rows[i * prompts : (i + 1) * prompts], ended) for i, ended in enumerate(stored["ended"].tolist())]
+        ended, minutes = stored["ended"].tolist(), float(stored["minutes"])
+    return [(rows[i * prompts : (i + 1) * prompts], of) for i, of in enumerate(ended)], minutes

@@ -289,7 +289,7 @@ def tiny(start_model, reward_folder, pairs_file) -> list[str]:
 
 @pytest.mark.ci
 @pytest.mark.skipif(WINDOWS, reason="a test cannot send Ctrl-C to one process on Windows")
-def test_ctrl_c_saves_all_runs_and_the_printed_command_resumes_them(tiny, tmp_path, snapshot):
+def test_ctrl_c_saves_all_runs_and_the_printed_command_resumes_them(tiny, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
     def start(*flags: str) -> subprocess.Popen:
@@ -314,9 +314,7 @@ def test_ctrl_c_saves_all_runs_and_the_printed_command_resumes_them(tiny, tmp_pa
     (resume,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("stopped. Resume with")]
     process = start(*flags_of(resume))
     printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, printed
-    (line,) = [line for line in printed.splitlines() if "2 combinations" in line]
-    snapshot(line)
+    assert process.returncode == 0 and "2 combinations: " in printed, printed
     assert [RunRecord.read(folder).spent.updates for folder in folders] == [60, 60]
 
 

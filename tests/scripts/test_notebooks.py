@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -40,7 +41,7 @@ def test_the_example_has_no_outputs_and_shows_every_step():
 
 
 @pytest.mark.ci
-def test_the_example_notebook_runs(tmp_path, snapshot):
+def test_the_example_notebook_runs(tmp_path):
     notebook = nbformat.read(EXAMPLE, as_version=4)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     assert '".."' in first.source
@@ -52,10 +53,9 @@ def test_the_example_notebook_runs(tmp_path, snapshot):
     shown = next(output for output in training.outputs if output.output_type == "display_data")
     assert shown.data["text/plain"].startswith("update 12/12 | score")
     (error,) = [output for cell in done.cells for output in cell.get("outputs", []) if output.output_type == "error"]
-    (line,) = error.traceback
-    assert line.startswith("error: ") and " max_new_token: make_config(max_new_token=). " in line
-    assert line.endswith(" max_new_tokens?")
-    snapshot(line)
+    assert error.traceback == [
+        "error: unknown setting max_new_token: make_config(max_new_token=). Did you mean max_new_tokens?"
+    ]
     run = RunRecord.read(tmp_path / "notebook_run")
     assert run.status == "finished" and run.spent.updates == 15
     scores = [evaluation["score"] for evaluation in run.best.evaluations]
@@ -63,7 +63,7 @@ def test_the_example_notebook_runs(tmp_path, snapshot):
 
 
 @pytest.mark.ci
-def test_many_updates_are_one_output_and_an_error_in_training_is_one_line(start_model, tmp_path, snapshot):
+def test_many_updates_are_one_output_and_an_error_in_training_is_one_line(start_model, tmp_path):
     cells = [
         SETUP,
         f"""
@@ -91,5 +91,4 @@ make_trainer(make_config(**settings, num_iterations=2), ["a cat?"], fails).train
     assert shown.data["text/plain"].startswith("update 60/60")
     (error,) = [output for output in failing.outputs if output.output_type == "error"]
     (line,) = error.traceback
-    assert line.startswith("error: ") and " ValueError: a mistake: " in line and "'fails'" in line
-    snapshot(line)
+    assert re.match(r"error: .* raised ValueError: a mistake: reward function 'fails'", line), line

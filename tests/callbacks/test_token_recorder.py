@@ -10,7 +10,6 @@ import torch
 from rlhf.algorithms.objectives import td_errors
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.token_record import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
-from rlhf.utils.errors import UserError
 from tests.conftest import BY_TIER, attach
 
 TOKEN_FIELDS = {"state", "token", "token_id", "logprob", "ref_logprob", "kl", "value", "advantage", "return",
@@ -106,8 +105,8 @@ def test_missing_token_records_are_an_error(runs, tmp_path, user_error):
         recorded_updates(tmp_path / "nowhere", "--tokens")
 
 
-def test_incomplete_token_record_is_an_error_with_its_file_name(tmp_path):
+def test_incomplete_token_record_is_an_error_with_its_file_name(tmp_path, user_error):
     name = "update-000001.jsonl"
     (tmp_path / name).write_bytes(b'{"update": 1, "tok')
-    with pytest.raises(UserError, match=f"cannot read this token record: .*{name}"):
+    with user_error(name):
         read_tokens(tmp_path / name)

@@ -98,39 +98,46 @@ def test_a_subcommand_prints_the_help_of_its_script(name, capsys, started_as):
         ("serve", None),
     ],
 )
-def test_an_unknown_command_is_one_line_with_the_nearest_one(word, nearest, tmp_path):
+def test_an_unknown_command_is_one_line_with_the_nearest_one(word, nearest, tmp_path, snapshot):
     done = run(word, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    hint = "" if nearest is None else f"Did you mean {nearest}? "
-    assert line == f"error: unknown command {word!r}: python -m rlhf. {hint}Commands: {', '.join(cli.COMMANDS)}"
+    assert line.startswith("error: ") and f" {word!r}: python -m rlhf. " in line
+    assert line.endswith(", ".join(cli.COMMANDS)) and (f" {nearest}? " in line) == (nearest is not None)
+    snapshot(line)
 
 
-def test_a_flag_before_the_command_is_one_line(capsys, started_as):
+def test_a_flag_before_the_command_is_one_line(capsys, started_as, snapshot):
     started_as("rlhf")
     with pytest.raises(SystemExit) as ended:
         cli.main(["--recipe", "demo"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: no command before --recipe: rlhf. Write a command first. ")
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and " --recipe: rlhf. " in error and error.count("\n") == 1
+    snapshot(error)
 
 
-def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as):
+def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as, snapshot):
     started_as("rlhf")
     group = next(row.name for row in ALGORITHMS.values() if row.group_size > 1)
     with pytest.raises(SystemExit) as ended:
         cli.main([group, "--lam", "0.9"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: --lam belongs to rlhf {DEFAULT_ALGORITHM}: command line.")
+    error = capsys.readouterr().err
+    assert error.startswith("error: --lam ") and f" rlhf {DEFAULT_ALGORITHM}: " in error
+    snapshot(error)
 
 
-def test_no_config_file_is_read(capsys, started_as, monkeypatch, tmp_path):
+def test_no_config_file_is_read(capsys, started_as, monkeypatch, tmp_path, snapshot):
     """In the folder of a project whose config.py has nothing to do with this one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.py").write_text("raise SystemExit('a config.py of another project')\n")
     started_as("rlhf")
     cli.main([DEFAULT_ALGORITHM, "--recipe", "demo", "--dry-run"])
     printed = capsys.readouterr().out
-    assert "not built yet; a run builds them first" in printed and "config.py" not in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("demo parts: ")]
+    assert "config.py" not in printed
+    snapshot(line)
     assert [file.name for file in tmp_path.iterdir()] == ["config.py"]
 
 
@@ -195,13 +202,15 @@ def test_the_scripts_exist():
         (MODULE, "python -m rlhf ppo", "python -m rlhf reward-model"),
         ("train.py", "python train_ppo.py", "python -m reward_model.train"),
     ],
+    ids=["command", "module", "script"],
 )
-def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as):
+def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as, snapshot):
     started_as(program, "ppo")
     config = parse_cli(["--recipe", "demo", "--output", "./run"])
     assert resume_command(config) == f"{training} --resume --output ./run"
     assert reward_model_command(config).split(" --recipe")[0] == reward_model
-    assert how_to_train() == f"Train one with `{reward_model}`"
+    assert f"`{reward_model}`" in how_to_train()
+    snapshot(how_to_train())
 
 
 def test_one_file_has_the_names_of_the_scripts():

@@ -37,7 +37,7 @@ from rlhf.setup.build import load_components
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.errors import run_command
 from tests.scripts.test_bad_inputs import FORM, refuse_loading
 from tests.shapes import make_base_model
 
@@ -150,14 +150,14 @@ def test_merged_model_is_evaluated_in_full_precision(train, start_model, tmp_pat
 
 
 @pytest.mark.ci
-def test_finished_run_can_be_merged_later_without_other_changes(finished, start_model, capsys):
+def test_finished_run_can_be_merged_later_without_other_changes(finished, start_model, capsys, snapshot):
     run = finished("grpo")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
     output = capsys.readouterr().out
-    assert (
-        "this run is already finished" in output and "evaluation after" not in output and str(run / "merged") in output
-    )
+    assert "evaluation after" not in output and str(run / "merged") in output
+    (line,) = [line for line in output.splitlines() if f"{run}. " in line]
+    snapshot(line)
     assert {p: p.read_bytes() for p in before} == before and read_run_json(run)["status"] == "finished"
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     assert_close(logits(merged), logits(load_adapter(run, start_model)), rtol=0, atol=1e-5)
@@ -179,26 +179,20 @@ def test_export_from_chooses_final_or_best_weights(finished, start_model):
     assert float((logits(merged) - logits(load_adapter(run, start_model))).abs().max()) > 1e-2
 
 
-def test_missing_or_quantized_base_model_is_one_error_line(finished, start_model, tmp_path):
+def test_missing_or_quantized_base_model_is_one_error_line(finished, start_model, tmp_path, user_error):
     run = finished("grpo")
     config = json.loads((run / "adapter_config.json").read_text())
     shutil.copytree(start_model, tmp_path / "small")
     stored = json.loads((start_model / "config.json").read_text())
     stored["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "small" / "config.json").write_text(json.dumps(stored))
-    for base, pattern in (
-        (
-            "nowhere",
-            r"the adapter's base model is missing \(.*nowhere\): --merge-lora, .*\. Restore it, then run .* --resume",
-        ),
-        (
-            "small",
-            r"cannot merge into a quantized base model: --merge-lora, .*small\. Remove the flag; the adapter is in",
-        ),
+    for base, parts in (
+        ("nowhere", ("nowhere): --merge-lora, ", " --resume")),
+        ("small", ("--merge-lora, ", "small. ")),
     ):
         config["base_model_name_or_path"] = str(tmp_path / base)
         (run / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=pattern):
+        with user_error(*parts):
             merge_adapter(run, run / "merged")
         assert not (run / "merged").exists()
 
@@ -256,7 +250,7 @@ def test_code_of_every_model_card_runs(finished, train, tmp_path, capsys, monkey
         assert run_snippet(card, capsys).endswith("\n")
 
 
-def test_content_of_model_cards(finished):
+def test_content_of_model_cards(finished, snapshot):
     run = finished("grpo")
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
     content = read_run_json(run)
@@ -272,15 +266,19 @@ def test_content_of_model_cards(finished):
     assert f"{figures['length_after']:.1f}" in rows["completion length, tokens"]
     assert content["best"]["why"].split(" (")[0] in card.text
     assert content["data"]["train_sha256"][:12] in card.text and content["data"]["train_sha256"] not in card.text
-    assert "120, split 45/45/10" in card.text and "rank 16. The code below also loads its base model" in card.text
+    assert "120, split 45/45/10" in card.text
     assert shlex.join(["python", *content["command"]]) in card.text and "transformers 5." in card.text
     assert "| `K` | 2 |" in card.text and "| `lora_r` | 16 |" in card.text and "`value_coef`" not in card.text
     merged = ModelCard.load(run / "merged" / "README.md")
-    assert (
-        merged.data.library_name == "transformers" and "rank 16, merged into its base model in float32" in merged.text
-    )
+    assert merged.data.library_name == "transformers"
     best = (run / "best" / "README.md").read_text()
-    assert f"These are the best weights (after update {content['best']['update']} of 2)" in best
+    for text, part in (
+        (card.text, "rank 16. "),
+        (merged.text, "rank 16, "),
+        (best, f"(after update {content['best']['update']} of 2)"),
+    ):
+        (line,) = [line for line in text.splitlines() if part in line]
+        snapshot(line, varying=r"(?<=update )\d+")
 
 
 def test_model_card_links_base_model_and_data_on_the_hub(finished):
@@ -398,7 +396,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
+def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case, snapshot):
     """Only the model, tokenizer, model card and run.json of the chosen weights are uploaded."""
     flags, weights, folder = CASES[case]
     algorithm = case.split()[0]
@@ -429,9 +427,8 @@ def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
         "otherwise the repository would contain both a full model and an adapter"
     )
     assert (name, api.created) == ("ada/mine", [("ada/mine", True, True)])
-    assert message.startswith(
-        f"{label_of(algorithm)}, {'best' if folder == 'best' else 'final'} weights, after update"
-    )
+    assert message.startswith(f"{label_of(algorithm)}, {'best' if folder == 'best' else 'final'} ")
+    snapshot(message, varying=r"(?<=update )\d+")
     output = capsys.readouterr().out
     assert "https://hub.example/ada/mine" in output and "hf_secret" not in output
 
@@ -442,7 +439,7 @@ def test_files_of_a_slow_tokenizer_are_uploaded(finished):
     assert "special_tokens_map.json" in files_of_model(run)
 
 
-def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finished, fake_hub, capsys):
+def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finished, fake_hub, capsys, snapshot):
     run = finished("ppo")
     fake_hub(fails=ConnectionError("connection\nlost"))
     words = [
@@ -458,9 +455,8 @@ def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finishe
         run_command(lambda: train_ppo.main(words))
     output = capsys.readouterr().err
     assert raised.value.code == 1 and FORM.fullmatch(output.strip()), output
-    assert output.startswith(
-        "error: the upload failed (connection): --push-to-hub ada/mine. The run is finished and its "
-    )
+    assert "(connection): --push-to-hub ada/mine. " in output
+    snapshot(output)
     assert read_run_json(run)["status"] == "finished"
     again = re.search(r"python train_ppo\.py (.*)$", output.strip())[1].split()
     api = fake_hub()
@@ -479,56 +475,57 @@ def test_new_run_is_uploaded_after_it_is_finished(train, fake_hub, tmp_path, cap
 NO_CONNECTION = ConnectionError("[Errno 111] Connection refused")
 INVALID_TOKEN = HfHubHTTPError("Invalid user token.\nmore", response=RESPONSE)
 REFUSED_UPLOADS = {
-    "not logged in": ({"token": None}, r"not logged in to the hub: --push-to-hub ada/mine\. Log in .*: hf auth"),
-    "no connection": ({"info": NO_CONNECTION},
-                      r"the hub cannot be reached \(.*refused\): --push-to-hub ada/mine\. Go online, or"),
-    "offline": ({"info": OfflineModeIsEnabled("no")}, r"the hub cannot be reached \(offline mode is on\): --push"),
-    "a bad token": ({"me": INVALID_TOKEN},
-                    r"the hub rejects the request \(Invalid user token\.\): --push-to-hub ada/mine\. Log in"),
-    "a read-only token": ({"me": {**ME, "auth": {"accessToken": {"role": "read"}}}},
-                          r"the token has read access only: --push-to-hub ada/mine\. Log in with a token that has"),
+    "not logged in": ({"token": None}, "hf auth"),
+    "no connection": ({"info": NO_CONNECTION}, "refused)"),
+    "offline": ({"info": OfflineModeIsEnabled("no")}, "(offline"),
+    "a bad token": ({"me": INVALID_TOKEN}, "(Invalid user token.)"),
+    "a read-only token": ({"me": {**ME, "auth": {"accessToken": {"role": "read"}}}}, "read"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED_UPLOADS)
-def test_upload_that_cannot_work_is_refused_before_loading(train, fake_hub, tmp_path, monkeypatch, capsys, case):
-    responses, pattern = REFUSED_UPLOADS[case]
+def test_upload_that_cannot_work_is_refused_before_loading(
+    train, fake_hub, tmp_path, monkeypatch, capsys, case, snapshot
+):
+    responses, part = REFUSED_UPLOADS[case]
     fake_hub(**responses)
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: train(tmp_path / "run", "--push-to-hub", "ada/mine"))
     output = capsys.readouterr().err.strip()
-    assert raised.value.code == 2 and re.search(pattern, output) and FORM.fullmatch(output), output
+    assert raised.value.code == 2 and FORM.fullmatch(output), output
+    assert part in output and ": --push-to-hub ada/mine. " in output, output
+    snapshot(output)
     assert not (tmp_path / "run").exists()
 
 
 INVALID_SETTINGS = {
-    "merging without adapters": (["--merge-lora"], r"merge_lora has no effect without --use-lora.*: --merge-lora\. "),
-    "no owner": (["--push-to-hub", "mine"], r"push_to_hub is 'mine': --push-to-hub\. Give owner/name, with letters"),
-    "no name": (["--push-to-hub", "ada/--"], 
-                r"push_to_hub is 'ada/--': --push-to-hub\. Give owner/name, with letters"),
-    "three parts": (["--push-to-hub", "a/b/c"], r"push_to_hub is 'a/b/c': --push-to-hub\. Give owner/name"),
+    "merging without adapters": (["--merge-lora"], ["merge_lora", "--use-lora", ": --merge-lora. "]),
+    "no owner": (["--push-to-hub", "mine"], ["push_to_hub", "'mine': --push-to-hub. ", "owner/name"]),
+    "no name": (["--push-to-hub", "ada/--"], ["push_to_hub", "'ada/--': --push-to-hub. ", "owner/name"]),
+    "three parts": (["--push-to-hub", "a/b/c"], ["push_to_hub", "'a/b/c': --push-to-hub. ", "owner/name"]),
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
-                                       r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
+                                       [": --seeds, --push-to-hub ada/mine. "]),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
-                                 r"other users could not load this adapter, because its base model is not on the hub: "
-                                 r"--push-to-hub ada/mine, --actor-model .*\. Add --merge-lora"),
-    "unknown weights": (["--export-from", "last"], r"export_from is last: --export-from\. Choices: final, best"),
+                                 [": --push-to-hub ada/mine, --actor-model ", "--merge-lora"]),
+    "unknown weights": (["--export-from", "last"], ["export_from", "last: --export-from. ", "final, best"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", INVALID_SETTINGS)
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_invalid_export_settings_are_refused_before_loading(
-    train, fake_hub, tmp_path, monkeypatch, capsys, case, algorithm
+    train, fake_hub, tmp_path, monkeypatch, capsys, case, algorithm, snapshot
 ):
-    flags, pattern = INVALID_SETTINGS[case]
+    flags, parts = INVALID_SETTINGS[case]
     fake_hub()
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: train(tmp_path / "run", *flags, script=SCRIPTS[algorithm]))
     output = capsys.readouterr().err.strip()
-    assert raised.value.code == 2 and re.search(pattern, output) and FORM.fullmatch(output), output
+    assert raised.value.code == 2 and FORM.fullmatch(output), output
+    assert all(part in output for part in parts), output
+    snapshot(output)
     assert not (tmp_path / "run").exists()
 
 

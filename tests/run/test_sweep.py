@@ -23,7 +23,7 @@ from rlhf.run import parallel_seeds, sweep
 from rlhf.run.sweep import folder_parts, points_of
 from rlhf.utils import libraries
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from rlhf.utils.system import WINDOWS
 from tests.documents import ROOT, python_block
 
@@ -94,47 +94,38 @@ def test_a_setting_of_one_algorithm():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "parts"),
     [
-        (["learning_rate=x"], r"^learning_rate is 'x': --sweep learning_rate=x\. Give a number$"),
-        (["learning_rate=1e-5,-1"], r"^learning_rate is -1: --sweep learning_rate=-1\. It must be above 0$"),
-        (["lerning_rate=1"], r"unknown setting lerning_rate: --sweep lerning_rate=1\. Did you mean learning_rate\?"),
-        (["K=2,4"], r"K belongs to train_grpo\.py and train_rloo\.py: --sweep K=2,4\. Remove it"),
-        (["seed=1,2"], r"seed cannot be swept: --sweep seed=1,2\. Give it once, as a flag"),
-        (["seeds=1,2"], r"seeds cannot be swept: --sweep seeds=1,2\. Give it once, as a flag"),
-        (["output=a,b"], r"output cannot be swept: --sweep output=a,b\. Give it once, as a flag"),
-        (["keep=1,2"], r"keep cannot be swept: --sweep keep=1,2\. It does not change what is learned"),
-        (["resume=true,false"], "resume cannot be swept"),
-        (["dry_run=true"], "dry_run cannot be swept"),
-        (["eval_func=length_penalty"], "eval_func cannot be swept"),
-        (["recipe=demo,phased-kl"], "recipe cannot be swept: .* Give it once, as a flag"),
-        (["learning_rate"], r"'learning_rate' is not NAME=VALUE,VALUE: --sweep\. Write for example"),
-        (["learning_rate=1,,2"], "is not NAME=VALUE,VALUE"),
-        (["learning_rate=1", "learning-rate=2"], "learning_rate is set twice: --sweep learning-rate=2 and --sweep"),
-        (["learning_rate=1", "--learning-rate", "2"], "learning_rate is set twice: .* and --learning-rate. Keep one"),
-        (
-            ["episodes=64,128", "--num-iterations", "3"],
-            "the length of a run is set twice: --sweep episodes=64,128 and --num-iterations. Keep one",
-        ),
-        (
-            ["num_iterations=2,3", "epochs=1,2"],
-            "the length of a run is set twice: .* and --sweep num_iterations. Keep",
-        ),
-        (
-            ["micro_batch_size=8,16", "--fit", "8GB"],
-            r"^--fit chooses micro_batch_size: --fit, --sweep micro_batch_size",
-        ),
-        (["gamma=1,0.9", "--push-to-hub", "a/b"], "several runs and one repository: --sweep, --push-to-hub a/b"),
-        (["learning_rate=1e-5,0.00001"], r"two combinations are equal: --sweep, learning_rate=1e-05\. Keep one"),
+        (["learning_rate=x"], ["learning_rate is 'x': --sweep learning_rate=x. "]),
+        (["learning_rate=1e-5,-1"], ["learning_rate is -1: --sweep learning_rate=-1. "]),
+        (["lerning_rate=1"], [" lerning_rate: --sweep lerning_rate=1. ", " learning_rate?"]),
+        (["K=2,4"], ["train_grpo.py", "train_rloo.py: --sweep K=2,4. "]),
+        (["seed=1,2"], ["seed ", ": --sweep seed=1,2. "]),
+        (["seeds=1,2"], ["seeds ", ": --sweep seeds=1,2. "]),
+        (["output=a,b"], ["output ", ": --sweep output=a,b. "]),
+        (["keep=1,2"], ["keep ", ": --sweep keep=1,2. "]),
+        (["resume=true,false"], ["resume ", ": --sweep resume=true,false. "]),
+        (["dry_run=true"], ["dry_run ", ": --sweep dry_run=true. "]),
+        (["eval_func=length_penalty"], ["eval_func ", ": --sweep eval_func=length_penalty. "]),
+        (["recipe=demo,phased-kl"], ["recipe ", ": --sweep recipe=demo,phased-kl. "]),
+        (["learning_rate"], ["'learning_rate'", "NAME=VALUE,VALUE: --sweep. "]),
+        (["learning_rate=1,,2"], ["'learning_rate=1,,2'", "NAME=VALUE,VALUE: --sweep. "]),
+        (["learning_rate=1", "learning-rate=2"], [": --sweep learning-rate=2 and --sweep learning_rate. "]),
+        (["learning_rate=1", "--learning-rate", "2"], ["learning_rate ", " and --learning-rate. "]),
+        (["episodes=64,128", "--num-iterations", "3"], [": --sweep episodes=64,128 and --num-iterations. "]),
+        (["num_iterations=2,3", "epochs=1,2"], [" and --sweep num_iterations. "]),
+        (["micro_batch_size=8,16", "--fit", "8GB"], [" micro_batch_size: --fit, --sweep micro_batch_size"]),
+        (["gamma=1,0.9", "--push-to-hub", "a/b"], [": --sweep, --push-to-hub a/b"]),
+        (["learning_rate=1e-5,0.00001"], [": --sweep, learning_rate=1e-05. "]),
         (
             ["batch_size=64,63", "--minibatches", "2"],
-            r"minibatches 2 does not divide batch_size 63: --minibatches, with --sweep batch_size=63\. Try",
+            ["minibatches 2 ", " batch_size 63: --minibatches, with --sweep batch_size=63. "],
         ),
-        (["learning_rate=1", "--check"], r"--check is for one run: --sweep, --check\. Remove one"),
+        (["learning_rate=1", "--check"], [": --sweep, --check. "]),
     ],
 )
-def test_wrong_sweeps(words, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_sweeps(words, parts, user_error):
+    with user_error(*parts):
         points("--sweep", *words)
 
 
@@ -205,12 +196,13 @@ def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(p
     assert printed.count("already finished") == 3 and "learning_rate 2e-05, seed 2: finished" in printed
 
 
-def test_table_and_json_have_means_over_seeds(pretended, capsys, monkeypatch):
+def test_table_and_json_have_means_over_seeds(pretended, capsys, monkeypatch, snapshot):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(RunError):
         pretended()
     printed = capsys.readouterr().out
-    assert "at most 1 at a time" in printed, "one after another without --parallel"
+    (line,) = [line for line in printed.splitlines() if line.startswith("training 4 runs, ")]
+    snapshot(line, varying=r"(?<=each on: ).*")  # one after another without --parallel
     table = json.loads(Path("out_sweep.json").read_text(encoding="utf-8"))
     one, other = table["combinations"]
     assert (table["algorithm"], table["recipe"], one["settings"]) == ("ppo", "demo", {"learning_rate": "1e-05"})
@@ -264,19 +256,20 @@ def test_a_missing_tracker_is_refused_before_the_first_run(pretended, monkeypatc
 def test_resume_with_other_settings_is_refused(pretended, user_error):
     with pytest.raises(RunError):
         pretended()
-    message = "cannot resume: gamma was 1.0 in this run and is 0.9 now|other settings .gamma.: out_"
-    with pytest.raises(UserError, match=message):
+    with user_error("gamma", "out_"):
         pretended("--resume", "--gamma", "0.9")
     with user_error("seed2", "--resume"):
         pretended()
 
 
-def test_dry_run_prints_the_grid_and_the_plan_of_the_first_run(monkeypatch, tmp_path, capsys):
+def test_dry_run_prints_the_grid_and_the_plan_of_the_first_run(monkeypatch, tmp_path, capsys, snapshot):
     monkeypatch.chdir(tmp_path)
     flags = ["--sweep", "num_iterations=3,5", "learning_rate=1e-5,2e-5", "--seeds", "1", "2", "--dry-run"]
     train_command("ppo", ["--recipe", "demo", *flags])
     printed = capsys.readouterr().out
-    assert "sweep: 4 combinations x 2 seeds = 8 runs" in printed and "the plan of the first run" in printed
+    (grid,) = [line for line in printed.splitlines() if "sweep: 4 " in line and " = 8 " in line]
+    (plan,) = [line for line in printed.splitlines() if "the plan" in line]
+    snapshot(grid, plan)
     assert not list(tmp_path.iterdir())
     first = sweep.first_run(points(*flags)).run
     assert first.num_iterations == 3 and first.seed == 1
@@ -321,7 +314,7 @@ def test_ctrl_c_saves_all_runs_and_the_printed_command_resumes_them(tiny, tmp_pa
     (resume,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("stopped. Resume with")]
     process = start(*flags_of(resume))
     printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 0 and "2 combinations: mean over seeds" in printed, printed
+    assert process.returncode == 0 and "2 combinations: " in printed, printed
     assert [RunRecord.read(folder).spent.updates for folder in folders] == [60, 60]
 
 

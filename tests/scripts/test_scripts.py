@@ -57,7 +57,7 @@ OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORIT
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
-def test_a_run_from_start_to_saved_model(project, flags, algorithm):
+def test_a_run_from_start_to_saved_model(project, flags, algorithm, snapshot):
     more, batch = ALONE if ALGORITHMS[algorithm].group_size == 1 else GROUPS
     script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
     done = run([script, *flags], project)
@@ -65,11 +65,13 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert done.stderr == "", "no warnings, progress bars or retries of libraries"
     assert "{'" not in done.stdout, "no raw dictionaries"
     for words in ("first prompt with special tokens: '<|im_start|>", batch,
-                  "3 updates x 4 = 12 episodes, 12 optimizer steps, at most 96 completion tokens",
                   "update 3/3 | score", "/sequence (target 6) | beta", "tokens/s", "evaluation after update 0",
-                  "random evaluation prompts", "before -> after", "tensorboard --logdir",
+                  "random evaluation prompts", "before -> after",
                   "add other runs after this one"):  # fmt: skip
         assert words in done.stdout
+    for part in ("3 updates x 4 = 12 ", "tensorboard --logdir"):
+        (line,) = [line for line in done.stdout.splitlines() if part in line]
+        snapshot(line)
     output = project / name
     log = json.loads((output / "run.json").read_text())
     assert (log["status"], log["algorithm"]) == ("finished", algorithm)
@@ -77,7 +79,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     spent = log["spent"]
     assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
     assert 12 <= spent["completion_tokens"] <= 96
-    assert log["figures"]["perplexity_text"].endswith("held-out chosen completions")
+    snapshot(log["figures"]["perplexity_text"])
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()
@@ -87,7 +89,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
 
 
 @pytest.mark.ci
-def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys):
+def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys, snapshot):
     """Runs two seeds, then three: finished seeds are skipped, and the table has all of them."""
     import train_grpo
 
@@ -98,7 +100,9 @@ def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys):
     assert "GRPO, 2 seeds" in printed and "standard deviation" in printed
     train_grpo.main([*few, "--seeds", "1", "2", "3"])
     printed = capsys.readouterr().out
-    assert "seed 2: already finished in many_seed2" in printed and "GRPO, 3 seeds" in printed
+    assert "GRPO, 3 seeds" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("seed 2: ") and "many_seed2 " in line]
+    snapshot(line)
     rises = json.loads((tmp_path / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
     assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
 
@@ -111,7 +115,7 @@ def test_training_scripts_differ_only_in_the_algorithms_name():
 
 
 @pytest.mark.ci
-def test_all_algorithms_plan_the_same_budget(project, flags):
+def test_all_algorithms_plan_the_same_budget(project, flags, snapshot):
     plans, at = [], flags.index("--num-iterations")
     flags = [*flags[:at], *flags[at + 2 :]]
     for algorithm, row in ALGORITHMS.items():
@@ -120,68 +124,70 @@ def test_all_algorithms_plan_the_same_budget(project, flags):
         assert done.returncode == 0, done.stderr
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
     assert len(plans) == len(ALGORITHMS) and len(set(plans)) == 1
-    assert "8 updates x 4 = 32 episodes (--episodes 30, rounded up to whole updates), 32 optimizer steps" in plans[0]
+    assert "8 updates x 4 = 32 episodes (--episodes 30, " in plans[0] and "), 32 optimizer steps" in plans[0]
+    snapshot(plans[0])
 
 
-def test_unfinished_run_is_not_overwritten(project, flags):
+def test_unfinished_run_is_not_overwritten(project, flags, snapshot):
     folder = project / "mine"
     folder.mkdir()
     (folder / "run.json").write_text('{"status": "running"}')
     done = run(["train_ppo.py", *flags, "--output", "mine"], project)
     assert done.returncode == 2
-    assert done.stderr == (
-        "error: the folder already contains an unfinished run: --output mine. "
-        "Add --resume to continue it, --overwrite to move it aside, or use another folder with --output\n"
-    )
+    assert all(part in done.stderr for part in (": --output mine. ", "--resume", "--overwrite"))
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    snapshot(done.stderr)
 
 
 ERRORS = {
-    "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
-    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Train one with: "),
-    "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
-    "no hub": (["--actor-model", "someone/model"], "cannot download the model: someone/model (not in the local "
-               "cache, and the hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
-    "no prompt fits": (["--prompt-length", "3"], "no prompt left to train on"),
-    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "weak reward model"),
+    "no model folder": (["--actor-model", "./nowhere"], ": ./nowhere"),
+    "no reward model folder": (["--rm-model", "./nowhere"], ": --rm-model ./nowhere. "),
+    "no prompts file": (["--prompts", "nowhere.jsonl"], ": nowhere.jsonl"),
+    "no hub": (["--actor-model", "someone/model"], ": someone/model ("),
+    "no prompt fits": (["--prompt-length", "3"], "--prompt-length"),
+    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "weak"),
 }  # fmt: skip
 
 
 # tests/scripts/test_bad_inputs.py tests all errors without a process for each
 @pytest.mark.ci
 @pytest.mark.parametrize("what", ERRORS)
-def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
+def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what, snapshot):
     weak = project / "weak"
     if not weak.exists():
         shutil.copytree(reward_folder, weak)
         (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5, "calibration": {}}')
-    more, message = ERRORS[what]
+    more, part = ERRORS[what]
     done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and part in done.stderr and done.stderr.count("\n") == 1
+    snapshot(done.stderr)
     assert "Traceback" not in done.stderr
     assert not (project / "unused").exists()
 
 
 @pytest.mark.ci
-def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
+def test_prompts_that_do_not_parse_are_reported_by_line(project, flags, snapshot):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
     done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("error: not JSON") and "bad.jsonl:2" in lines[0]
+    assert lines[0].startswith("error: ") and "bad.jsonl:2" in lines[0]
+    snapshot(lines[0])
     assert len(lines) == 6 and lines[-1] == "and 7 more"
 
 
 @pytest.mark.ci
-def test_training_works_on_a_cp1252_console(project, flags):
+def test_training_works_on_a_cp1252_console(project, flags, snapshot):
     """An encoding of Windows consoles. The second run moves the folder of the first one."""
     for _ in range(2):
         done = run(["train_ppo.py", *flags, "--output", "cp1252", "--overwrite"], project, PYTHONIOENCODING="cp1252")
         assert done.returncode == 0, done.stderr
-    assert "moved the old run in cp1252 to cp1252_1" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "cp1252_1" in line]
+    snapshot(line)
 
 
-def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):
+def test_failing_reward_function_ends_the_run_with_status_1(build, capsys, snapshot):
     from rlhf.utils.errors import run_command
 
     def broken(completions, **_):
@@ -192,4 +198,5 @@ def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):
         run_command(trainer.train)
     assert ended.value.code == 1
     error = capsys.readouterr().err
-    assert "score nan is not a finite number (None means that" in error and "reward function 'broken'" in error
+    assert "nan" in error and "'broken'" in error
+    snapshot(error, varying=r"(?<=completion )'.*'")

@@ -140,14 +140,15 @@ def test_weights_that_a_decoder_copies_on_a_gpu_in_float32(tmp_path, monkeypatch
     assert next(phase for phase in phases if phase.name == "rollout").parts["weight copies"] == 4 * copied
 
 
-def test_adapters_are_the_first_advice_for_a_real_shape(configured):
+def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
     """Training all weights of SmolLM2-135M needs gradients, moments and a reference, which adapters do not."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape = Shape.of(
         {**sizes, "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}, 134_515_008
     )
     advice = what_helps(configured(), Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2))
-    assert re.match(r"To reduce memory: --use-lora \(about [1-9]\.\d\d GiB less\), ", advice), advice
+    assert re.match(r"[^-]*: --use-lora \([a-z]+ [1-9]\.\d\d GiB [a-z]+\), ", advice), advice
+    snapshot(advice)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -245,13 +246,12 @@ def test_longest_batch_is_a_batch_of_the_training_loop(build):
     assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
-def test_batch_line_describes_the_batch(configured):
+def test_batch_line_describes_the_batch(configured, snapshot):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
-    assert line == (
-        "4 prompts x 3 completions = 12 episodes per update; minibatches: 2 of 6 episodes; passes over each rollout: "
-        "2; optimizer steps: 4 per update, 40 in total; micro-batch: at most 1,024 tokens"
-    )
-    assert "micro-batch: at most 2 episodes" in batch_line(configured("--micro-batch-size", 2), 10, CPU)
+    assert re.findall(r"[\d,]*\d", line) == ["4", "3", "12", "2", "6", "2", "4", "40", "1,024"]
+    smaller = batch_line(configured("--micro-batch-size", 2), 10, CPU)
+    assert smaller.endswith(" 2 episodes")
+    snapshot(line, smaller)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
@@ -267,15 +267,13 @@ def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags
     assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
-def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch):
+def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch, snapshot):
     config = configured()
     inputs = load_inputs(config, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)
     show_plan(config, inputs, 2, CPU, Screen())
-    output = " ".join(capsys.readouterr().out.split())
-    assert re.search(
-        r"warning: the predicted peak memory is \d+\.\d\d GiB, but cpu has only 0\.00 GiB free\. "
-        r"To reduce memory: --",
-        output,
-    )
-    assert output.count("GiB less)") == 3
+    (warning,) = [
+        line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line
+    ]
+    assert warning.count("GiB less)") == 3
+    snapshot(warning)

@@ -58,12 +58,16 @@ def with_proposals(
 
     A tilted start model at a high KL has completions that the start model rarely samples, but trained arms often do.
     Only the start model's scores, and None, if all scores are 0 or 1 (the limit is exact in the pass rates), or if
-    completions were not sampled from the whole distribution (top-k, top-p).
+    completions were not sampled from the whole distribution (top-k, top-p). Arms with another chat template or
+    vocabulary are no proposals.
     """
-    sampling, arms = evaluator.config.sampling, [pair for pair in arms if pair[1].kl is not None]
+    sampling, prompts = evaluator.config.sampling, evaluator.encoded(evaluator.tokenizer)
+    arms = [
+        (m, r) for m, r in arms if r.kl is not None and evaluator.encoded(evaluator.tokenizers[m.source]) == prompts
+    ]
     if not arms or np.isin(scored(samples.scores), (0, 1)).all() or sampling.top_p < 1 or sampling.top_k:
         return samples.scores, None
-    prompts, every = evaluator.encoded(evaluator.tokenizer), [samples, *(results for _, results in arms)]
+    every = [samples, *(results for _, results in arms)]
     pool = [row for i in range(len(prompts)) for results in every for row in results.ids_of(i)]
     counts = [results.scores.shape[1] for results in every]
     rows = [prompt for prompt in prompts for _ in range(sum(counts))]

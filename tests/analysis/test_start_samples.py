@@ -1,0 +1,114 @@
+"""Tests the stored samples of the start model, arms as proposals, and the other ways in which checkers are sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.analysis.evaluator import ModelEvaluator
+from rlhf.analysis.models import find_models
+from rlhf.analysis.prompts import worked_examples
+from rlhf.analysis.start_samples import read_samples, sample_start, with_proposals, write_samples
+from rlhf.data.chat_template import encode_prompt
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.utils.console import Screen
+
+HAS_E = "def has_e(completions, **_):\n    return [float('e' in text) for text in completions]\n"
+SAMPLES = [([[1, 2], [3]], [True, False]), ([[4], [5, 6, 7]], [False, True])]
+
+
+@pytest.fixture
+def settings(start_model, reward_folder, pairs_file) -> MeasureSettings:
+    return MeasureSettings(baseline=str(start_model), rm_model=str(reward_folder), prompts=str(pairs_file),
+                           num_prompts=3, completions=2, max_new_tokens=6, temperature=0.7)  # fmt: skip
+
+
+@pytest.fixture
+def other(start_model, tmp_path):
+    """A model with other weights than the start model, and the same tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(3)
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(start_model).save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
+
+
+def evaluator_of(name, settings, **more) -> tuple[ModelEvaluator, list]:
+    models = find_models([str(name)], settings, "--model-path")
+    return ModelEvaluator(models, settings, torch.device("cpu"), Screen(), **more), models
+
+
+def test_samples_are_stored_with_what_they_were_sampled_from(tmp_path):
+    write_samples(tmp_path / "s.npz", "key", SAMPLES, 0.5)
+    assert read_samples(tmp_path / "s.npz", "key", 2) == (SAMPLES, 0.5)
+    assert read_samples(tmp_path / "s.npz", "other", 2) == read_samples(tmp_path / "none.npz", "key", 2) == ([], 0.0)
+
+
+def test_more_minutes_add_samples_and_keep_the_first_ones(settings, other, tmp_path):
+    evaluator, _ = evaluator_of(other, settings)
+    few = sample_start(evaluator, 0, 3, tmp_path / "s.npz", Screen())
+    assert few.scores.shape == (3, 3) and len(few.ids) == 9
+    assert sample_start(evaluator, 0, 2, tmp_path / "s.npz", Screen()).scores.tolist() == few.scores.tolist()
+    more = sample_start(evaluator, 0, 5, tmp_path / "s.npz", Screen())
+    assert more.scores.shape == (3, 5) and [row[:3] for row in more.texts] == few.texts
+    longer = sample_start(evaluator, 0.002, 5, tmp_path / "s.npz", Screen())
+    assert longer.scores.shape[1] > 5 and [row[:5] for row in longer.texts] == more.texts
+
+
+def test_weights_of_a_mixture_of_proposals(settings, other, tmp_path):
+    """The start model has 4 of 6 completions of a prompt, the arm 2. On its own completions, the arm's log ratio is
+    its KL: the weight is start / (4/6 start + 2/6 arm) = 1 / (4/6 + 2/6 e^KL)."""
+    evaluator, (model,) = evaluator_of(other, settings)
+    samples = sample_start(evaluator, 0, 4, tmp_path / "s.npz", Screen())
+    results = evaluator.evaluate(model, Screen())
+    scores, weights = with_proposals(evaluator, samples, [(model, results)])
+    assert scores.tolist() == np.concatenate([samples.scores, results.scores], axis=1).tolist()
+    assert weights[:, 4:] == pytest.approx(-np.log(4 / 6 + 2 / 6 * np.exp(results.kl)), abs=1e-5)
+    assert np.abs(results.kl).max() > 0.1 and weights.max() < np.log(6 / 4)
+    assert with_proposals(evaluator, samples, [])[1] is None
+    checked = dataclasses.replace(samples, scores=np.ones_like(samples.scores))
+    assert with_proposals(evaluator, checked, [(model, results)])[1] is None, "exact in the pass rates"
+    evaluator.tokenizers[model.source].chat_template = None
+    assert with_proposals(evaluator, samples, [(model, results)])[1] is None, "other prompts"
+
+
+def test_checkers_are_sampled_in_other_ways(settings, other, tmp_path):
+    (tmp_path / "rules.py").write_text(HAS_E)
+    (tmp_path / "shots.jsonl").write_text(json.dumps({"prompt": "a letter?", "answer": "e"}) + "\n")
+    settings = dataclasses.replace(settings, rm_model="none", reward_func=(f"{tmp_path / 'rules.py'}:has_e",))
+    evaluator, (model,) = evaluator_of(other, settings, with_variants=True, few_shot=str(tmp_path / "shots.jsonl"))
+    ways = ["greedy", "greedy, cut off", "up to 12 tokens", "up to 12 tokens, cut off"]
+    found = evaluator.evaluate(model, Screen()).variants
+    assert list(found) == ways
+    assert list(evaluator.evaluate_start(Screen()).variants) == [
+        *ways,
+        "1 worked examples",
+        "1 worked examples, cut off",
+    ]
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval(), evaluator.tokenizer
+    greedy = []
+    for example in evaluator.examples:
+        ids = torch.tensor([encode_prompt(tokenizer, example.messages)])
+        made = policy.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        greedy.append("e" in tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+    assert found["greedy"] == pytest.approx(np.mean(greedy))
+    plain, _ = evaluator_of(other, settings)
+    assert plain.evaluate(model, Screen()).variants == {}
+
+
+def test_worked_examples_are_messages_before_the_prompt(tmp_path, user_error):
+    file = tmp_path / "shots.jsonl"
+    rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(m["role"], m["content"]) for m in worked_examples(str(file))] == [
+        ("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?"), ("assistant", "4"),
+    ]  # fmt: skip
+    file.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
+    with user_error("--few-shot", "shots.jsonl", varying=r"\S+(?=shots)"):
+        worked_examples(str(file))

@@ -43,24 +43,28 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
     completions that have a score.
     """
     texts = [text for row in completions.texts for text in row]
-    _, *judges = completions.measures.items()
+    scores, kl, lengths = completions.scores, completions.kl, completions.lengths
+    known = scored(scores)
+    rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
     return {
-        **_score_figures(completions.scores),
+        "score": _mean(scores),
+        "score_sd": float(known.std(ddof=1)) if known.size > 1 else None,
+        "score_median": float(np.median(known)) if known.size else None,
+        "score_of_best": float(np.nanmax(rows, axis=1).mean()) if known.size else None,
+        "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if known.size else None,
         "judge": None,
-        **{name.replace("judged", "judge", 1): _mean(ratings) for name, ratings in judges},
+        **{_of_judge(name, "judge"): _mean(completions.measures[name]) for name in list(completions.measures)[1:]},
         **_pass_at_k(completions),
         **{f"variant/{name}": value for name, value in completions.variants.items()},
-        "kl": float(completions.kl.mean()) if completions.kl is not None else None,
-        "kl_per_token": float(completions.kl.sum() / completions.lengths.sum())
-        if completions.kl is not None
-        else None,
+        "kl": float(kl.mean()) if kl is not None else None,
+        "kl_per_token": float(kl.sum() / lengths.sum()) if kl is not None else None,
         "perplexity": completions.perplexity,
-        "length": float(completions.lengths.mean()),
+        "length": float(lengths.mean()),
         "eos_rate": float(completions.ended.mean()),
         "distinct_1": distinct(texts, 1),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
-        "score_length_correlation": correlation(completions.scores.ravel(), completions.lengths.ravel()),
+        "score_length_correlation": correlation(scores.ravel(), lengths.ravel()),
     }
 
 
@@ -70,16 +74,9 @@ def _mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-def _score_figures(scores: np.ndarray) -> dict[str, float | None]:
-    known = scored(scores)
-    rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
-    return {
-        "score": _mean(scores),
-        "score_sd": float(known.std(ddof=1)) if known.size > 1 else None,
-        "score_median": float(np.median(known)) if known.size else None,
-        "score_of_best": float(np.nanmax(rows, axis=1).mean()) if known.size else None,
-        "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if known.size else None,
-    }
+def _of_judge(measure: str, figure: str) -> str:
+    """Returns the name of a judge's figure: of the measure "judged/NAME", it is "FIGURE/NAME"."""
+    return measure.replace("judged", figure, 1)
 
 
 def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
@@ -90,12 +87,10 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     found = {}
     for name in completions.functions:
         ratings = completions.judged[name]
-        known = scored(ratings)
-        if known.size == 0 or not np.isin(known, (0, 1)).all():
-            continue
-        samples = ratings.shape[1]
-        means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
-        found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
+        samples, known = ratings.shape[1], scored(ratings)
+        if known.size and np.isin(known, (0, 1)).all():
+            means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
+            found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
     return found
 
 
@@ -152,17 +147,10 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
     win_rate and judge_win_rate count all pairs of completions of a prompt; a tie counts half. The other figures are
     differences of the means per prompt. perplexity_ratio is a number without an interval.
     """
-
-    this, that = completions.measures, other.measures
-    these, those = (
-        {**measures, "lengths": results.lengths, "ended": results.ended}
-        for measures, results in ((this, completions), (that, other))
-    )
+    these, those = ({**r.measures, "lengths": r.lengths, "ended": r.ended} for r in (completions, other))
 
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        if name not in these:
-            return None
-        gaps = paired(per_prompt(these[name]) - per_prompt(those[name]))
+        gaps = paired(per_prompt(these[name]) - per_prompt(those[name])) if name in these else np.array([])
         return over_prompts(gaps, seed, limits=limits) if gaps.size else None
 
     def wins(name: str) -> Estimate | None:
@@ -170,14 +158,12 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
         return over_prompts(rates, seed, EVEN, A_SHARE) if rates.size else None
 
     both_known = completions.perplexity is not None and other.perplexity is not None
-    more = [name.partition("/")[2] for name in this if "/" in name]
+    judges = dict.fromkeys(["judged", *list(completions.measures)[1:]])
     return {
         "win_rate": wins("scores"),
-        "judge_win_rate": wins("judged"),
-        **{f"judge_win_rate/{name}": wins(f"judged/{name}") for name in more},
+        **{_of_judge(name, "judge_win_rate"): wins(name) for name in judges},
         "score": difference("scores"),
-        "judge": difference("judged"),
-        **{f"judge/{name}": difference(f"judged/{name}") for name in more},
+        **{_of_judge(name, "judge"): difference(name) for name in judges},
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
         "perplexity_ratio": completions.perplexity / other.perplexity if both_known else None,
@@ -214,54 +200,44 @@ def warnings(
 
     `target` is the run's last KL target as in `target_at_end`.
     """
-    this, before, differ = figures(completions), figures(start), against(completions, start, seed)
-    found = []
-    judge = differ["judge"]
-    score_rose = differ["score"] is not None and differ["score"].above(0)
-    has_interval = judge is not None and judge.low is not None  # one rated prompt has none
-    if has_interval and score_rose and not judge.above(0):
-        rated = paired(np.array([per_prompt(results.measures["judged"]) for results in (completions, start)]))
-        moved = "fell" if judge.excludes(0) else "did not rise significantly"
-        found.append(
-            f"the score rose by {differ['score'].value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, "
-            f"95% confidence interval {interval(judge.low, judge.high)}, {rated.shape[1]} prompts): the "
-            "policy may exploit the reward model"
-            + ("" if judge.excludes(0) else ", or there are too few prompts (evaluate on more)")
-        )
+    this, before = figures(completions), figures(start)
+    now, then = (model["score_length_correlation"] or 0.0 for model in (this, before))
+    enough = completions.scores.size >= ENOUGH_COMPLETIONS
+    found = _judge_disagrees(completions, start, seed)
     if this["length"] > LONGER * before["length"]:
         found.append(
             f"completions are {this['length'] / before['length']:.1f} times as long as the start model's "
             f"({before['length']:.1f} -> {this['length']:.1f} tokens): the reward may favour length itself"
         )
     if this["repetition"] > before["repetition"] + MORE_REPETITION:
-        found.append(
-            "completions repeat themselves more (repeated 4-grams: "
-            f"{before['repetition']:.0%} -> {this['repetition']:.0%})"
-        )
+        shares = f"{before['repetition']:.0%} -> {this['repetition']:.0%}"
+        found.append(f"completions repeat themselves more (repeated 4-grams: {shares})")
     if this["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
-        found.append(
-            f"fewer completions end with EOS ({before['eos_rate']:.0%} -> {this['eos_rate']:.0%}): the others are cut "
-            "off at the maximum length"
-        )
-    return (
-        found
-        + _variety_and_length(this, before, completions.scores.size)
-        + _kl_outside(completions, this, target, seed)
-    )
-
-
-def _variety_and_length(this: dict, before: dict, count: int) -> list[str]:
-    """Warnings about a loss of variety, and about a score that depends on length. `count` is of completions."""
-    found = []
-    if count >= ENOUGH_COMPLETIONS and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
-        found.append(
-            f"completions are less varied (distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}): the "
-            "policy may have collapsed to a few phrases"
-        )
-    now, then = this["score_length_correlation"], before["score_length_correlation"] or 0.0
-    if now is not None and now > max(LENGTH_CORRELATION, then + MORE_LENGTH_CORRELATION):
+        shares = f"{before['eos_rate']:.0%} -> {this['eos_rate']:.0%}"
+        found.append(f"fewer completions end with EOS ({shares}): the others are cut off at the maximum length")
+    if enough and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
+        shares = f"distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}"
+        found.append(f"completions are less varied ({shares}): the policy may have collapsed to a few phrases")
+    if now > max(LENGTH_CORRELATION, then + MORE_LENGTH_CORRELATION):
         found.append(f"longer completions get higher scores (rank correlation {then:+z.2f} -> {now:+z.2f})")
-    return found
+    return found + _kl_outside(completions, this, target, seed)
+
+
+def _judge_disagrees(completions: GenerationResults, start: GenerationResults, seed: int) -> list[str]:
+    """Warns if the score rose significantly and the first judge's rating did not."""
+    differ = against(completions, start, seed)
+    score, judge = differ["score"], differ["judge"]
+    has_interval = judge is not None and judge.low is not None  # one rated prompt has none
+    if not has_interval or score is None or not score.above(0) or judge.above(0):
+        return []
+    moved, why = "fell", ""
+    if not judge.excludes(0):
+        moved, why = "did not rise significantly", ", or there are too few prompts (evaluate on more)"
+    prompts = paired(np.array([per_prompt(results.measures["judged"]) for results in (completions, start)])).shape[1]
+    return [
+        f"the score rose by {score.value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, 95% confidence "
+        f"interval {interval(judge.low, judge.high)}, {prompts} prompts): the policy may exploit the reward model{why}"
+    ]
 
 
 def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -27,20 +27,33 @@ NEW, EXIT = "/new", "/exit"
 
 
 def chat(asked: EvaluationConfig, screen: Screen) -> None:
-    """Replies to each line of standard input until `/exit`, the end of the input, or Ctrl-C."""
+    """Replies to each line of standard input until `/exit`, the end of the input, or Ctrl-C.
+
+    A line that cannot be used is reported, and the conversation continues without it. A base model has no chat
+    template, so nothing is remembered: it continues each line as a separate text.
+    """
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
     config = shared_settings([model], asked.measure)
     tokenizer = load_tokenizer(model.source)
-    conversation = Conversation(tokenizer, room_for_prompt(model, config))
+    room = room_for_prompt(model, config)
     generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
-    screen.facts(facts(model, config, conversation))
+    screen.facts(facts(model, config, room, tokenizer))
+    turns: list[dict[str, str]] = []
     try:
         for line in lines():
             if line == NEW:
-                conversation.turns.clear()
+                turns = []
                 screen.say("(started a new conversation)")
-            else:
-                answer(line, conversation, generator, screen)
+                continue
+            try:
+                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room)
+            except UserError as error:
+                screen.say(error.report())
+                continue
+            if len(kept) <= len(turns):
+                screen.say(f"(the context is full: dropped the {len(turns) + 1 - len(kept)} oldest messages)")
+            reply = {"role": "assistant", "content": generator.generate(ids)}
+            turns = [*kept, reply] if tokenizer.chat_template is not None else []
     except KeyboardInterrupt:
         screen.say()
 
@@ -49,64 +62,26 @@ def lines() -> Iterator[str]:
     """Yields the lines of standard input up to `/exit` or the end; empty lines are skipped."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # undecodable bytes become question marks
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if line == EXIT:
-            return
-        if line:
-            yield line
-
-
-def answer(line: str, conversation: Conversation, generator: StreamingGenerator, screen: Screen) -> None:
-    """One turn. A line that cannot be used is reported, and the conversation continues without it."""
     try:
-        ids, dropped = conversation.build_prompt(line)
-    except UserError as error:
-        screen.say(error.report())
+        while (line := input("> " if sys.stdin.isatty() else "").strip()) != EXIT:
+            if line:
+                yield line
+    except EOFError:
         return
-    if dropped:
-        screen.say(f"(the context is full: dropped the {dropped} oldest messages)")
-    conversation.add_reply(generator.generate(ids))
 
 
-@dataclass
-class Conversation:
-    """The newest turns that fit the context.
-
-    A base model has no chat template, so nothing is remembered: it continues each line as a separate text.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    room: int | None  # maximum prompt tokens; None: no limit
-    turns: list[dict[str, str]] = field(default_factory=list)
-
-    @property
-    def has_memory(self) -> bool:
-        return self.tokenizer.chat_template is not None
-
-    def build_prompt(self, line: str) -> tuple[list[int], int]:
-        """Returns the prompt's token ids and the number of oldest messages that were dropped to fit the context.
-
-        Raises UserError if the line is not valid text, or too long even alone. The turns are then unchanged.
-        """
-        (example,) = examples_of([line])
-        turns, before = [*self.turns, *example.messages], len(self.turns)
-        ids = encode_prompt(self.tokenizer, turns)
-        while self.room is not None and len(ids) > self.room:
-            if len(turns) == 1:
-                raise UserError(
-                    f"your line is too long: {len(ids)} tokens, but the context has room for {self.room}. Shorten it"
-                )
-            turns = turns[2:]  # a question and its reply: chat templates expect a user message first
-            ids = encode_prompt(self.tokenizer, turns)
-        self.turns = turns
-        return ids, before + 1 - len(turns)
-
-    def add_reply(self, reply: str) -> None:
-        self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.has_memory else []
+def newest_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None
+) -> tuple[list[int], list[dict[str, str]]]:
+    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit), and these turns. Raises
+    UserError if the last one is too long even alone."""
+    ids = encode_prompt(tokenizer, turns)
+    if room is None or len(ids) <= room:
+        return ids, turns
+    if len(turns) == 1:
+        raise UserError(f"your line is too long: {len(ids)} tokens, but the context has room for {room}. Shorten it")
+    # without a question and its reply: chat templates expect a user message first
+    return newest_turns(tokenizer, turns[2:], room)
 
 
 class StreamingGenerator(TextStreamer):
@@ -119,15 +94,8 @@ class StreamingGenerator(TextStreamer):
         policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         self.model: PreTrainedModel = base_of(policy)  # a LoRA adapter is inside its modules
         # replaces the model's generation_config.json, which training does not use either
-        self.model.generation_config = GenerationConfig(
-            do_sample=True,
-            temperature=config.sampling.temperature,
-            top_k=config.sampling.top_k,
-            top_p=config.sampling.top_p,
-            max_new_tokens=config.sampling.max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        self.model.generation_config = GenerationConfig(do_sample=True, **asdict(config.sampling), **tokens)
         torch.manual_seed(seed)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -161,16 +129,16 @@ def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     return None if context is None else context - length
 
 
-def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
+def facts(
+    model: ModelRef, config: Config, room: int | None, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, str]]:
     """Returns the lines printed at the start: the model, its sampling settings, its memory, and the commands."""
-    room = conversation.room
-    remembered = f"the newest {room:,} tokens" if room is not None else "all"
-    memory = f"{remembered} of the conversation" if conversation.has_memory else "none: the model has no chat template"
+    memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
     return [
         ("model", model.label),
         *([("base", model.base)] if model.base is not None else []),
         ("sampling", str(config.sampling)),
-        ("memory", memory),
+        ("memory", memory if tokenizer.chat_template is not None else "none: the model has no chat template"),
         (NEW, "starts a new conversation"),
         (EXIT, "ends the chat, as do Ctrl-C and the end of the input"),
     ]

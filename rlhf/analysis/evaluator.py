@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.analysis.judges import as_array, as_key, find_judges, judges_line, load_judges, rate_stored
+from rlhf.analysis.judges import as_key, find_judges, judges_line, load_judges, rate_stored
 from rlhf.analysis.loading import load_model_ref, state_at_end
 from rlhf.analysis.models import (
     ModelRef,
@@ -345,7 +345,7 @@ class ModelEvaluator:
         shape = (len(self.examples), len(rows) // len(self.examples))
 
         def of(rewards: Rewards) -> np.ndarray:
-            return as_array(rewards.score(rows, texts, ids, ended).total).reshape(shape)
+            return np.array(rewards.score(rows, texts, ids, ended).total, dtype=float).reshape(shape)
 
         return GenerationResults(
             label=label,

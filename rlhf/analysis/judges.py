@@ -54,32 +54,24 @@ class JudgeSources:
 def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> JudgeSources:
     """Returns the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
     judge model is the reward model of the scores or of a run."""
-    rules, keywords = config.reward.eval_func, config.reward.keywords
-    return JudgeSources(
-        _judge_model(config, models, settings), [find_rule(rule, keywords, "--eval-func") for rule in rules]
-    )
-
-
-def _judge_model(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> str | None:
+    functions = [find_rule(rule, config.reward.keywords, "--eval-func") for rule in config.reward.eval_func]
     if settings.judge_model is None:
-        return None
+        return JudgeSources(None, functions)
     folder = find_model(settings.judge_model, "--judge-model")
     trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
     for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and _same_weights(Path(local_path(name)), Path(folder)):
+        if name is not None and _same_weights(Path(local_path(name), WEIGHTS_FILE), Path(folder, WEIGHTS_FILE)):
             raise UserError(
                 f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
                 "Give a reward model that was not used in RL training"
             )
-    return folder
+    return JudgeSources(folder, functions)
 
 
 def _same_weights(one: Path, other: Path) -> bool:
-    """True for the same folder, or a copy of its weights."""
-    files = [folder / WEIGHTS_FILE for folder in (one, other)]
-    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
-        return one.resolve() == other.resolve()
-    return filecmp.cmp(*files, shallow=False)
+    """True for the same file, which may be of a hub name, or a copy of it."""
+    copied = one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+    return copied or one.resolve() == other.resolve()
 
 
 def load_judges(
@@ -92,13 +84,12 @@ def load_judges(
 ) -> list[Judge]:
     """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
     one decides."""
-    judges, trained_on = [], _reward_functions(config, models)
+    judges, runs = [], [config_of_run(m.run) for m in models if m.run is not None]
+    trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
-        model = LearnedReward(
-            RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
-        )
-        model.__name__ = "judge"
-        judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer)))
+        dtype = autocast_dtype(config.model.bf16, device)
+        model = LearnedReward(RewardModel.load(sources.folder, device, dtype, "--judge-model"))
+        judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer, names=["judge"])))
     for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
         limit_s = config.reward.reward_timeout
         rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], "evaluation function")
@@ -111,12 +102,6 @@ def load_judges(
 
         judges.append(Judge("gold quality", Rewards([gold_quality], None, tokenizer)))
     return judges
-
-
-def _reward_functions(config: Config, models: Sequence[ModelRef]) -> set[str]:
-    """Returns the reward functions of the runs; those of the scores if there is no run."""
-    runs = [config_of_run(m.run) for m in models if m.run is not None]
-    return {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
 
 
 def _identity(rule: str) -> str:
@@ -136,11 +121,6 @@ def judges_line(judges: Sequence[Judge]) -> str:
 
 
 # --- ratings ---------------------------------------------------------------------------------------------------------
-
-
-def as_array(scores: Sequence[float | None]) -> np.ndarray:
-    """Returns one score per completion; NaN if no function applies to it."""
-    return np.array([np.nan if score is None else score for score in scores], dtype=float)
 
 
 def as_key(messages: Sequence[dict[str, str]]) -> str:
@@ -168,11 +148,11 @@ def rate_stored(
         as_logged: the judge is a function of the runs, so the ratings that they stored are its ratings.
     """
     if judge.is_function and as_logged and all(judge.name in row.get("metrics", {}) for row in rows):
-        return as_array([row["metrics"][judge.name] for row in rows])
+        return np.array([row["metrics"][judge.name] for row in rows], dtype=float)
     examples = [known.get(as_key(row["prompt"])) for row in rows]
     if judge.is_function and None in examples:
         return None
     prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
     texts, ended = [row["completion"] for row in rows], [row["ended"] for row in rows]
     ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
-    return as_array(judge.rewards.score(prompts, texts, ids, ended).total)
+    return np.array(judge.rewards.score(prompts, texts, ids, ended).total, dtype=float)

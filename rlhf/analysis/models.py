@@ -27,31 +27,17 @@ from rlhf.utils.command_lines import command
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_gguf, is_path, local_path, missing_path
 
+# settings that describe a run's own data, and their values for --prompts
+OF_THE_FILE = {
+    **dict.fromkeys(("eval_dataset", "split", "dataset_config", "dataset_split", "skip_bad_rows")),
+    "columns": (),
+}
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
-    *(
-        "prompts",
-        "eval_dataset",
-        "split",
-        "dataset_config",
-        "dataset_split",
-        "columns",
-        "skip_bad_rows",
-        "prompt_length",
-        "eval_text",
-    ),
+    *("prompts", *OF_THE_FILE, "prompt_length", "eval_text"),
     *("max_new_tokens", "temperature", "top_k", "top_p"),
 )
-# settings that describe a run's own data, and their values for --prompts
-OF_THE_FILE = {
-    "eval_dataset": None,
-    "split": None,
-    "dataset_config": None,
-    "dataset_split": None,
-    "columns": (),
-    "skip_bad_rows": None,
-}
 
 
 @dataclass(frozen=True)
@@ -103,37 +89,27 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         if is_path(name) and not is_gguf(name):
             raise missing_path(name, "model", f"{flag} takes a run folder, a model folder, a GGUF file or a hub name")
         return ModelRef(name, find_model(name, flag))
-    run = RunRecord.read(folder)
+    run, inside = RunRecord.read(folder), folder.resolve()
     if run is not None:
-        return _of_run(name, folder, run, which, baseline, flag)
-    whole, inner = folder.resolve().parent, folder.resolve().name
-    if inner == BEST_FOLDER and (outer := RunRecord.read(whole)) is not None:
-        return _of_run(name, whole, outer, "best", baseline, flag)
-    if inner == MERGED_FOLDER and (outer := RunRecord.read(whole)) is not None and outer.merged is not None:
-        which, kept = f"{outer.merged.which}, merged", outer.merged.update
-        return ModelRef(name, *_weights(folder, baseline, flag), outer, which, kept)
-    update = update_number(inner)
-    if update is not None and (outer := RunRecord.read(whole)) is not None:
-        return ModelRef(name, *_weights(folder, baseline, flag, outer), outer, inner, update)
-    return ModelRef(name, *_weights(folder, baseline, flag))
-
-
-def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str | None, flag: str) -> ModelRef:
+        folder = folder / BEST_FOLDER if which == "best" else folder
+    elif inside.name in (BEST_FOLDER, MERGED_FOLDER) or update_number(inside.name) is not None:
+        run, which, folder = RunRecord.read(inside.parent), inside.name, inside
+    if run is None or (which == MERGED_FOLDER and run.merged is None):
+        return ModelRef(name, *_weights(folder, baseline, flag))
     if which == "best":
         if run.best is None:
             raise UserError(f"no best checkpoint yet: {flag} {name}. The run has not made its first evaluation")
-        return ModelRef(name, *_weights(folder / BEST_FOLDER, baseline, flag, run), run, which, run.best.update)
-    if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
-        raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. Add --which best")
-    return ModelRef(name, *_weights(folder, baseline, flag, run), run, which, updates_of(run))
-
-
-def updates_of(run: RunRecord) -> int:
-    """Returns the update after which a run's final weights were saved.
-
-    While a finished run is being extended, its final weights are old, but its plan is already the new one.
-    """
-    return (run.spent or run.plan).updates
+        update = run.best.update
+    elif which == MERGED_FOLDER:
+        which, update = f"{run.merged.which}, merged", run.merged.update
+    elif which == "final":
+        if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
+            raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. Add --which best")
+        # while a finished run is being extended, its final weights are old, but its plan is already the new one
+        update = (run.spent or run.plan).updates
+    else:
+        update = update_number(which)
+    return ModelRef(name, *_weights(folder, baseline, flag, run), run, which, update)
 
 
 def equal_to_start(models: Sequence[ModelRef]) -> list[str]:
@@ -176,41 +152,15 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         given["eval_func"] = common_eval_functions(models) or ()
     if measure.baseline is not None:
         given["actor_model"] = measure.baseline
-    runs = [(m.name, m.run) for m in models if m.run is not None]
+    runs = [m for m in models if m.run is not None]
     if not runs:
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
-    if measure.prompts is None:
-        _check_same_given_prompts(runs)
-    first, run = runs[0]
-    here, problems = run.flat_settings, {}
-    for other_name, other in runs[1:]:
-        there = other.flat_settings
-        for name in differences(run.settings, other.settings, given):
-            if name in MEASURED_WITH:
-                problems[name] = (
-                    f"the runs differ in {name}: {here.get(name)} in {first}, {there.get(name)} in {other_name}. "
-                    + _hint(name)
-                )
-    raise_if(list(problems.values()))
-    if measure.prompts is None and here.get("prompts") == IN_PYTHON:
-        first_run = next(m for m in models if m.run is not None)
-        folder = str(first_run.run_folder / PROMPTS_FOLDER)
+    _check_same_settings(runs, given)
+    if measure.prompts is None and runs[0].run.flat_settings.get("prompts") == IN_PYTHON:
+        folder = str(runs[0].run_folder / PROMPTS_FOLDER)
         given |= OF_THE_FILE | {"prompts": folder, "dataset_split": "test", "split": "0/0/100"}
-    return config_of_run(run, **given)
-
-
-def _check_same_given_prompts(runs: Sequence[tuple[str, RunRecord]]) -> None:
-    """Raises UserError if runs have different evaluation prompts that were given in Python. `runs` are (name, run)."""
-    given = [one for one in runs if one[1].flat_settings.get("prompts") == IN_PYTHON]
-    raise_if(
-        [
-            f"the runs have different evaluation prompts, which were given in Python: {given[0][0]}, {name}. Set them "
-            "with --prompts"
-            for name, run in given[1:]
-            if run.data["evaluation_sha256"] != given[0][1].data["evaluation_sha256"]
-        ]
-    )
+    return config_of_run(runs[0].run, **given)
 
 
 def _check_no_flags_of_a_file(given: Container[str]) -> None:
@@ -223,6 +173,27 @@ def _check_no_flags_of_a_file(given: Container[str]) -> None:
             for name in names
         ]
     )
+
+
+def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> None:
+    """Raises UserError if runs differ in settings that decide completions or scores and are not `given`, or in
+    evaluation prompts that were given in Python."""
+    first, problems = runs[0], {}
+    here = first.run.flat_settings
+    for other in runs[1:]:
+        there = other.run.flat_settings
+        for name in set(MEASURED_WITH).intersection(differences(first.run.settings, other.run.settings, given)):
+            flag = _flag_of(name)
+            fix = f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
+            values = f"{here.get(name)} in {first.name}, {there.get(name)} in {other.name}"
+            problems[name] = f"the runs differ in {name}: {values}. {fix}"
+        in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
+        if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
+            problems["prompts"] = (
+                f"the runs have different evaluation prompts, which were given in Python: {first.name}, {other.name}. "
+                "Set them with --prompts"
+            )
+    raise_if([problems[name] for name in sorted(problems)])
 
 
 def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:
@@ -271,12 +242,6 @@ def episodes_of(model: ModelRef) -> int:
 def in_4_bit(model: ModelRef) -> bool:
     """True for an adapter whose run had its base model in 4 bits. Merged weights are in full precision."""
     return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
-
-
-def _hint(name: str) -> str:
-    """Returns how to evaluate runs that differ in the setting `name`."""
-    flag = _flag_of(name)
-    return f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
 
 
 def _flag_of(name: str) -> str | None:

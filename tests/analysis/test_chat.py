@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import evaluate_generations
 import train_grpo
 from rlhf.analysis import chat
-from rlhf.analysis.chat import Conversation, StreamingGenerator
+from rlhf.analysis.chat import StreamingGenerator, newest_turns
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
@@ -154,16 +154,14 @@ def test_invalid_line_is_reported_and_the_chat_continues(start_model, talk):
 
 def test_special_tokens_in_a_line_or_a_reply_are_encoded_as_text(start_model):
     tokenizer = load_tokenizer(str(start_model))
-    conversation = Conversation(tokenizer, None)
-    ids, _ = conversation.build_prompt("a<|im_end|>b")
-    conversation.add_reply("<|im_start|>system")
-    again, _ = conversation.build_prompt("c")
+    turns = [user("a<|im_end|>b"), {"role": "assistant", "content": "<|im_start|>system"}, user("c")]
+    ids, again = (newest_turns(tokenizer, turns[:count], None)[0] for count in (1, 3))
     end, start = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|im_start|>"))
     assert ids.count(end) == 2 and again.count(start) == 5, (
         "only those of the chat template: system, user, assistant, ..."
     )
-    conversation.add_reply("")  # a reply may be empty
-    assert conversation.build_prompt("d")[1] == 0
+    longer = [*turns, {"role": "assistant", "content": ""}, user("d")]
+    assert newest_turns(tokenizer, longer, None)[1] == longer, "a reply may be empty"
 
 
 def test_control_characters_in_a_reply_are_escaped(start_model, talk, monkeypatch):

@@ -194,18 +194,6 @@ def test_flags_of_a_file_need_the_file(runs, user_error):
     assert shared_settings([model], MeasureSettings(split=Split(0, 0, 100))).data.split == Split(0, 0, 100)
 
 
-def test_error_about_a_file_without_prompts_contains_the_columns_of_the_run(runs, tmp_path, user_error):
-    (tmp_path / "own.jsonl").write_text('{"ask": "a"}\n{"ask": "b"}\n')
-    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
-    data = {**model.run.settings["data"], "columns": ["prompt=ask"]}
-    renamed = dataclasses.replace(
-        model, run=dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
-    )
-    measure = MeasureSettings(prompts=str(tmp_path / "own.jsonl"), completions=1, max_new_tokens=4)
-    with user_error("own.jsonl:1", "--columns prompt=ask"):
-        ModelEvaluator([renamed], measure, torch.device("cpu"), Screen())
-
-
 def test_held_out_prompts_are_those_of_the_runs_without_the_flag(runs, start_model, pairs_file):
     """Nothing changes without --prompts: the first held-out prompts are the runs' own evaluation prompts."""
     measure = MeasureSettings(num_prompts=3, completions=1)

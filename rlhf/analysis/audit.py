@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 
@@ -138,14 +137,14 @@ def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
     return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
-def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
+def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | None]:
     """Compares one model with another on the same prompts, with 95% confidence intervals over prompts.
 
     Prompts without a scored completion of both models are left out. The figures of the first judge are "judge" and
     "judge_win_rate", those of another one "judge/NAME" and "judge_win_rate/NAME".
 
     win_rate and judge_win_rate count all pairs of completions of a prompt; a tie counts half. The other figures are
-    differences of the means per prompt. perplexity_ratio is a number without an interval.
+    differences of the means per prompt. perplexity_ratio has no interval.
     """
     these, those = ({**r.measures, "lengths": r.lengths, "ended": r.ended} for r in (completions, other))
 
@@ -166,7 +165,7 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
         **{_of_judge(name, "judge"): difference(name) for name in judges},
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
-        "perplexity_ratio": completions.perplexity / other.perplexity if both_known else None,
+        "perplexity_ratio": Estimate(completions.perplexity / other.perplexity) if both_known else None,
     }
 
 
@@ -252,8 +251,3 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
     return [
         f"the KL to the start model is {kl:.3g}/{per}, above {KL_BAND[1]:g} times the KL target ({most:.3g}/{per})"
     ]
-
-
-def as_json(values: dict[str, Estimate | float | None]) -> dict:
-    """Replaces each estimate by a plain dictionary."""
-    return {name: asdict(value) if isinstance(value, Estimate) else value for name, value in values.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import (
     against,
-    as_json,
     figures,
     figures_of,
     label_of,
@@ -51,7 +51,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Returns the report on the models as JSON-ready data."""
     seed = evaluator.settings.seed
-    everyone = [*([start] if start is not None else []), *measured]
+    everyone = [results for results in (start, *measured) if results is not None]
     report = {
         "made": now(),
         **environment(),
@@ -71,21 +71,18 @@ def make_report(
 
 def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
     """Returns one model's part of the report."""
-    entry = {
+    target = target_at_end(config_of_run(model.run)) if model.run else None
+    differ = against(results, start, seed) if start is not None else None
+    return {
         "label": results.label,
         "source": model.source,
         "base": model.base,
         "which": model.which or None,
         "algorithm": model.run.algorithm if model.run else None,
         "figures": figures(results),
-        "against_start": None,
-        "warnings": [],
+        "against_start": differ and {name: value and asdict(value) for name, value in differ.items()},
+        "warnings": warnings(results, start, seed, target) if start is not None else [],
     }
-    if start is not None:
-        target = target_at_end(config_of_run(model.run)) if model.run else None
-        entry["against_start"] = as_json(against(results, start, seed))
-        entry["warnings"] = warnings(results, start, seed, target)
-    return entry
 
 
 def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
@@ -135,29 +132,18 @@ def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of the comparison with the start model; empty if there is none, or nothing else."""
-    if report["start"] is None or not report["models"]:
+    """Returns columns and rows of the comparison with the start model; empty if there is none."""
+    if report["start"] is None:
         return [], []
-    rows = []
+    rows, judges = [], report["judges"]
     for name in report["models"][0]["against_start"]:
         found = [m["against_start"][name] for m in report["models"]]
         if any(value is not None for value in found):
-            label, sign = _versus_label(name, report["judges"])
-            rows.append([label, *(_versus(value, sign) for value in found)])
+            kind, _, judge = name.partition("/")
+            label, sign = VERSUS[kind]
+            label = label.replace("judge", f"judge {judge or judges[0]}") if len(judges) > 1 else label
+            rows.append([label, *("-" if value is None else interval_of(value, sign) for value in found)])
     return ["", *(m["label"] for m in report["models"])], rows
-
-
-def _versus_label(figure: str, judges: Sequence[str]) -> tuple[str, str]:
-    """Returns a row's label, with the judge's name if there are several judges, and "+" if the figure has a sign."""
-    kind, _, name = figure.partition("/")
-    label, sign = VERSUS[kind]
-    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label, sign
-
-
-def _versus(value: dict | float | None, sign: str) -> str:
-    if value is None:
-        return "-"
-    return interval_of(value, sign) if isinstance(value, dict) else f"{value:.3f}"
 
 
 def show_report(report: dict[str, Any], screen: Screen) -> None:
@@ -166,10 +152,9 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
         cells = ["\n\n".join(f"{labelled(c)}: {c['text']}" for c in side["completions"]) for side in prompt["sides"]]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
     screen.table("Figures, on the same prompts", *figure_table(report), lines=False)
-    columns, rows = versus_table(report)
-    if rows:
-        screen.table(VERSUS_CAPTION, columns, rows, lines=False)
-    if report["start"] is None:
+    if report["start"] is not None:
+        screen.table(VERSUS_CAPTION, *versus_table(report), lines=False)
+    else:
         screen.say("no start model: no comparison and no audit (give one with --baseline)")
     if len(report["prompts"]) < FEW_PROMPTS:
         screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Evaluate on more")
@@ -187,18 +172,14 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
 def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], folder: Path, screen: Screen) -> None:
     """Writes evaluation.json and evaluation.html."""
     write_json(folder / "evaluation.json", report)
-    figure_columns, figure_rows = figure_table(report)
-    versus_columns, versus_rows = versus_table(report)
     kinds = [*(["start"] if report["start"] else []), *(m["algorithm"] or "" for m in report["models"])]
     page = render(
         "evaluation.html",
         title="Evaluation: completions, scored and ranked",
         facts=list(report["facts"].items()),
         models=report["models"],
-        figure_columns=figure_columns,
-        figure_rows=figure_rows,
-        versus_columns=versus_columns,
-        versus_rows=versus_rows,
+        figures=figure_table(report),
+        versus=versus_table(report),
         versus_caption=VERSUS_CAPTION,
         read_them=READ_THEM,
         picture=as_data_url(distributions(pictured, [styled.colour for styled in group_styles(kinds)])),
@@ -206,10 +187,6 @@ def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], 
         everything=report,
     )
     write_text(folder / "evaluation.html", page)
-    screen.say("saved:")
-    screen.facts(
-        [
-            (str(folder / "evaluation.html"), "page for the browser"),
-            (str(folder / "evaluation.json"), "all figures and completions as JSON"),
-        ]
+    screen.say(
+        f"saved: {folder / 'evaluation.html'} (a page) and {folder / 'evaluation.json'} (all figures and texts)"
     )

@@ -29,7 +29,9 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
     rows = [row for file in chosen for row in read_tokens(file)]
     names = [name for name in QUANTITIES if name in rows[0]]
-    scales = {name: _scale([row[name] for row in rows]) for name in names}
+    # the strongest colour is that of the 98th percentile, so that one outlier does not make all other values pale
+    scales = {name: float(np.quantile([abs(row[name]) for row in rows], 0.98)) or 1.0 for name in names}
+    completions = [list(tokens) for _, tokens in groupby(rows, lambda row: (row["update"], row["episode"]))]
     page = render(
         "tokens.html",
         title="Token records: what the trainer computed for each token",
@@ -38,8 +40,8 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
             ("updates", f"{len(chosen)} of {len(files)} recorded updates are shown"),
         ],
         quantities={name: (QUANTITIES[name], scales[name]) for name in names},
-        strips=[name for name in STRIPS if _varies(rows, name)],
-        completions=[_completion(list(tokens), names, scales) for _, tokens in groupby(rows, _episode_of)],
+        strips=[name for name in STRIPS if _varies(completions, name)],
+        completions=[_completion(tokens, scales) for tokens in completions],
         everything=rows,
         colours=(colour(-1.0, 1.0), colour(1.0, 1.0)),
     )
@@ -47,32 +49,21 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     screen.say(f"saved: {folder / 'tokens.html'} ({len(chosen)} of {len(files)} recorded updates of {run})")
 
 
-def _episode_of(row: dict[str, Any]) -> tuple[int, int]:
-    return row["update"], row["episode"]
-
-
-def _varies(rows: Sequence[dict[str, Any]], name: str) -> bool:
+def _varies(completions: Sequence[Sequence[dict[str, Any]]], name: str) -> bool:
     """True if a completion's tokens differ in this quantity. GRPO's advantages, for example, do not."""
-    return any(len({token[name] for token in tokens}) > 1 for _, tokens in groupby(rows, _episode_of))
+    return any(len({token[name] for token in tokens}) > 1 for tokens in completions)
 
 
-def _scale(values: Sequence[float]) -> float:
-    """Returns the absolute value with the strongest colour: the 98th percentile, so that one outlier does not make all
-    other values pale."""
-    return float(np.quantile(np.abs(values), 0.98)) or 1.0
-
-
-def _completion(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict[str, float]) -> dict[str, Any]:
+def _completion(tokens: Sequence[dict[str, Any]], scales: dict[str, float]) -> dict[str, Any]:
     """Returns one completion as the template expects it: text, numbers and colours of every token."""
-    first = tokens[0]
     return {
-        **{key: first[key] for key in ("update", "episode", "prompt", "prompt_index", "score")},
+        **{key: tokens[0][key] for key in ("update", "episode", "prompt", "prompt_index", "score")},
         "tokens": [
             {
                 "text": row["token"],
                 "id": row["token_id"],
                 "step": row["step"],
-                "values": {name: (f"{row[name]:+z.3f}", colour(row[name], scales[name])) for name in names},
+                "values": {name: (f"{row[name]:+z.3f}", colour(row[name], scale)) for name, scale in scales.items()},
             }
             for row in tokens
         ],

@@ -69,7 +69,7 @@ def test_comparison_with_the_start_model_matches_hand_computed_values():
     assert found["judge_win_rate"].value == 0.5
     won = found["win_rate"]
     assert won.value == won.high == 1.0 and 0.7 < won.low < 0.95, "winning 24 of 24 prompts leaves uncertainty"
-    assert (found["length"].value, found["perplexity_ratio"]) == (2.0, 1.5)
+    assert (found["length"].value, found["perplexity_ratio"].value) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rlhf.analysis.models import (
     require_trusted_code,
     shared_settings,
 )
-from rlhf.analysis.prompts import choose_prompts, takes_every_row, worked_examples
+from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.analysis.statistics import scored
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import decode_completion, encode_prompt
@@ -98,15 +98,15 @@ class ModelEvaluator:
         device: torch.device,
         screen: Screen,
         usual_prompts: int = HELD_OUT_PROMPTS,
-        with_variants: bool = False,
-        few_shot: str | None = None,
+        shots: Sequence[dict[str, str]] | None = None,
     ):
         """Finds and loads what all evaluations share. Raises UserError before loading if something is missing.
 
-        `usual_prompts` is the number of held-out prompts without --num-prompts. `with_variants`: models that a checker
-        decides on are also sampled in other ways (`GenerationResults.variants`). `few_shot` is a file with worked
-        examples for the start model."""
-        self.models, self.settings, self.device = models, settings, device
+        `usual_prompts` is the number of held-out prompts without --num-prompts. `shots` are worked examples for the
+        start model. None: models that a checker decides on are not sampled in other ways, too
+        (`GenerationResults.variants`).
+        """
+        self.models, self.settings, self.device, self.shots = models, settings, device, shots
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
@@ -137,8 +137,6 @@ class ModelEvaluator:
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
-        self.with_variants = with_variants
-        self.shots = worked_examples(few_shot) if few_shot else []
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)
@@ -282,7 +280,7 @@ class ModelEvaluator:
         results = self.rated(label, tokenizer, rows, ids, ended)
         kl = np.reshape(kl, results.scores.shape) if reference is not None else None
         results = replace(results, kl=kl, perplexity=self._perplexity(policy, tokenizer))
-        if not (self.with_variants and results.checked):
+        if self.shots is None or not results.checked:
             return results
         return replace(results, variants=self._variants(label, policy, tokenizer, screen))
 

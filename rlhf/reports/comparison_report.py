@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
@@ -149,6 +151,23 @@ def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen
         screen.say(f"  note: {caveat}")
 
 
+def _pictures(
+    report: dict[str, Any], arms: Sequence[Arm], curves: Sequence[tuple[str, RunCurves]]
+) -> dict[str, Figure]:
+    """Returns the pictures of PICTURES. Arms without curves are points."""
+    names, judges = [name for name, _ in curves], report["judges"]
+    ends = [
+        {"name": arm.name, "kl": kl, "score": score}
+        for arm in arms
+        if arm.trained and arm.name not in names and None not in (kl := arm.mean("kl"), score := arm.mean("score"))
+    ]
+    runs = [run for _, run in curves]
+    return {
+        "forest": forest(report["contrasts"], {"judged": f"judge: {judges[0]}"} if judges else None),
+        "score_against_kl": score_against_kl(runs, names, report["limit"], report["best_of"], ends),
+    }
+
+
 def write_comparison(
     report: dict[str, Any],
     made: Sequence[dict],
@@ -160,17 +179,7 @@ def write_comparison(
 ) -> None:
     """Writes comparison.html, comparison.md with its pictures, and comparison.json. `curves`: (name of the arm, its
     curves) of each run."""
-    names, runs = [name for name, _ in curves], [run for _, run in curves]
-    ends = [
-        {"name": arm.name, "kl": kl, "score": score}
-        for arm in arms
-        if arm.trained and arm.name not in names and None not in (kl := arm.mean("kl"), score := arm.mean("score"))
-    ]
-    judges = report["judges"]
-    pictures = {
-        "forest": forest(report["contrasts"], {"judged": f"judge: {judges[0]}"} if judges else None),
-        "score_against_kl": score_against_kl(runs, names, report["limit"], report["best_of"], ends),
-    }
+    pictures = _pictures(report, arms, curves)
     for name, figure in pictures.items():
         save_picture(figure, folder / f"{name}.png")
     write_json(folder / "comparison.json", report)

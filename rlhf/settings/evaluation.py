@@ -284,7 +284,7 @@ COMPARISON = CommandLine(
     "prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
-        ("grpo_seed42 grpo_seed123 --arm DPO=./dpo_model best-of-4", "with a model of another trainer and a baseline"),
+        ("grpo_seed42 --arm DPO=./dpo_model best-of-4", "with a model of another trainer and a baseline"),
         ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )

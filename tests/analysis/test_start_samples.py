@@ -82,7 +82,7 @@ def test_checkers_are_sampled_in_other_ways(settings, other, tmp_path):
     (tmp_path / "rules.py").write_text(HAS_E)
     (tmp_path / "shots.jsonl").write_text(json.dumps({"prompt": "a letter?", "answer": "e"}) + "\n")
     settings = dataclasses.replace(settings, rm_model="none", reward_func=(f"{tmp_path / 'rules.py'}:has_e",))
-    evaluator, (model,) = evaluator_of(other, settings, with_variants=True, few_shot=str(tmp_path / "shots.jsonl"))
+    evaluator, (model,) = evaluator_of(other, settings, shots=worked_examples(str(tmp_path / "shots.jsonl")))
     ways = ["greedy", "greedy, cut off", "up to 12 tokens", "up to 12 tokens, cut off"]
     found = evaluator.evaluate(model, Screen()).variants
     assert list(found) == ways

@@ -52,6 +52,7 @@ ACT_ALWAYS = {
     ComparisonConfig: {"runs", "label", *settings_of(EvaluationConfig).keys() & settings_of(ComparisonConfig).keys()},
     PlotConfig: {"runs", "label", "x", "smooth", "output"},
 }
+ACT_ALWAYS[ComparisonConfig] -= {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # need --prompts
 PARSERS = {
     RewardModelConfig: parse_reward_cli,
     EvaluationConfig: parse_evaluation_cli,

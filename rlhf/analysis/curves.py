@@ -89,13 +89,10 @@ class RunCurves:
         return kl_controller(self.config, self.planned)
 
     @property
-    def aim(self) -> str:
-        """The KL targets as text. Runs with the same targets have the same text."""
+    def aim(self) -> tuple | None:
+        """What the KL targets are, equal for runs with the same targets; None as in `targets`."""
         held = self.targets
-        if held is None:
-            return "none"
-        starts = f" (from {', '.join(f'{b:.0%}' for b in held.boundaries)} of the run)" if held.boundaries else ""
-        return " then ".join(map(str, held.targets)) + starts + (" (beta fixed)" if held.horizon is None else "")
+        return held and (held.targets, held.boundaries, held.horizon is None)
 
     @property
     def seconds(self) -> float:

@@ -146,8 +146,6 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     given = {name: value for name, value in vars(measure).items() if name in replacing and value is not None}
     if measure.prompts is not None:
         given = OF_THE_FILE | given
-    elif any(m.run is not None for m in models):
-        _check_no_flags_of_a_file(given)
     if measure.eval_func is None:
         given["eval_func"] = common_eval_functions(models) or ()
     if measure.baseline is not None:
@@ -161,18 +159,6 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         folder = str(runs[0].run_folder / PROMPTS_FOLDER)
         given |= OF_THE_FILE | {"prompts": folder, "dataset_split": "test", "split": "0/0/100"}
     return config_of_run(runs[0].run, **given)
-
-
-def _check_no_flags_of_a_file(given: Container[str]) -> None:
-    """Raises UserError for flags that would change how a run's own data is read: they belong to --prompts."""
-    names = [f"--{name.replace('_', '-')}" for name in OF_THE_FILE if name in given and name != "split"]
-    raise_if(
-        [
-            f"{name} describes the data of --prompts, and --prompts is not given: command line. Add --prompts, or "
-            f"remove {name}: the prompts of a run are read as in the run"
-            for name in names
-        ]
-    )
 
 
 def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> None:

@@ -158,7 +158,7 @@ def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
         if held.horizon is not None:
             band = [bound * nats for bound in KL_BAND]
             axes.fill_between(x, *band, step="pre", color=COLOURS["target"], alpha=0.12, lw=0)
-    if aims == {"none"}:
+    if aims == {None}:
         axes.set_title(f"{panel.title} (beta fixed)")
     return band
 

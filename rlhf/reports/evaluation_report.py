@@ -187,6 +187,4 @@ def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], 
         everything=report,
     )
     write_text(folder / "evaluation.html", page)
-    screen.say(
-        f"saved: {folder / 'evaluation.html'} (a page) and {folder / 'evaluation.json'} (all figures and texts)"
-    )
+    screen.say(f"saved: {folder / 'evaluation.html'} and {folder / 'evaluation.json'}")

@@ -21,10 +21,11 @@ from rlhf.settings.training import (
 from rlhf.settings.types import ArmName, PathName, Renaming, Split
 
 AS_IN_RUN = "as in the run"
-OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
+OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the data
 HELD_OUT_PROMPTS = 20  # drawn by default
 HELD_OUT_PROMPTS_TO_COMPARE = 128
 MEASURED = ("!chat", "!tokens")  # needs of the settings that only an evaluation or a comparison reads
+OF_PROMPTS = ("prompts", *MEASURED)  # and of those that describe --prompts: a run's own data is read as in the run
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,10 @@ class MeasureSettings:
         MEASURED,
     )
     split: Split | None = inherited(DataSettings, "split", "as in the run, or no split of --prompts", needs=MEASURED)
-    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN, needs=MEASURED)
-    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN, needs=MEASURED)
-    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN, needs=MEASURED)
-    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN, needs=MEASURED)
+    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN, needs=OF_PROMPTS)
+    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN, needs=OF_PROMPTS)
+    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN, needs=OF_PROMPTS)
+    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN, needs=OF_PROMPTS)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN, needs=MEASURED)
     eval_text: PathName | None = inherited(DataSettings, "eval_text", AS_IN_RUN, needs=MEASURED)
     max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN, needs=("!tokens",))

@@ -22,6 +22,7 @@ from rlhf.callbacks.logging import TensorBoardLog
 from rlhf.checkpoints import run_log
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import make_config
+from rlhf.settings.types import KLTarget
 from rlhf.utils.errors import UserError
 from tests.records import facts_of, record_of
 
@@ -242,13 +243,14 @@ def test_kl_targets_are_read_from_the_run(tmp_path):
         write_events(run / "logs", "1", 0, losses(1, [1.0], 0))
         return read_curves(run)
 
-    assert read("adaptive").aim == "3/sequence"
+    adaptive = read("adaptive")
+    assert adaptive.aim == ((KLTarget(3.0, "sequence"),), (), False)
     phased = read("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
-    assert phased.aim == "0.05/token then 0.02/token (from 50% of the run)"
+    assert phased.aim == ((KLTarget(0.05, "token"), KLTarget(0.02, "token")), (0.5,), False)
     assert [str(phased.targets.target_of(u)) for u in (5, 6)] == ["0.05/token", "0.02/token"]
     (tmp_path / "fixed.yaml").write_text("kind: recipe\nkl_schedule: fixed\nkl_target: 2/sequence\n")
-    assert read("named", recipe=str(tmp_path / "fixed.yaml")).aim == "2/sequence (beta fixed)"
-    assert read("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim == "none"
+    assert read("named", recipe=str(tmp_path / "fixed.yaml")).aim == ((KLTarget(2.0, "sequence"),), (), True)
+    assert read("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim is None
 
 
 # figures

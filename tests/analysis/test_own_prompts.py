@@ -16,7 +16,7 @@ from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.prompts import fingerprint, load_prompts
 from rlhf.data.splits import part_of
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.evaluation import MeasureSettings, parse_evaluation_cli
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
 from rlhf.utils.console import Screen
@@ -184,14 +184,12 @@ def test_a_run_with_an_evaluation_file_is_evaluated_on_it(runs, own_prompts):
     assert shared_settings([changed], MeasureSettings(prompts="other.jsonl")).data.eval_dataset is None
 
 
-def test_flags_of_a_file_need_the_file(runs, user_error):
+def test_flags_of_a_file_need_the_file(user_error):
     """Otherwise they would silently change how the run's own data is read."""
-    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
-    given = MeasureSettings(columns=(Renaming("a=b"),), dataset_split="test")
     with user_error("--dataset-split", "--columns", "--prompts") as caught:
-        shared_settings([model], given)
+        parse_evaluation_cli(["--model-path", "RUN", "--columns", "a=b", "--dataset-split", "test"])
     assert len(caught.value.problems) == 2
-    assert shared_settings([model], MeasureSettings(split=Split(0, 0, 100))).data.split == Split(0, 0, 100)
+    assert parse_evaluation_cli(["--model-path", "RUN", "--split", "0/0/100"]).measure.split == Split(0, 0, 100)
 
 
 def test_held_out_prompts_are_those_of_the_runs_without_the_flag(runs, start_model, pairs_file):

@@ -58,6 +58,7 @@ ACT_ALWAYS = {
     },
     PlotConfig: {"runs", "arm", "x", "smooth", "output"},
 }
+ACT_ALWAYS[ComparisonConfig] -= {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # need --prompts
 PARSERS = {
     RewardModelConfig: parse_reward_cli,
     EvaluationConfig: parse_evaluation_cli,

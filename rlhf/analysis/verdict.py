@@ -38,6 +38,7 @@ from rlhf.checkpoints.run_record import RunRecord
 ENOUGH_SEEDS = 5
 FEW_PROMPTS = 20
 START = "start model"
+LIKE_KL = 0.1  # largest relative difference of KLs that are alike
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
     against_start = {m: [contrast(arm, start, m, seed) for arm in arms] for m in measures}
     sentences = [
-        *(_between(*pair, found, evidence, seed) for pair, found in zip(pairs, between[decides], strict=True)),
+        *(_between(*pair, found, evidence) for pair, found in zip(pairs, between[decides], strict=True)),
         *(_against_start(*pair, start, evidence) for pair in zip(arms, against_start[decides], strict=True)),
     ]
     sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
@@ -183,7 +184,7 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
     return Verdict(sentences, _caveats(arms, start, between, evidence), contrasts)
 
 
-def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: int) -> str:
+def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence) -> str:
     """The sentence on two arms. Arms at unlike KL are called better only if they are better at equal KL, too."""
     if found.result == "unknown":
         return f"{one.name} cannot be compared with {other.name} {evidence.by}: {found.text}."
@@ -192,7 +193,7 @@ def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: in
         text = f"No significant difference between {one.name} and {other.name} {evidence.by}: {figure}"
         return f"{text}. {_enough(found)}"
     first, second = (one, other) if found.result == "better" else (other, one)
-    if not unlike_kl(one, other, seed):
+    if not unlike_kl(one, other):
         return f"{found.where}{first.name} is better than {second.name} {evidence.by}: {figure}."
     there = at_equal_kl(evidence.equal, found.name)
     result = result_over(there)
@@ -207,14 +208,10 @@ def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, seed: in
     return f"{text} At equal KL ({kls} nats/sequence): {outcome}, {found.name} = {figures}."
 
 
-def unlike_kl(one: Arm, other: Arm, seed: int) -> bool:
-    """True if the KLs of two arms to the start model differ significantly, or one is unknown."""
-    kls = [[results.kl for results in arm.measured] for arm in (one, other)]
-    if any(kl is None for side in kls for kl in side):
-        return True
-    gaps = np.array([[a.mean(1) - b.mean(1) for b in kls[1]] for a in kls[0]])
-    found, _ = over_seeds_if_any(gaps, seed, (one.trained, other.trained))
-    return found.low is None or found.excludes(0)
+def unlike_kl(one: Arm, other: Arm) -> bool:
+    """True if the mean KLs of two arms to the start model differ by more than 10%, or one is unknown."""
+    kls = one.mean("kl"), other.mean("kl")
+    return None in kls or abs(kls[0] - kls[1]) > LIKE_KL * max(kls)
 
 
 def _enough(found: Contrast) -> str:

@@ -110,6 +110,9 @@ LABELS = {
     "distinct_2": ("distinct-2", "{:z.3f}"),
     "repetition": ("repeated 4-grams", "{:z.1%}"),
     "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
+    "win_rate": ("win rate by score", "{:z.3f}"),
+    "judge_win_rate": ("win rate by judge", "{:z.3f}"),
+    "perplexity_ratio": ("perplexity ratio", "{:z.3f}"),
 }
 
 
@@ -120,9 +123,8 @@ def label_of(figure: str, judges: Sequence[str]) -> str:
         return f"{kind}, {name}"
     if kind == "variant":
         return name
-    if kind == "judge" and len(judges) > 1:
-        return f"judge {name or judges[0]}"
-    return LABELS[kind][0]
+    label = LABELS[kind][0]
+    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
 
 
 def shown(name: str, value: float | None) -> str:

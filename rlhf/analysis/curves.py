@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rlhf.algorithms.kl_control import KLController, kl_controller
-from rlhf.algorithms.table import label_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
@@ -59,21 +58,17 @@ class RunCurves:
         """The number of updates that the run is planned for."""
         return self.run.plan.updates
 
-    @property
-    def episodes_per_update(self) -> int:
-        return self.run.plan.episodes // self.planned
-
     def episodes_at(self, updates: np.ndarray) -> np.ndarray:
         """Returns the episodes sampled up to these updates (P,), with those that dynamic sampling drew in addition.
 
         A run with dynamic sampling logs them after each update that is not skipped.
         """
-        logged = self.scalars.get("episodes")
+        logged, each = self.scalars.get("episodes"), self.run.plan.episodes // self.planned
         if logged is None:
-            return np.asarray(updates) * self.episodes_per_update
+            return np.asarray(updates) * each
         known, counts = np.append(0, logged.updates), np.append(0, logged.values)
         last = np.searchsorted(known, updates, side="right") - 1
-        return np.rint(counts[last] + (updates - known[last]) * self.episodes_per_update).astype(int)
+        return np.rint(counts[last] + (updates - known[last]) * each).astype(int)
 
     @property
     def last_update(self) -> int:
@@ -201,14 +196,14 @@ def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[n
     return x, rows.min(0), rows.mean(0), rows.max(0)
 
 
-def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str] | None = None) -> int:
+def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str]) -> int:
     """Writes all scalars as CSV, one row per run and update, and returns the number of rows.
 
     Numbers keep their full precision. A cell is empty if the scalar was not logged at that update. `groups` has the
-    name of the group of each run's folder; None: each algorithm is a group.
+    name of the group of each run's folder.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
-    rows = [row for run in runs for row in _rows(run, (groups or {}).get(run.folder, label_of(run.algorithm)))]
+    rows = [row for run in runs for row in _rows(run, groups[run.folder])]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*COLUMNS, *tags], lineterminator="\n")
     writer.writeheader()

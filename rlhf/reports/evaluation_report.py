@@ -30,15 +30,6 @@ from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
-VERSUS = {  # figure -> label, and "+" if it has a sign
-    "win_rate": ("win rate by score", ""),
-    "judge_win_rate": ("win rate by judge", ""),
-    "score": ("score difference", "+"),
-    "judge": ("judge difference", "+"),
-    "length": ("length difference (tokens)", "+"),
-    "eos_rate": ("EOS rate difference", "+"),
-    "perplexity_ratio": ("perplexity ratio", ""),
-}
 VERSUS_CAPTION = "Compared with the start model (95% confidence intervals over prompts)"
 READ_THEM = "The audit checks only figures, so read the completions, too."
 
@@ -135,14 +126,13 @@ def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Returns columns and rows of the comparison with the start model; empty if there is none."""
     if report["start"] is None:
         return [], []
-    rows, judges = [], report["judges"]
+    rows, figures = [], report["models"][0]["figures"]
     for name in report["models"][0]["against_start"]:
         found = [m["against_start"][name] for m in report["models"]]
         if any(value is not None for value in found):
-            kind, _, judge = name.partition("/")
-            label, sign = VERSUS[kind]
-            label = label.replace("judge", f"judge {judge or judges[0]}") if len(judges) > 1 else label
-            rows.append([label, *("-" if value is None else interval_of(value, sign) for value in found)])
+            kind, sign = (", difference", "+") if name in figures else ("", "")
+            cells = ("-" if value is None else interval_of(value, sign) for value in found)
+            rows.append([label_of(name, report["judges"]) + kind, *cells])
     return ["", *(m["label"] for m in report["models"])], rows
 
 

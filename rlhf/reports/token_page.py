@@ -32,6 +32,8 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     # the strongest colour is that of the 98th percentile, so that one outlier does not make all other values pale
     scales = {name: float(np.quantile([abs(row[name]) for row in rows], 0.98)) or 1.0 for name in names}
     completions = [list(tokens) for _, tokens in groupby(rows, lambda row: (row["update"], row["episode"]))]
+    # without a quantity that is equal for all tokens of each completion, such as GRPO's advantages
+    strips = [name for name in STRIPS if any(len({token[name] for token in tokens}) > 1 for tokens in completions)]
     page = render(
         "tokens.html",
         title="Token records: what the trainer computed for each token",
@@ -40,18 +42,13 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
             ("updates", f"{len(chosen)} of {len(files)} recorded updates are shown"),
         ],
         quantities={name: (QUANTITIES[name], scales[name]) for name in names},
-        strips=[name for name in STRIPS if _varies(completions, name)],
+        strips=strips,
         completions=[_completion(tokens, scales) for tokens in completions],
         everything=rows,
         colours=(colour(-1.0, 1.0), colour(1.0, 1.0)),
     )
     write_text(folder / "tokens.html", page)
     screen.say(f"saved: {folder / 'tokens.html'} ({len(chosen)} of {len(files)} recorded updates of {run})")
-
-
-def _varies(completions: Sequence[Sequence[dict[str, Any]]], name: str) -> bool:
-    """True if a completion's tokens differ in this quantity. GRPO's advantages, for example, do not."""
-    return any(len({token[name] for token in tokens}) > 1 for tokens in completions)
 
 
 def _completion(tokens: Sequence[dict[str, Any]], scales: dict[str, float]) -> dict[str, Any]:

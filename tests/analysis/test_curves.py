@@ -300,7 +300,8 @@ def test_table_contains_exactly_the_logged_values(tmp_path):
                     logged[str(run), update, tag] = as_float32(value)
             writer.add_scalar("loss", math.nan, 20)
             writer.add_scalar("learning_rate", -math.inf, 20)
-    rows = write_table(read_runs([tmp_path / "ppo", tmp_path / "grpo"]), tmp_path / "t.csv")
+    groups = {tmp_path / "ppo": "PPO", tmp_path / "grpo": "GRPO"}
+    rows = write_table(read_runs(list(groups)), tmp_path / "t.csv", groups)
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     tags = ["eval/score", "learning_rate", "loss", "value/loss"]
@@ -319,7 +320,7 @@ def test_table_seconds_exclude_the_evaluation_after_the_update(tmp_path):
     run = make_run(tmp_path / "run")
     points = [(100, "eval/score", 0, 0.0), (110, "loss", 1, 1.0), (117.25, "eval/score", 1, 0.5)]
     write_events(run / "logs", "1", 90, points)
-    write_table([read_curves(run)], tmp_path / "t.csv")
+    write_table([read_curves(run)], tmp_path / "t.csv", {run: "PPO"})
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as file:
         assert [(r["update"], r["seconds"]) for r in csv.DictReader(file)] == [("0", "0.000"), ("1", "10.000")]
 

@@ -364,7 +364,7 @@ def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):
     points = read_eval_points(curves)
     assert [p.episodes for p in points] == [e["episodes"] for e in record.best.evaluations]
     assert points[0].episodes == 0
-    write_table([curves], tmp_path / "table.csv")
+    write_table([curves], tmp_path / "table.csv", {output: "PPO"})
     assert f",{spent.updates},{spent.episodes}," in (tmp_path / "table.csv").read_text()
     printed = " ".join(capsys.readouterr().out.split())
     assert "dynamic sampling ends the run after 40 episodes, maybe in fewer updates" in printed

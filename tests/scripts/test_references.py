@@ -87,7 +87,7 @@ def test_smollm2_orca_commands(orca, capsys, snapshot):
     assert {"score", "score_of_best", "score_of_worst"} <= report["models"][0]["figures"].keys()
 
     plot_training_progress.main([])
-    assert imread(orca / "training_progress.png").shape[1] == 1500
+    assert imread(orca / "training_progress.png").shape[1] == 1280
     assert (orca / "training_progress.csv").read_text().splitlines()[0].startswith("run,algorithm,seed,update")
 
 

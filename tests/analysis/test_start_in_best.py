@@ -41,7 +41,9 @@ def test_start_model_in_best_is_evaluated(start_is_best, tmp_path, capsys):
 
 
 def test_run_whose_best_is_the_start_model_is_compared(start_is_best, runs, tmp_path):
-    compare_runs.main([str(start_is_best), str(runs["grpo", 1]), *FLAGS, str(tmp_path / "out")])
+    compare_runs.main(
+        [str(start_is_best), str(runs["grpo", 1]), "--limit-minutes", "0", *FLAGS, str(tmp_path / "out")]
+    )
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     ppo = next(name for name, group in report["arms"].items() if group["algorithm"] == "ppo")
     assert report["figures"][ppo]["1"]["score"] == report["figures"]["start"]["score"]

@@ -82,7 +82,7 @@ def test_reward_models_and_reports_have_the_umasks_permissions(
     ]
     reward_model.train.main([str(word) for word in words])
     both = [str(runs["ppo", 1]), str(runs["grpo", 1])]
-    compare_runs.main([*both, "--output", str(tmp_path / "comparison"), "--num-prompts", "4"])
+    compare_runs.main([*both, "--output", str(tmp_path / "comparison"), "--num-prompts", "4", "--limit-minutes", "0"])
     evaluate_generations.main(
         ["--model-path", both[0], "--output", str(tmp_path / "evaluation"), "--num-prompts", "4"]
     )

@@ -90,7 +90,7 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, grpo_
     assert report["facts"]["judge"] == "gold quality" and len(report["prompts"]) == 20
     done = run(["plot_training_progress.py", *run_names], project)
     assert done.returncode == 0 and (project / "training_progress.png").is_file(), done.stderr
-    done = run(["compare_runs.py", *run_names], project)
+    done = run(["compare_runs.py", *run_names, "--limit-minutes", "0.2"], project)
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
     pair, *against_start = compared["verdict"]

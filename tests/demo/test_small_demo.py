@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 
 import compare_runs
 import evaluate_generations
@@ -14,6 +16,8 @@ import plot_training_progress
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.commands.train import train_command
 from rlhf.demo import ready
+from tests.documents import ROOT, all_commands, python_block
+from tests.scripts.test_scripts import run
 
 pytestmark = pytest.mark.ci
 FEW = ["--recipe", "demo", "--num-iterations", "2", "--eval-every", "1", "--eval-prompts", "16", "--record-tokens",
@@ -76,8 +80,24 @@ def test_runs_are_evaluated_plotted_and_compared(small):
     assert Path("evaluation_output", "tokens.html").is_file()
     plot_training_progress.main(RUNS)
     assert Path("training_progress.png").is_file()
-    compare_runs.main([*RUNS, "--num-prompts", "8"])
+    compare_runs.main([*RUNS, "--num-prompts", "8", "--limit-minutes", "0.02"])
     verdict = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))["verdict"]
     assert "by the judge (gold quality, not used in RL training)" in verdict[0]
     assert len(verdict) == len(ALGORITHMS) * (len(ALGORITHMS) + 1) // 2  # pairs, and each against the start model
     assert all("by the judge" in sentence for sentence in verdict)
+
+
+def test_the_output_of_trl_dpo_is_an_arm(small, monkeypatch):
+    """The commands of docs/evaluation.md, with one step of DPO."""
+    Path("dpo_pairs.py").write_text(python_block("# dpo_pairs.py"), encoding="utf-8")
+    by_words = {words[1]: words for words in map(shlex.split, all_commands()) if "dpo" in " ".join(words)}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert run(["dpo_pairs.py"], small).returncode == 0
+    rows = list(map(json.loads, Path("dpo_pairs", "train.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert len(rows) > 50 and rows[0].keys() == {"prompt", "chosen", "rejected"}
+    cpu = [] if torch.cuda.is_available() else ["--use_cpu", "--bf16", "false"]
+    done = run(["-c", "from trl.cli import main; main()", *by_words["dpo"][1:], "--max_steps", "1", *cpu], small)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compare_runs.main([RUNS[0], "--arm", "DPO=./dpo_model", "best-of-2", "--num-prompts", "8", "--limit-minutes", "0"])
+    report = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))
+    assert list(report["arms"]) == ["PPO", "DPO", "best-of-2"] and report["figures"]["DPO"]["1"]["kl"] is not None

@@ -271,7 +271,7 @@ def test_the_commands_read_a_run_of_python(made, capsys, tmp_path, user_error, s
     evaluate_generations.main(["--model-path", "ppo", *reward, "--output", "evaluated"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "from 4 held-out prompts" in line]
     snapshot(line)
-    compare_runs.main(["ppo", "grpo", *reward, "--output", "compared"])
+    compare_runs.main(["ppo", "grpo", *reward, "--output", "compared", "--limit-minutes", "0"])
     printed = capsys.readouterr().out
     assert "PPO" in printed and "GRPO" in printed and "have changed since" not in printed
     plot_training_progress.main(["ppo", "grpo", "--output", "plot.png"])

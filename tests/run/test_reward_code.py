@@ -120,7 +120,7 @@ def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, 
     assert len(evaluate) == 2 and len(compare) == 3 and all(line.endswith(code) for line in [*evaluate, *compare])
     few = ["--num-prompts", "2"]
     evaluate_generations.main([*typed(evaluate[0][evaluate[0].index("python ") :]), *few])
-    compare_runs.main([*typed(compare[-1][compare[-1].index("python ") :]), *few])
+    compare_runs.main([*typed(compare[-1][compare[-1].index("python ") :]), *few, "--limit-minutes", "0"])
 
 
 def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path, capsys):

@@ -34,6 +34,7 @@ RUN_ELSEWHERE = {
     r"--sweep": "tests/run/test_sweep.py",
     r"--parallel": "tests/run/test_parallel_seeds.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
+    r"dpo_pairs": "tests/demo/test_small_demo.py",
     r"--recipe smollm2-sums": "tests/real/test_recipe.py",
     r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
 }
@@ -154,7 +155,10 @@ def test_every_command_of_the_pages_runs(project, forked):
         if words[0] == "tensorboard":
             assert "http://" in serve(words[1:], project)
             continue
-        program = [*MODULES.get(words[0], []), *words[1:], *(WITHOUT_A_GPU if words[0] == "trl" else [])]
+        more = (
+            WITHOUT_A_GPU if words[0] == "trl" else ["--limit-minutes", "0.01"] if "compare_runs.py" in words else []
+        )
+        program = [*MODULES.get(words[0], []), *words[1:], *more]
         start = run if words[0] in LAUNCHERS else forked
         done = start(program, project)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

@@ -139,7 +139,7 @@ def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
         unread = _add_session(file, points)
         if unread > 0:
             why = "the file is still being written, cut off or damaged"
-            remarks.append(f"{file}: the last {unread:,} bytes are left out, because {why}")
+            remarks.append(f"{file}: the last {unread:,} bytes are ignored, because {why}")
     columns = {tag: np.array(rows).T for tag, rows in points.items() if rows}
     start = min((seconds[0] for _, _, seconds in columns.values()), default=0.0)
     return {tag: Curve(u.astype(int), values, s - start) for tag, (u, values, s) in columns.items()}, remarks

@@ -366,22 +366,23 @@ class ModelEvaluator:
         logprobs, ref_logprobs, _ = passes.logprobs(completions)
         return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
 
-    def log_ratios(self, policy: PreTrainedModel, rows: Sequence[Prompt], ids: Sequence[list[int]]) -> list[float]:
+    def log_ratios(
+        self, model: ModelRef, rows: Sequence[Prompt], ids: Sequence[list[int]], screen: Screen
+    ) -> list[float]:
         """Returns log pi / pi_start of given completions, in nats/sequence. They must end with EOS or be equally
         long."""
-        eos, pad, size = (
-            self.tokenizer.eos_token_id,
-            self.tokenizer.pad_token_id,
-            budget_of(self.device).eval_batch_size,
-        )
+        policy, size, eos = self.load(model), budget_of(self.device).eval_batch_size, self.tokenizer.eos_token_id
         found, vocabulary = [], policy.get_input_embeddings().num_embeddings
         for at in range(0, len(rows), size):
             part = ids[at : at + size]
             padded = torch.full((len(part), max(map(len, part))), eos, device=self.device)
             for i, row in enumerate(part):
                 padded[i, : len(row)] = torch.tensor(row)
+            pad = self.tokenizer.pad_token_id
             batch = Completions.of(rows[at : at + size], padded, eos=eos, pad=pad, vocabulary=vocabulary)
             found += self._kl(policy, self.reference, batch)
+            done = len(found)
+            screen.progress(f"{model.label}: {done} of {len(rows)} log-ratios for the limit", last=done == len(rows))
         return found
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:

@@ -23,7 +23,7 @@ POINTS = 61  # of a line
 
 @dataclass(frozen=True)
 class Limit:
-    """The best mean score for each KL: (G,) arrays, empty if no prompt has all scores."""
+    """The best mean score for each KL. All arrays are (G,)."""
 
     kl: np.ndarray  # mean over prompts, nats per sequence, ascending from 0
     score: np.ndarray
@@ -36,7 +36,7 @@ class Limit:
 
     def at(self, kl: float) -> float | None:
         """Returns the best score at a KL; None beyond the line. A negative estimate of the KL counts as 0."""
-        return float(np.interp(kl, self.kl, self.score)) if len(self.kl) and kl <= self.kl[-1] else None
+        return float(np.interp(kl, self.kl, self.score)) if kl <= self.kl[-1] else None
 
     def share(self, start: float, score: float, kl: float) -> float | None:
         """Returns the share of the possible gain over the start model's score `start` that `score` reached.
@@ -101,8 +101,8 @@ def sweep(scores: np.ndarray, log_weights: np.ndarray, least: float) -> np.ndarr
     return np.transpose(rows)
 
 
-def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: int = 0) -> Limit:
-    """Returns the limit, estimated from n samples per prompt (P, n).
+def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: int = 0) -> Limit | None:
+    """Returns the limit, estimated from n samples per prompt (P, n); None if no prompt has all scores.
 
     The line ends at the beta where the effective sample size falls below EFFECTIVE. It has KL 0 alone if n is 20 or
     less, except for 0/1 rewards.
@@ -115,7 +115,7 @@ def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: in
     """
     known, n = ~np.isnan(scores).any(axis=1), scores.shape[1]
     if not known.any():
-        return Limit(*[np.empty(0)] * 4, n, False, {}, np.empty(0))
+        return None
     log_weights = np.zeros(scores.shape)[known] if log_weights is None else log_weights[known]
     scores = scores[known]
     exact = bool(np.isin(scores, (0, 1)).all())
@@ -152,15 +152,18 @@ class BestOf:
         return next((int(n) for n, mean in zip(self.n, self.measures[measure], strict=True) if mean >= value), None)
 
 
-def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf:
+def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | None:
     """Returns best-of-n by the scores (P, N), and by judges (P, N) of the completions that the score chooses.
 
     Each is the mean over all choices of n of the N samples, which is unbiased; equal scores share their chance. The KL
-    is at most log n - (n - 1) / n (Beirami et al. 2024, arXiv 2401.01879); for 0/1 rewards, see `kl_of_passes`.
+    is at most log n - (n - 1) / n (Beirami et al. 2024, arXiv 2401.01879); for 0/1 rewards, see `kl_of_passes`. None
+    if no prompt has all scores and ratings.
     """
     values = np.stack([scores, *judged.values()])  # (J, P, N)
     values = values[:, ~np.isnan(values).any(axis=(0, 2))]
-    scores, most = values[0], values.shape[2] if values.size else 0
+    if not values.size:
+        return None
+    scores, most = values[0], values.shape[2]
     n, drawn = np.arange(1, most + 1), np.arange(most)[:, None]
     # all n are from the j lowest samples in C(j, n) of C(N, n) choices; (N, N + 1): n, j
     below = np.cumprod(np.maximum(np.arange(most + 1) - drawn, 0) / (most - drawn), axis=0)
@@ -170,7 +173,7 @@ def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf:
         chance = (below[:, upper] - below[:, lower]) / (upper - lower)  # (N, N): n, sample
         means += values[:, prompt] @ chance.T / len(scores)
     exact = bool(np.isin(scores, (0, 1)).all())
-    kl = kl_of_passes(scores.sum(axis=1), most) if exact and most else np.log(n) - (n - 1) / n
+    kl = kl_of_passes(scores.sum(axis=1), most) if exact else np.log(n) - (n - 1) / n
     return BestOf(n, kl, exact, dict(zip(("scores", *judged), means, strict=True)))
 
 

@@ -51,7 +51,10 @@ def sample_start(
 
 @torch.no_grad()
 def with_proposals(
-    evaluator: ModelEvaluator, samples: GenerationResults, arms: Sequence[tuple[ModelRef, GenerationResults]]
+    evaluator: ModelEvaluator,
+    samples: GenerationResults,
+    arms: Sequence[tuple[ModelRef, GenerationResults]],
+    screen: Screen,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the scores (P, M) of the start model's completions and of the arms', and their log weights (P, M): log
     of start model / mixture of all proposals, in nats (deterministic mixture weights, Owen and Zhou 2000).
@@ -73,7 +76,7 @@ def with_proposals(
     rows = [prompt for prompt in prompts for _ in range(sum(counts))]
     parts = [np.full(len(pool), np.log(counts[0] / sum(counts)))]
     for (model, _), count in zip(arms, counts[1:], strict=True):
-        ratios = evaluator.log_ratios(evaluator.load(model), rows, pool)
+        ratios = evaluator.log_ratios(model, rows, pool, screen)
         parts.append(np.log(count / sum(counts)) + np.array(ratios))
     weights = -np.logaddexp.reduce(parts, axis=0)
     scores = np.concatenate([results.scores for results in every], axis=1)

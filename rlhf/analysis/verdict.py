@@ -90,8 +90,9 @@ class Arm:
         return fmean(known) if (known := self.known(name)) else None
 
 
-def best_of_arm(samples: GenerationResults, n: int, best: BestOf) -> Arm:
-    """Returns best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score."""
+def best_of_arm(samples: GenerationResults, n: int, best: BestOf | None) -> Arm:
+    """Returns best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score. Its KL is
+    that of `best`; None: it is not known."""
     index = best_of_blocks(samples.scores, n)
 
     def chosen(values: np.ndarray) -> np.ndarray:
@@ -106,7 +107,7 @@ def best_of_arm(samples: GenerationResults, n: int, best: BestOf) -> Arm:
         judged={name: chosen(values) for name, values in samples.judged.items()},
         lengths=chosen(samples.lengths),
         ended=chosen(samples.ended),
-        kl=np.full(index.shape, best.kl[n - 1]),
+        kl=None if best is None else np.full(index.shape, best.kl[n - 1]),
     )
     return Arm(results.label, [results])
 
@@ -245,7 +246,8 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) ->
     outcome = f"is {RESULTS[found.result]}" if found.result in ("better", "worse") else f"has {RESULTS[found.result]}"
     if found.result == "unknown":
         outcome = "is not comparable with"
-    parts = [f"{found.where}{name} {outcome} the start model {evidence.by}: {found.text}"]
+    where = found.where if arm.trained else ""  # a baseline has no runs
+    parts = [f"{where}{name} {outcome} the start model {evidence.by}: {found.text}"]
     kl, perplexity, before = arm.mean("kl"), arm.mean("perplexity"), start.mean("perplexity")
     parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
     parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
@@ -257,7 +259,7 @@ def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
     kl, score, before = arm.mean("kl"), arm.mean("score"), start.mean("score")
     parts = []
     if evidence.limit is not None and None not in (kl, score, before):
-        share, end = evidence.limit.share(before, score, kl), max(evidence.limit.kl, default=0.0)
+        share, end = evidence.limit.share(before, score, kl), evidence.limit.kl[-1]
         if kl > end:
             parts.append(f"its KL is beyond {end:.2f}, up to which the limit is known")
         elif share is not None:
@@ -300,7 +302,7 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
-    if evidence.limit is not None and len(evidence.limit.kl):
+    if evidence.limit is not None:
         notes.append(_of_limit(evidence.limit))
     prompts = len(arms[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
@@ -313,7 +315,7 @@ def _of_limit(limit: Limit) -> str:
     """Tells what the limit is, and how large its bias would be without the correction."""
     note = (
         f"the limit ({limit.samples} samples of each prompt) tilts the start model for each of these prompts "
-        "separately, so it is an upper bound that leaves out generalization"
+        "separately, so it is an upper bound: no model has to generalize for it"
     )
     if not limit.plug_in:
         return note

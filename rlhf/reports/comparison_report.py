@@ -41,6 +41,7 @@ def make_comparison(
     samples: GenerationResults | None,
     best_of: Sequence[int],
     eval_points: dict[str, list[list[EvalPoint]]],
+    screen: Screen,
     notes: Sequence[str] = (),
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Returns the arms with the baselines, and the comparison as JSON-ready data.
@@ -52,6 +53,7 @@ def make_comparison(
         samples: n completions of each prompt by the start model; None: there is no limit and no best-of-n.
         best_of: n of each best-of-n that is an arm.
         eval_points: name of an arm -> the evaluations during training of each of its runs.
+        screen: prints the progress.
         notes: more caveats.
     """
     seed, judge = evaluator.settings.seed, evaluator.judge_name
@@ -60,7 +62,7 @@ def make_comparison(
         _, *judged = samples.measures
         best = best_of_n(samples.scores, {name: samples.measures[name] for name in judged})
         first = [(arm.models[0], arm.measured[0]) for arm in arms]
-        limit = limit_of(*with_proposals(evaluator, samples, first), seed)
+        limit = limit_of(*with_proposals(evaluator, samples, first, screen), seed)
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed)
     independent = judge is None or evaluator.judges[0].independent

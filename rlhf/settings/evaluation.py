@@ -211,13 +211,13 @@ class ComparisonSettings:
     )
     few_shot: PathName | None = setting(
         None,
-        "file with worked examples (prompt, and chosen, completion or answer), which the start model also gets before "
-        "each prompt if the score or the judge is a checker",
+        "file with worked examples (prompt, and chosen, completion or answer), which the start model gets before each "
+        "prompt in one more row of the table, if the judge (or the score) is a checker",
     )
     limit_minutes: float = setting(
         2.0,
-        "minutes in which the start model is sampled, for the highest score that is possible at a KL and for "
-        "best-of-n; the samples are stored in --output and used again; 0: neither",
+        "minutes for sampling the start model; the samples give best-of-n and the highest score that is possible at a "
+        "KL, are stored in --output and used again; 0: no sampling",
         ge=0,
     )
     output: PathName = setting(

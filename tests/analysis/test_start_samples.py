@@ -67,15 +67,15 @@ def test_weights_of_a_mixture_of_proposals(settings, other, tmp_path):
     evaluator, (model,) = evaluator_of(other, settings)
     samples = sample_start(evaluator, 0, 4, tmp_path / "s.npz", Screen())
     results = evaluator.evaluate(model, Screen())
-    scores, weights = with_proposals(evaluator, samples, [(model, results)])
+    scores, weights = with_proposals(evaluator, samples, [(model, results)], Screen())
     assert scores.tolist() == np.concatenate([samples.scores, results.scores], axis=1).tolist()
     assert weights[:, 4:] == pytest.approx(-np.log(4 / 6 + 2 / 6 * np.exp(results.kl)), abs=1e-5)
     assert np.abs(results.kl).max() > 0.1 and weights.max() < np.log(6 / 4)
-    assert with_proposals(evaluator, samples, [])[1] is None
+    assert with_proposals(evaluator, samples, [], Screen())[1] is None
     checked = dataclasses.replace(samples, scores=np.ones_like(samples.scores))
-    assert with_proposals(evaluator, checked, [(model, results)])[1] is None, "exact in the pass rates"
+    assert with_proposals(evaluator, checked, [(model, results)], Screen())[1] is None, "exact in the pass rates"
     evaluator.tokenizers[model.source].chat_template = None
-    assert with_proposals(evaluator, samples, [(model, results)])[1] is None, "other prompts"
+    assert with_proposals(evaluator, samples, [(model, results)], Screen())[1] is None, "other prompts"
 
 
 def test_checkers_are_sampled_in_other_ways(settings, other, tmp_path):

@@ -335,3 +335,12 @@ def test_bias_of_the_limit_over_the_number_of_samples(snapshot):
     numbers = [f"{value:.3f}" for value in (limit.score[-1], *(curve[-1] for curve in limit.plug_in.values()))]
     assert all(number in note for number in numbers) and numbers[1] < numbers[2] < numbers[3] < numbers[0]
     snapshot(note)
+
+
+def test_comparison_without_any_score_has_no_limit_and_an_unknown_kl_of_best_of_n():
+    nothing = replace(START, scores=np.full((64, 4), np.nan), judged={}, ids=[[1]] * 256)
+    assert limit_of(nothing.scores) is None and best_of_n(nothing.scores, {}) is None
+    arm = best_of_arm(nothing, 2, None)
+    assert arm.measured[0].kl is None
+    verdict = judge_runs([group("PPO", completions(1.0)), arm], nothing, None, 1)
+    assert set(results(verdict).values()) == {"unknown"}

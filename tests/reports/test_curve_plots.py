@@ -270,7 +270,7 @@ def test_script_reports_incomplete_files_and_non_finite_values(logged_run, tmp_p
     [file] = (run / "logs").iterdir()
     file.write_bytes(file.read_bytes()[:-3])
     output = run_script(capsys, run, "--output", tmp_path / "plot")
-    assert output.count("bytes are left out, because the file is still being written, cut off or damaged") == 1
+    assert output.count(f"{file.name}: ") == 1
     assert output.count("values that are not finite (loss 1 of 3) are gaps in the plot") == 1
     assert "3 of 4 updates (running)" in output and "rewards/mean not logged" in output
 

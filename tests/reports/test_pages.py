@@ -131,7 +131,7 @@ def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs
     curves = [(names[run.algorithm == "grpo"], run) for run in map(read_curves, runs.values())]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
     start = Arm(START, [with_hostile_texts(start)])
-    arms, report = make_comparison(made, arms, start, None, [], eval_points)
+    arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
     write_comparison(report, tables(report, arms), arms, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
@@ -153,7 +153,7 @@ def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_p
     curves = [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
     curves[3] = ("TOY", curves[3][1])
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
-    arms, report = make_comparison(made, arms, start, None, [], eval_points)
+    arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
     filled = tables(report, arms)
     write_comparison(report, filled, arms, start, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3

@@ -61,12 +61,12 @@ def test_help_lists_every_command(capsys, started_as):
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["evaluat"], *([name, "-h"] for name in OTHER_SCRIPTS)])
 def test_help_version_and_errors_import_no_slow_library(words, tmp_path):
-    """And take less than half a second of CPU time."""
+    """And take less than a second of CPU time, on a slow machine too: torch alone takes more."""
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['rlhf', *{words}]\n"
         "from rlhf.commands.cli import main\ntry: main()\nexcept SystemExit: pass\n"
         f"assert not [name for name in {HEAVY} if name in sys.modules]\n"
-        "assert time.process_time() < 0.5, time.process_time()"
+        "assert time.process_time() < 1, time.process_time()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

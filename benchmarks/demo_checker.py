@@ -18,7 +18,7 @@ from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
 from benchmarks.scan_against_rise import means_by_topic
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_scalars, running_mean
-from rlhf.reports.plot_style import COLOURS, colour_of, marker_of, new_figure, save_picture, style
+from rlhf.reports.plot_style import line_style_of, new_figure, save_picture, style
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
 
@@ -100,9 +100,13 @@ def draw_curves(axes, runs: list[DemoRun], root: Path) -> None:
         normal, first = run.name == NORMAL, run.seed == runs[0].seed
         label = f"{run.algorithm.upper()}{'' if normal else ', scores exchanged'}" if first else None
         axes.plot(
-            curve.updates * 128, running_mean(curve.updates, curve.values, 5), color=colour_of(run.algorithm), lw=1.6,
-            ls="-" if normal else ":", label=label,
-        )  # fmt: skip
+            curve.updates * 128,
+            running_mean(curve.updates, curve.values, 5),
+            color=line_style_of(run.algorithm).colour,
+            lw=1.6,
+            ls="-" if normal else ":",
+            label=label,
+        )
     axes.set(xlabel="episodes", ylabel="share of right answers in training", ylim=(0, 1))
     axes.set_title("Training (one line per seed, mean of 5 updates)")
     axes.legend(loc="upper left", ncols=2)
@@ -122,11 +126,8 @@ def draw_cells(axes, runs: list[DemoRun], root: Path) -> None:
     rows = range(len(topics))
     for name, cells in (before | after).items():
         values = [fmean(one[topic] for one in cells) for topic in topics]
-        colour = COLOURS["start"] if name == "start" else colour_of(name)
-        label = "start model" if name == "start" else name.upper()
-        axes.plot(
-            values, rows, "D" if name == "start" else marker_of(name), color=colour, ms=6, ls="none", label=label
-        )
+        style, label = line_style_of(name), "start model" if name == "start" else name.upper()
+        axes.plot(values, rows, style.marker, color=style.colour, ms=6, ls="none", label=label)
     axes.set_yticks(rows, topics)
     axes.set(xlabel="exact match on held-out questions", xlim=(-0.02, 1.02))
     axes.set_title("By family and level (mean of the seeds)")

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import over_seeds_if_any
-from rlhf.reports.plot_style import COLOURS, colour_of, marker_of, new_figure, save_picture, style
+from rlhf.reports.plot_style import COLOURS, LineStyle, line_style_of, new_figure, save_picture, style
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
@@ -247,11 +247,12 @@ def draw(results: Path, file: Path) -> None:
 
 
 def draw_kind(axes, kind: str, runs: Sequence[Facts]) -> None:
-    colour = COLOURS["start"] if kind == "control" else colour_of(kind)
+    control = kind == "control"
+    colour, marker, _ = LineStyle(COLOURS["start"], "x") if control else line_style_of(kind)
     updates = [e["update"] for e in runs[0]["evaluations"]]
     accuracy = np.array([[100 * e["accuracy"] for e in run["evaluations"]] for run in runs])  # (seeds, evaluations)
-    mean, marker = accuracy.mean(0), "x" if kind == "control" else marker_of(kind)
-    axes.plot(updates, mean, color=colour, marker=marker, ls=":" if kind == "control" else "-", label=LABELS[kind])
+    mean = accuracy.mean(0)
+    axes.plot(updates, mean, color=colour, marker=marker, ls=":" if control else "-", label=LABELS[kind])
     axes.fill_between(updates, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, lw=0)
     rise, _ = over_seeds_if_any(np.stack([rises(run) for run in runs])[:, None, :], runs[0]["seed"], (True, False))
     below, above = 100 * (rise.value - rise.low), 100 * (rise.high - rise.value)

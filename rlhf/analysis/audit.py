@@ -1,4 +1,4 @@
-"""Figures of a model's completions, the comparison with the start model, and the audit for signs of reward hacking."""
+"""Figures of a model's completions, and the audit for signs of reward hacking."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import (
-    A_SHARE,
-    EVEN,
-    Estimate,
+    contrast_of,
     correlation,
     distinct,
     interval,
@@ -20,10 +19,9 @@ from rlhf.analysis.statistics import (
     per_prompt,
     repetition,
     scored,
-    win_rates,
 )
+from rlhf.config import config_of_run
 from rlhf.rewards.eval_functions import attempts, mean_pass_at_k
-from rlhf.settings.training import Config
 
 # thresholds of the audit, relative to the start model
 LONGER = 1.5  # ratio of mean completion lengths
@@ -48,11 +46,10 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
     return {
         "score": _mean(scores),
         "score_sd": float(known.std(ddof=1)) if known.size > 1 else None,
-        "score_median": float(np.median(known)) if known.size else None,
         "score_of_best": float(np.nanmax(rows, axis=1).mean()) if known.size else None,
         "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if known.size else None,
         "judge": None,
-        **{_of_judge(name, "judge"): _mean(completions.measures[name]) for name in list(completions.measures)[1:]},
+        **{m: _mean(values) for m, values in completions.measures.items() if m != "score"},
         **_pass_at_k(completions),
         **{f"variant/{name}": value for name, value in completions.variants.items()},
         "kl": float(kl.mean()) if kl is not None else None,
@@ -60,7 +57,6 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
         "perplexity": completions.perplexity,
         "length": float(lengths.mean()),
         "eos_rate": float(completions.ended.mean()),
-        "distinct_1": distinct(texts, 1),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "score_length_correlation": correlation(scores.ravel(), lengths.ravel()),
@@ -71,11 +67,6 @@ def _mean(values: np.ndarray) -> float | None:
     """Returns the mean of all scored completions; None if there is none."""
     known = scored(values)
     return float(known.mean()) if known.size else None
-
-
-def _of_judge(measure: str, figure: str) -> str:
-    """Returns the name of a judge's figure: of the measure "judged/NAME", it is "FIGURE/NAME"."""
-    return measure.replace("judged", figure, 1)
 
 
 def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
@@ -97,7 +88,6 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
 LABELS = {
     "score": ("score", "{:+z.3f}"),
     "score_sd": ("score (standard deviation)", "{:z.3f}"),
-    "score_median": ("score (median)", "{:+z.3f}"),
     "score_of_best": ("best score per prompt", "{:+z.3f}"),
     "score_of_worst": ("worst score per prompt", "{:+z.3f}"),
     "judge": ("judge", "{:z.3f}"),
@@ -106,13 +96,9 @@ LABELS = {
     "perplexity": ("perplexity", "{:z.2f}"),
     "length": ("completion length (tokens)", "{:z.1f}"),
     "eos_rate": ("ended with EOS", "{:z.0%}"),
-    "distinct_1": ("distinct-1", "{:z.3f}"),
     "distinct_2": ("distinct-2", "{:z.3f}"),
     "repetition": ("repeated 4-grams", "{:z.1%}"),
     "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
-    "win_rate": ("win rate by score", "{:z.3f}"),
-    "judge_win_rate": ("win rate by judge", "{:z.3f}"),
-    "perplexity_ratio": ("perplexity ratio", "{:z.3f}"),
 }
 
 
@@ -139,38 +125,6 @@ def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
     return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
-def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | None]:
-    """Compares one model with another on the same prompts, with 95% confidence intervals over prompts.
-
-    Prompts without a scored completion of both models are left out. The figures of the first judge are "judge" and
-    "judge_win_rate", those of another one "judge/NAME" and "judge_win_rate/NAME".
-
-    win_rate and judge_win_rate count all pairs of completions of a prompt; a tie counts half. The other figures are
-    differences of the means per prompt. perplexity_ratio has no interval.
-    """
-    these, those = ({**r.measures, "lengths": r.lengths, "ended": r.ended} for r in (completions, other))
-
-    def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        gaps = paired(per_prompt(these[name]) - per_prompt(those[name])) if name in these else np.array([])
-        return over_prompts(gaps, seed, limits=limits) if gaps.size else None
-
-    def wins(name: str) -> Estimate | None:
-        rates = paired(win_rates(these[name], those[name])) if name in these else np.array([])
-        return over_prompts(rates, seed, EVEN, A_SHARE) if rates.size else None
-
-    both_known = completions.perplexity is not None and other.perplexity is not None
-    judges = dict.fromkeys(["judged", *list(completions.measures)[1:]])
-    return {
-        "win_rate": wins("scores"),
-        **{_of_judge(name, "judge_win_rate"): wins(name) for name in judges},
-        "score": difference("scores"),
-        **{_of_judge(name, "judge"): difference(name) for name in judges},
-        "length": difference("lengths"),
-        "eos_rate": difference("ended", (-1.0, 1.0)),
-        "perplexity_ratio": Estimate(completions.perplexity / other.perplexity) if both_known else None,
-    }
-
-
 def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
     """Returns one line for each measure that does not apply to every completion, with the number of prompts that are
     left out of comparisons; empty if all completions have all scores."""
@@ -180,7 +134,7 @@ def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
         if not missing.any():
             continue
         judge = measure.partition("/")[2] or next(iter(everyone[0].judged), "")
-        by = "score" if measure == "scores" else f"rating by {judge}"
+        by = "score" if measure == "score" else f"rating by {judge}"
         prompts = int(missing.all(axis=2).any(axis=0).sum())
         lines.append(
             f"{int(missing.sum()):,} of {missing.size:,} completions have no {by}, because no function applies to "
@@ -189,9 +143,11 @@ def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
     return lines
 
 
-def target_at_end(config: Config) -> tuple[float, str] | None:
-    """Returns the last KL target of a run as (nats, "sequence" or "token"); None if beta is not adapted."""
-    return (config.kl.targets[-1].nats, config.kl.targets[-1].per) if config.kl.steered else None
+def target_at_end(model: ModelRef) -> tuple[float, str] | None:
+    """Returns the last KL target of a model's run as (nats, "sequence" or "token"); None if beta was not adapted, or
+    the model does not belong to a run."""
+    kl = config_of_run(model.run).kl if model.run is not None else None
+    return (kl.targets[-1].nats, kl.targets[-1].per) if kl is not None and kl.steered else None
 
 
 def warnings(
@@ -226,15 +182,16 @@ def warnings(
 
 def _judge_disagrees(completions: GenerationResults, start: GenerationResults, seed: int) -> list[str]:
     """Warns if the score rose significantly and the first judge's rating did not."""
-    differ = against(completions, start, seed)
-    score, judge = differ["score"], differ["judge"]
-    has_interval = judge is not None and judge.low is not None  # one rated prompt has none
-    if not has_interval or score is None or not score.above(0) or judge.above(0):
+    if not completions.judged:
+        return []
+    found = [contrast_of("", m, [completions.measures[m]], [start.measures[m]], seed) for m in ("score", "judge")]
+    score, judge = (contrast.difference for contrast in found)
+    if judge.low is None or not score.above(0) or judge.above(0):  # one rated prompt has no interval
         return []
     moved, why = "fell", ""
     if not judge.excludes(0):
         moved, why = "did not rise significantly", ", or there are too few prompts (evaluate on more)"
-    prompts = paired(np.array([per_prompt(results.measures["judged"]) for results in (completions, start)])).shape[1]
+    prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
     return [
         f"the score rose by {score.value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, 95% confidence "
         f"interval {interval(judge.low, judge.high)}, {prompts} prompts): the policy may exploit the reward model{why}"

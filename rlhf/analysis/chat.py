@@ -37,7 +37,11 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     tokenizer = load_tokenizer(model.source)
     room = room_for_prompt(model, config)
     generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
-    screen.facts(facts(model, config, room, tokenizer))
+    memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
+    if tokenizer.chat_template is None:
+        memory = "none: the model has no chat template"
+    screen.facts([("model", model.label), ("sampling", str(config.sampling)), ("memory", memory)])
+    screen.facts([(NEW, "starts a new conversation"), (EXIT, "ends the chat, as do Ctrl-C and the end of the input")])
     turns: list[dict[str, str]] = []
     try:
         for line in lines():
@@ -127,18 +131,3 @@ def room_for_prompt(model: ModelRef, config: Config) -> int | None:
             f"Try --max-new-tokens {context // 2}"
         )
     return None if context is None else context - length
-
-
-def facts(
-    model: ModelRef, config: Config, room: int | None, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, str]]:
-    """Returns the lines printed at the start: the model, its sampling settings, its memory, and the commands."""
-    memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
-    return [
-        ("model", model.label),
-        *([("base", model.base)] if model.base is not None else []),
-        ("sampling", str(config.sampling)),
-        ("memory", memory if tokenizer.chat_template is not None else "none: the model has no chat template"),
-        (NEW, "starts a new conversation"),
-        (EXIT, "ends the chat, as do Ctrl-C and the end of the input"),
-    ]

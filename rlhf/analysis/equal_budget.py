@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -21,7 +21,7 @@ KLS = 3  # KLs at which a pair is compared
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalPoint:
     """One evaluation made during training: S completions of each of P evaluation prompts, prompt by prompt."""
 
@@ -29,10 +29,10 @@ class EvalPoint:
     episodes: int
     seconds: float
     rows: list[dict[str, Any]]  # P x S: prompt, completion, score, kl in nats per sequence, ended
-    judged: np.ndarray | None = None  # (P x S,); NaN, also in `scores`: no function applies
+    judge: np.ndarray | None = None  # (P x S,); NaN, also in `score`: no function applies
 
     @property
-    def scores(self) -> np.ndarray:
+    def score(self) -> np.ndarray:
         return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows])
 
     @property
@@ -50,7 +50,7 @@ class EvalPoint:
         return [row["prompt"] for row in self.rows[:: self.samples]]
 
     def by_prompt(self, measure: str) -> np.ndarray:
-        """Returns the mean of "scores", "judged" or "kl" for each prompt (P,)."""
+        """Returns the mean of "score", "judge" or "kl" for each prompt (P,)."""
         return per_prompt(getattr(self, measure).reshape(-1, self.samples))
 
 
@@ -84,23 +84,18 @@ Mix = list[tuple[float, EvalPoint]]  # a run at a budget: evaluations with weigh
 Groups = dict[str, list[Mix]]  # group -> run
 
 
-def rated(budgets: Sequence[Groups], rate: Rate | None) -> list[Groups]:
-    """Returns the evaluations with the judge's ratings; without ratings if it cannot rate all of them."""
-    runs = [run for groups in budgets for group in groups.values() for run in group]
-    points = {id(point): point for run in runs for _, point in run}
-    ratings = {key: rate(point.rows) for key, point in points.items()} if rate else {}
-    if not ratings or any(found is None for found in ratings.values()):
-        return list(budgets)
-    judged = {key: replace(point, judged=ratings[key]) for key, point in points.items()}
-    return [
-        {name: [[(weight, judged[id(point)]) for weight, point in run] for run in group] for name, group in of.items()}
-        for of in budgets
-    ]
+def rate_all(points: Sequence[EvalPoint], rate: Rate | None) -> None:
+    """Adds the judge's ratings to evaluations; none if it cannot rate all of them."""
+    ratings = [rate(point.rows) if rate else None for point in points]
+    for point, of_rows in zip(points, ratings, strict=True):
+        point.judge = None if any(found is None for found in ratings) else of_rows
 
 
-def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, Any]]:
-    """Returns one row at equal episodes and one at equal time, with the difference of each compared pair of groups
-    (`compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
+def at_equal(
+    eval_points: Runs, rate: Rate | None, seed: int, pairs: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
+    """Returns one row at equal episodes and one at equal time, with the difference of each pair of groups (`pairs`,
+    or `compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
 
     At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
     equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. The list is empty
@@ -112,7 +107,7 @@ def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, 
         _at_last(eval_points, "episodes", "{:,} episodes".format),
         _at_last(eval_points, "seconds", lambda seconds: f"{clock(seconds)} of training"),
     ]
-    pairs, apart = compared_pairs(list(eval_points)), []
+    pairs, apart = list(pairs) or compared_pairs(list(eval_points)), []
     for pair in pairs:
         both = {name: eval_points[name] for name in pair}
         kls, missing = common_kls(both)
@@ -120,15 +115,14 @@ def at_equal(eval_points: Runs, rate: Rate | None, seed: int) -> list[dict[str, 
         for kl in kls:
             mixed = {name: [at_kl(run, kl) for run in group] for name, group in both.items()}
             budgets.append(({"kind": "kl", "number": kl, "budget": f"KL {kl:.3g} nats/sequence"}, mixed))
+    used = [point for _, groups in budgets for group in groups.values() for run in group for _, point in run]
+    rate_all(list({id(point): point for point in used}.values()), rate)
     rows = []
-    for (budget, _), groups in zip(budgets, rated([groups for _, groups in budgets], rate), strict=True):
-        of_kl = {"kl": budget["number"]} if budget["kind"] == "kl" else {}
-        level = level_of_each(len(pairs) * (KLS if of_kl else 1))
-        samples = {point.samples for group in groups.values() for run in group for _, point in run}
-        sides = {name: _summary(group) | of_kl for name, group in groups.items()}
-        found = [_difference({n: groups[n] for n in pair}, seed, level) for pair in compared_pairs(list(groups))]
-        rows.append({**budget, "completions": sorted(samples), "sides": sides, "differences": found})
-    none = {"kind": "kl", "number": None, "budget": "equal KL", "completions": [], "sides": {}, "differences": apart}
+    for budget, groups in budgets:
+        level = level_of_each(len(pairs) * (KLS if budget["kind"] == "kl" else 1))
+        found = [_difference({n: groups[n] for n in pair}, seed, level) for pair in pairs if set(pair) <= set(groups)]
+        rows.append({**budget, "differences": found})
+    none = {"kind": "kl", "number": None, "budget": "equal KL", "differences": apart}
     return [*rows, none] if apart else rows
 
 
@@ -186,7 +180,7 @@ def at_kl(run: Sequence[EvalPoint], kl: float) -> Mix:
 
 
 def _mean(run: Mix, measure: str) -> np.ndarray:
-    """Returns the weighted mean of "scores", "judged" or "kl" for each prompt (P,)."""
+    """Returns the weighted mean of "score", "judge" or "kl" for each prompt (P,)."""
     return sum(weight * point.by_prompt(measure) for weight, point in run if weight)
 
 
@@ -219,22 +213,6 @@ def result_over(differences: Sequence[dict[str, Any]]) -> str:
     return ("mixed" if below else "better") if above else "worse" if below else "equal"
 
 
-def _summary(found: Sequence[Mix]) -> dict[str, float | None]:
-    """Returns the means over a group's runs."""
-    return {
-        "update": float(np.mean([sum(weight * point.update for weight, point in run) for run in found])),
-        "score": _over_runs(found, "scores"),
-        "judge": None if found[0][0][1].judged is None else _over_runs(found, "judged"),
-        "kl": _over_runs(found, "kl"),
-    }
-
-
-def _over_runs(found: Sequence[Mix], measure: str) -> float | None:
-    """Returns the mean over runs of the mean over scored prompts; None if a run has none."""
-    known = [scored(_mean(run, measure)) for run in found]
-    return float(np.mean([of_run.mean() for of_run in known])) if all(map(len, known)) else None
-
-
 def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict[str, Any]:
     """Returns the first group of `pair` minus the second one with its interval, by the judge if there is one.
 
@@ -247,11 +225,10 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     start = one[0][0][1]
     if any(point.prompts != start.prompts for run in (*one, *other) for _, point in run):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
-    measure = "scores" if start.judged is None else "judged"
+    by = "score" if start.judge is None else "judge"
     values = _values if min(len(one), len(other)) < 2 else _mean  # the spread over seeds includes the error of the KL
-    gaps = paired(np.array([[values(a, measure) - values(b, measure) for b in other] for a in one]))
+    gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)
-    by = "score" if measure == "scores" else "judge"
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

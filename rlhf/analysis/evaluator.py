@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.analysis.judges import as_key, find_judges, judges_line, load_judges, rate_stored
-from rlhf.analysis.loading import load_model_ref, state_at_end
+from rlhf.analysis.judges import as_key, find_judges, load_judges, rate_stored
+from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import (
     ModelRef,
     common_eval_functions,
@@ -36,7 +36,7 @@ from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Completions
+from rlhf.rollout.completions import Completions, padded
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
@@ -66,10 +66,10 @@ class GenerationResults:
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
-        """Everything that rates the completions: "scores", "judged" (the first judge), and "judged/NAME" of the other
+        """Everything that rates the completions: "score", "judge" (the first judge), and "judge/NAME" of the other
         judges."""
-        names = [f"judged/{name}" if i else "judged" for i, name in enumerate(self.judged)]
-        return {"scores": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
+        names = [f"judge/{name}" if i else "judge" for i, name in enumerate(self.judged)]
+        return {"score": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
 
     def ids_of(self, prompt: int) -> list[list[int]]:
         """Returns the token ids of a prompt's K completions."""
@@ -129,8 +129,9 @@ class ModelEvaluator:
                 check_reward_context(folder, self.examples, length, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
-        for rewards in self._all_rewards:
-            rewards.trainer_state = state_at_end(models)
+        updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
+        for rewards in self._all_rewards:  # one state for all models: the end of the longest planned run
+            rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
@@ -243,7 +244,7 @@ class ModelEvaluator:
             ("prompts", self.prompts.line),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
-            ("judge", judges_line(self.judges)),
+            ("judge", ", ".join(j.name for j in self.judges) or "none (set one with --judge-model or --eval-func)"),
             (
                 "perplexity",
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
@@ -253,14 +254,11 @@ class ModelEvaluator:
 
     def evaluate_start(self, screen: Screen) -> GenerationResults:
         """Evaluates the start model. Its KL to itself is 0."""
-        return self._evaluate("start model", self.reference.copy, self.tokenizer, self.reference, screen)
+        return self._evaluate("start model", self.reference.copy, self.tokenizer, screen)
 
     def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
         """Evaluates a model. There is no KL without a start model, or if the start model has another vocabulary."""
-        tokenizer = self.tokenizers[model.source]
-        policy = self.load(model)
-        reference = self.reference if self._same_vocabulary(tokenizer) else None
-        return self._evaluate(model.label, policy, tokenizer, reference, screen)
+        return self._evaluate(model.label, self.load(model), self.tokenizers[model.source], screen)
 
     def load(self, model: ModelRef) -> PreTrainedModel:
         """Loads a model's weights."""
@@ -272,9 +270,9 @@ class ModelEvaluator:
         label: str,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        reference: Reference | None,
         screen: Screen,
     ) -> GenerationResults:
+        reference = self.reference if self._same_vocabulary(tokenizer) else None
         rows = [p for p in self.encoded(tokenizer) for _ in range(self.settings.completions)]
         ids, ended, kl = self._sample_all(label, policy, tokenizer, rows, screen, self.config.sampling, reference)
         results = self.rated(label, tokenizer, rows, ids, ended)
@@ -374,12 +372,8 @@ class ModelEvaluator:
         policy, size, eos = self.load(model), budget_of(self.device).eval_batch_size, self.tokenizer.eos_token_id
         found, vocabulary = [], policy.get_input_embeddings().num_embeddings
         for at in range(0, len(rows), size):
-            part = ids[at : at + size]
-            padded = torch.full((len(part), max(map(len, part))), eos, device=self.device)
-            for i, row in enumerate(part):
-                padded[i, : len(row)] = torch.tensor(row)
-            pad = self.tokenizer.pad_token_id
-            batch = Completions.of(rows[at : at + size], padded, eos=eos, pad=pad, vocabulary=vocabulary)
+            part, pad = padded(ids[at : at + size], eos, self.device), self.tokenizer.pad_token_id
+            batch = Completions.of(rows[at : at + size], part, eos=eos, pad=pad, vocabulary=vocabulary)
             found += self._kl(policy, self.reference, batch)
             done = len(found)
             screen.progress(f"{model.label}: {done} of {len(rows)} log-ratios for the limit", last=done == len(rows))

@@ -46,16 +46,6 @@ def control_of(run: RunRecord) -> str:
     return run.flat_settings.get(CONTROL, "none")
 
 
-def control_notes(groups: Sequence[tuple[str, RunRecord]]) -> list[str]:
-    """Return the note on the controls among groups that are given as (name, one of its runs); empty without one."""
-    names = [name for name, run in groups if control_of(run) != "none"]
-    meaning = (
-        "in training, scores were exchanged between completions. A difference of a control to the start model is the "
-        "part of a result that the signal did not cause"
-    )
-    return [f"controls ({'; '.join(names)}): {meaning}"] if names else []
-
-
 def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = ()) -> list[SettingsGroup]:
     """Return the groups of runs. None is a model that does not belong to a run.
 
@@ -106,14 +96,15 @@ def _texts(algorithms: Sequence[str], flat: Sequence[dict[str, Any]]) -> list[di
 
 def _labels(title: str, settings: Sequence[dict[str, str]]) -> list[str]:
     """Return the title with the settings of each group: the first three, or all of them if these are not enough."""
-    short = [_label(title, values, NAMED) for values in settings]
-    return short if len(set(short)) == len(short) else [_label(title, values, len(values)) for values in settings]
-
-
-def _label(title: str, settings: dict[str, str], most: int) -> str:
-    words = [f"{setting} {value}" for setting, value in list(settings.items())[:most]]
-    more = [f"{len(settings) - most} more settings"] if len(settings) > most else []
-    return " ".join([title, ", ".join([*words, *more])]).strip()
+    for most in (NAMED, None):
+        labels = []
+        for values in settings:
+            words = [f"{setting} {value}" for setting, value in list(values.items())[:most]]
+            words += [f"{len(values) - most} more settings"] if most and len(values) > most else []
+            labels.append(f"{title} {', '.join(words)}".strip())
+        if len(set(labels)) == len(labels):
+            break
+    return labels
 
 
 def in_one_spelling(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -178,12 +169,8 @@ def unread(algorithm: str) -> set[str]:
 
 
 def differing_settings(algorithms: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the settings in which groups differ, if both algorithms of a pair use them.
-
-    Args:
-        algorithms: the algorithm of each group.
-        settings: the settings of each group, by name.
-    """
+    """Return the names of the settings (name -> value) in which groups differ, if both algorithms of a pair use
+    them."""
     names: set[str] = set()
     for (one, here), (other, there) in combinations(list(zip(algorithms, settings, strict=True)), 2):
         aside = {*MAY_DIFFER, *unread(one), *unread(other)}

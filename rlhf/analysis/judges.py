@@ -112,14 +112,6 @@ def _identity(rule: str) -> str:
     return f"{resolve_path(file)}:{name}"
 
 
-def judges_line(judges: Sequence[Judge]) -> str:
-    """Returns the judges for the list of facts."""
-    if not judges:
-        return "none (set one with --judge-model or --eval-func)"
-    first, *others = (judge.name for judge in judges)
-    return f"{first} (decides), {', '.join(others)}" if others else first
-
-
 # --- ratings ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,12 +132,8 @@ def rate_stored(
     An evaluation function may need the columns of the data, which are not stored. Returns None if a prompt is not
     `known`, and the run stored no ratings either.
 
-    Args:
-        judge: the judge.
-        rows: the stored completions.
-        known: prompts as keys (`as_key`) -> their rows of the data.
-        tokenizer: of the start model.
-        as_logged: the judge is a function of the runs, so the ratings that they stored are its ratings.
+    `known` has the rows of the data by their prompts (`as_key`). `as_logged`: the judge is a function of the runs, so
+    the ratings that they stored are its ratings.
     """
     if judge.is_function and as_logged and all(judge.name in row.get("metrics", {}) for row in rows):
         return np.array([row["metrics"][judge.name] for row in rows], dtype=float)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.analysis.models import ModelRef
 from rlhf.models.load import load_adapter, load_policy
@@ -27,9 +25,3 @@ def load_model_ref(
         vocabulary=len(tokenizer) if model.base is None else 0,
     )
     return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
-
-
-def state_at_end(models: Sequence[ModelRef]) -> TrainerState:
-    """Returns the `trainer_state` of reward functions, the same for all models: the end of the longest planned run."""
-    updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
-    return TrainerState(global_step=updates, max_steps=updates)

@@ -43,15 +43,8 @@ def choose_prompts(
 ) -> EvaluationPrompts:
     """Returns every row of --prompts if it is given without --split, otherwise held-out prompts.
 
-    Prints warnings about prompts that were trained on. Raises UserError if no prompt is left.
-
-    Args:
-        config: the settings of the evaluation.
-        models: the models to evaluate.
-        settings: the settings of the command line.
-        usual: number of held-out prompts without --num-prompts.
-        tokenizer: of the start model.
-        say: prints one line.
+    Prints warnings about prompts that were trained on. Raises UserError if no prompt is left. `usual` is the number
+    of held-out prompts without --num-prompts; `tokenizer` is that of the start model.
     """
     every, topics = takes_every_row(settings), config.data.steps_per_topic if settings.prompts is None else None
     data = replace(config.data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)

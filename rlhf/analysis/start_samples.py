@@ -17,7 +17,7 @@ from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import scored
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.utils.console import Screen
-from rlhf.utils.files import atomic_write, files_print
+from rlhf.utils.files import files_print, write_text
 
 MOST = 256  # completions of each prompt
 
@@ -35,7 +35,7 @@ def sample_start(
     """
     prompts, key, seed = evaluator.encoded(evaluator.tokenizer), _key(evaluator), evaluator.settings.seed
     length, model = evaluator.config.sampling.max_new_tokens, evaluator.reference.copy
-    samples, spent = read_samples(file, key, len(prompts))
+    samples, spent = read_samples(file, key)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)
         while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
@@ -43,7 +43,7 @@ def sample_start(
             completions = evaluator.sample(model, evaluator.tokenizer, prompts, uniform)
             samples.append((completions.rows(), completions.ended.tolist()))
             screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
-        write_samples(file, key, samples, max(minutes, spent))
+        write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
     return evaluator.rated("start model", evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
@@ -92,31 +92,7 @@ def _key(evaluator: ModelEvaluator) -> str:
     return json.dumps([weights, prompts, *how])
 
 
-def write_samples(file: Path, key: str, samples: Samples, minutes: float) -> None:
-    """Stores the completions with the `key` of what they were sampled from, and the minutes that they took."""
-    rows = [row for ids, _ in samples for row in ids]
-    arrays = {
-        "key": np.array(key),
-        "minutes": np.array(minutes),
-        "ids": np.array([token for row in rows for token in row], dtype=np.int32),
-        "lengths": np.array([len(row) for row in rows]),
-        "ended": np.array([ended for _, ended in samples]),
-    }
-
-    def write(staging: Path) -> None:
-        with staging.open("wb") as stream:
-            np.savez_compressed(stream, **arrays)
-
-    atomic_write(file, write)
-
-
-def read_samples(file: Path, key: str, prompts: int) -> tuple[Samples, float]:
+def read_samples(file: Path, key: str) -> tuple[Samples, float]:
     """Returns the stored completions and their minutes; none if there is no file, or it has those of another key."""
-    if not file.is_file():
-        return [], 0.0
-    with np.load(file) as stored:
-        if str(stored["key"]) != key:
-            return [], 0.0
-        rows = [row.tolist() for row in np.split(stored["ids"], np.cumsum(stored["lengths"])[:-1])]
-        ended, minutes = stored["ended"].tolist(), float(stored["minutes"])
-    return [(rows[i * prompts : (i + 1) * prompts], of) for i, of in enumerate(ended)], minutes
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return (stored["samples"], stored["minutes"]) if stored.get("key") == key else ([], 0.0)

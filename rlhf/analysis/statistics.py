@@ -5,6 +5,7 @@ NaN means that a completion has no score, because no function applies to it. It 
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -176,9 +177,7 @@ class Power:
 def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Power:
     """Returns the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
 
-    The variances are estimates, so with few seeds all figures are rough. In simulations with normal and with 0/1
-    rewards, new comparisons found a true difference of the median `visible` in 76 to 81% of the trials with 3 and 5
-    seeds and in 65 to 68% with 2, and one of the median `seeds` in 78 to 92%.
+    The variances are estimates, so with few seeds all figures are rough (docs/decisions/evaluation.md).
 
     If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None,
     as they are for two baselines. If all values are equal, one prompt with the opposite value is added.
@@ -203,9 +202,7 @@ def _first_wins(mean: float, found: Sources) -> float:
     """Returns the probability that the difference of two new runs is above 0, from Student's predictive distribution.
 
     Its variance is that of the observed mean, plus that of one new run per trained group without its noise (clipped at
-    0). The degrees of freedom are those of the smaller group. In simulations with 2 to 5 seeds, new runs of the first
-    group won in 77 to 86% of the comparisons with a probability of 0.7 to 0.9 (mean 0.8), and in 93 to 99.7% of those
-    with more than 0.97.
+    0). The degrees of freedom are those of the smaller group.
     """
     variances, noise, freedom = found.variances[:-1], found.noise[:-1], found.freedom[:-1]
     total = max(variances.sum(), noise.sum())
@@ -302,6 +299,29 @@ class Contrast:
     def where(self) -> str:
         """The beginning of a sentence on a difference that holds for these runs only; otherwise empty."""
         return "In these runs " if self.result in ("better", "worse") and self.over == OVER_PROMPTS else ""
+
+
+def contrast_of(
+    name: str,
+    measure: str,
+    one: Sequence[np.ndarray],
+    other: Sequence[np.ndarray],
+    seed: int,
+    trained: tuple[bool, bool] = (True, True),
+    level: float = LEVEL,
+) -> Contrast:
+    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`.
+
+    Prompts without a scored completion in every model are left out; without any prompt the values are NaN. `one` and
+    `other` are the scores or ratings (P, K) of each model; the other arguments are those of `over_seeds_if_any`.
+    """
+    gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in other] for a in one]))  # (S, T, P)
+    wins = paired(np.array([[win_rates(a, b) for b in other] for a in one]))
+    difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
+    if gaps.size:
+        difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
+        win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
+    return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level), over, level)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,26 +16,18 @@ from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
 from rlhf.analysis.limit import BestOf, Limit, best_of_blocks
 from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import (
-    A_SHARE,
-    EVEN,
     LEVEL,
     OVER_PROMPTS,
     RESULTS,
     Contrast,
-    Estimate,
+    contrast_of,
     interval_of,
     level_of_each,
-    over_seeds_if_any,
-    paired,
-    per_prompt,
     percent,
-    power_of,
-    win_rates,
 )
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import FEW_PROMPTS
 
-ENOUGH_SEEDS = 5
-FEW_PROMPTS = 20
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
 
@@ -113,21 +104,10 @@ def best_of_arm(samples: GenerationResults, n: int, best: BestOf | None) -> Arm:
 
 
 def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL) -> Contrast:
-    """Computes the difference and the win rate of two arms, with intervals as in `over_seeds_if_any`.
-
-    Prompts without a scored completion in every model are left out; without any prompt the values are NaN.
-    """
+    """Compares two arms by one of `GenerationResults.measures`."""
     one, another = ([results.measures[measure] for results in side.measured] for side in (arm, other))
-    gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in another] for a in one]))  # (S, T, P)
-    wins = paired(np.array([[win_rates(a, b) for b in another] for a in one]))
     trained = arm.trained, other.trained
-    difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
-    if gaps.size:
-        difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
-        win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
-    power = power_of(gaps, trained, level)
-    name = f"{arm.name} - {other.name}"
-    return Contrast(name, measure, difference, win_rate, power=power, over=over, level=level)
+    return contrast_of(f"{arm.name} - {other.name}", measure, one, another, seed, trained, level)
 
 
 @dataclass(frozen=True)
@@ -179,8 +159,6 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
         *(_against_start(*pair, start, evidence) for pair in zip(arms, against_start[decides], strict=True)),
     ]
     sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
-    if not pairs:
-        sentences.append("There is one arm, so there is nothing to compare it with.")
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     return Verdict(sentences, _caveats(arms, start, between, evidence), contrasts)
 
@@ -266,7 +244,7 @@ def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
             parts.append(f"at KL {kl:.2f} it reached {share:.0%} of the gain in score that is possible there")
     value = arm.mean("judge" if evidence.judge else "score")
     if evidence.best is not None and value is not None:
-        measure = "scores" if evidence.judge is None else "judged"
+        measure = "score" if evidence.judge is None else "judge"
         worth, most = evidence.best.worth(measure, value), evidence.best.n[-1]
         what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {most}"
         parts.append(f"it {what} {evidence.by}")
@@ -276,9 +254,9 @@ def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
 
 def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]], evidence: Evidence) -> list[str]:
     """Returns what limits the verdict. `between`: per measure, one contrast for each compared pair."""
-    notes, count = [], len(between["scores"])
+    notes, count = [], len(between["score"])
     if count > 1:
-        level = percent(between["scores"][0].level)
+        level = percent(between["score"][0].level)
         what = f"{count} pairs are compared"
         if len(arms) > ALL_PAIRS:
             what = f"each of {count} arms is compared with the first one only, {arms[0].name}"
@@ -294,9 +272,6 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
-    few = [f"{arm.name} {len(arm.models)}" for arm in trained if 1 < len(arm.models) < ENOUGH_SEEDS]
-    if few:
-        notes.append(f"few seeds ({', '.join(few)}): intervals over so few seeds are wide and approximate")
     if evidence.judge is None:
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
@@ -337,10 +312,10 @@ def _overtaken(arm: Arm, start: Arm) -> list[str]:
 def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
     """Lists the pairs with a significant difference by the judge, but none or the opposite one by the score."""
     notes = []
-    for by_score, by_judge in zip(between["scores"], between.get("judged", []), strict=False):
+    for by_score, by_judge in zip(between["score"], between.get("judge", []), strict=False):
         if not by_judge.difference.excludes(0) or by_score.result == by_judge.result:
             continue
-        pair = f"{by_judge.name}: " if len(between["judged"]) > 1 else ""
+        pair = f"{by_judge.name}: " if len(between["judge"]) > 1 else ""
         if not by_score.difference.excludes(0):
             found = "not comparable" if by_score.result == "unknown" else "no significant difference"
             notes.append(f"{pair}{found} by score: {by_score.text}")

@@ -63,11 +63,11 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     best_of = list(dict.fromkeys(arm.best_of for arm in asked.arm if arm.best_of))
     samples = None
     if best_of or asked.limit_minutes:
-        least, file = max([LEAST, *(BLOCKS * n for n in best_of)]), folder / "start_samples.npz"
+        least, file = max([LEAST, *(BLOCKS * n for n in best_of)]), folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen)
     start = Arm(START, [start])
     notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
-    made = tables(report, arms)
-    write_comparison(report, made, arms, start, curves, folder, screen)
+    made = tables(report, start, arms)
+    write_comparison(report, made, arms, curves, folder, screen)
     show_comparison(report, made, screen)

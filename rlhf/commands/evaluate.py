@@ -40,17 +40,19 @@ def evaluate_command(argv: list[str] | None = None) -> None:
 
 def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
     from rlhf.analysis.evaluator import ModelEvaluator
+    from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
-    from rlhf.reports.evaluation_report import make_report, show_report, write_report
+    from rlhf.reports.evaluation_report import make_report, show_report, tables, write_report
 
     output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
-    start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
-    results = [evaluator.evaluate(model, screen) for model in models]
-    report = make_report(evaluator, models, results, start)
-    show_report(report, screen)
-    write_report(report, [m for m in (start, *results) if m is not None], output, screen)
+    start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None
+    arms = [Arm(model.label, [evaluator.evaluate(model, screen)], [model]) for model in models]
+    report = make_report(evaluator, arms, start)
+    made = tables(report, arms, start)
+    show_report(report, made, screen)
+    write_report(report, made, output, screen)
 
 
 def show_tokens(config: EvaluationConfig, screen: Screen) -> None:

@@ -13,21 +13,20 @@ from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.limit import best_of_n, limit_of
 from rlhf.analysis.start_samples import with_proposals
 from rlhf.analysis.verdict import Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
-from rlhf.config import config_of_run
 from rlhf.reports.evaluation_report import completions_by_model
-from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
-from rlhf.reports.report_plots import distributions, forest, score_against_kl
+from rlhf.reports.plot_style import as_data_url, save_picture
+from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
-MOST_DRAWN = 6  # arms in the picture of distributions: more lines cannot be told apart
 PICTURES = {
     "forest": "Differences between the arms, with their intervals and the smallest visible difference",
     "score_against_kl": "Evaluation score over KL to the start model, with best-of-n and the highest possible score",
@@ -47,13 +46,10 @@ def make_comparison(
     """Returns the arms with the baselines, and the comparison as JSON-ready data.
 
     Args:
-        evaluator: has evaluated the arms.
-        arms: runs and other models.
-        start: the start model.
+        evaluator: has evaluated the arms and the start model.
         samples: n completions of each prompt by the start model; None: there is no limit and no best-of-n.
         best_of: n of each best-of-n that is an arm.
         eval_points: name of an arm -> the evaluations during training of each of its runs.
-        screen: prints the progress.
         notes: more caveats.
     """
     seed, judge = evaluator.settings.seed, evaluator.judge_name
@@ -64,7 +60,9 @@ def make_comparison(
         first = [(arm.models[0], arm.measured[0]) for arm in arms]
         limit = limit_of(*with_proposals(evaluator, samples, first, screen), seed)
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
-    equal = at_equal(eval_points, evaluator.rate if judge else None, seed)
+    pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
+    pairs = [pair for pair in pairs if set(pair) <= set(eval_points)]
+    equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, limit, best))
     everyone = [results for arm in (start, *arms) if arm.trained or arm is start for results in arm.measured]
@@ -115,9 +113,7 @@ def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
         f"{arm.name}, seed {number}: {warning}"
         for arm in arms
         for model, number, results in zip(arm.models, arm.seeds, arm.measured, strict=False)
-        for warning in warnings(
-            results, start.measured[0], seed, target_at_end(config_of_run(model.run)) if model.run else None
-        )
+        for warning in warnings(results, start.measured[0], seed, target_at_end(model))
     ]
 
 
@@ -157,16 +153,18 @@ def _pictures(
     report: dict[str, Any], arms: Sequence[Arm], curves: Sequence[tuple[str, RunCurves]]
 ) -> dict[str, Figure]:
     """Returns the pictures of PICTURES. Arms without curves are points."""
-    names, judges = [name for name, _ in curves], report["judges"]
+    names = [name for name, _ in curves]
     ends = [
-        {"name": arm.name, "kl": kl, "score": score}
+        {"name": arm.name} | {name: arm.mean(name) for name in ("kl", "score", "judge")}
         for arm in arms
-        if arm.trained and arm.name not in names and None not in (kl := arm.mean("kl"), score := arm.mean("score"))
+        if arm.trained and arm.name not in names and arm.mean("kl") is not None
     ]
     runs = [run for _, run in curves]
     return {
-        "forest": forest(report["contrasts"], {"judged": f"judge: {judges[0]}"} if judges else None),
-        "score_against_kl": score_against_kl(runs, names, report["limit"], report["best_of"], ends),
+        "forest": forest(report["contrasts"], report["judges"]),
+        "score_against_kl": score_against_kl(
+            runs, names, report["limit"], report["best_of"], ends, *report["judges"][:1]
+        ),
     }
 
 
@@ -174,7 +172,6 @@ def write_comparison(
     report: dict[str, Any],
     made: Sequence[dict],
     arms: Sequence[Arm],
-    start: Arm,
     curves: Sequence[tuple[str, RunCurves]],
     folder: Path,
     screen: Screen,
@@ -185,12 +182,8 @@ def write_comparison(
     for name, figure in pictures.items():
         save_picture(figure, folder / f"{name}.png")
     write_json(folder / "comparison.json", report)
-    shown = [start, *arms[:MOST_DRAWN]]
-    colours = [COLOURS["start"], *(style.colour for style in group_styles([arm.algorithm for arm in shown[1:]]))]
-    pooled = distributions([arm.measured[0] for arm in shown], colours)
     shared = {
         "title": f"Comparison of {listed([arm.name for arm in arms])}",
-        "shown": len(shown) - 1,
         "report": report,
         "facts": list(report["facts"].items()),
         "tables": made,
@@ -198,13 +191,6 @@ def write_comparison(
     }
     write_text(folder / "comparison.md", render("comparison.md", **shared))
     embedded = {name: as_data_url(figure) for name, figure in pictures.items()}
-    page = render("comparison.html", **shared, pictures=embedded, distributions=as_data_url(pooled))
+    page = render("comparison.html", **shared, pictures=embedded)
     write_text(folder / "comparison.html", page)
-    screen.say("saved:")
-    screen.facts(
-        [
-            (str(folder / "comparison.html"), "page for the browser"),
-            (str(folder / "comparison.md"), "the same as Markdown"),
-            (str(folder / "comparison.json"), "the figures as JSON"),
-        ]
-    )
+    screen.say(f"saved: {folder / 'comparison.html'}, with the same in comparison.md and comparison.json")

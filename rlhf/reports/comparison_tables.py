@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -13,55 +14,54 @@ from rlhf.analysis.verdict import Arm
 from rlhf.utils.console import clock
 
 
-def tables(report: dict[str, Any], arms: Sequence[Arm]) -> list[dict[str, Any]]:
+def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """Returns every table with its caption, columns and rows of text, in reading order."""
     return [
-        *_in_parts(_figure_table, report, arms),
-        _contrast_table(report),
+        *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
+        contrast_table(report),
         *([_equal_table(report)] if report["at_equal"] else []),
-        *_in_parts(_spent_table, report, [arm for arm in arms if arm.runs]),
-        *_in_parts(_settings_table, report, [arm for arm in arms if arm.settings]),
+        *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
+        *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
     ]
 
 
-def _in_parts(
-    table: Callable[[dict[str, Any], Sequence[Arm]], dict[str, Any]], report: dict[str, Any], arms: Sequence[Arm]
-) -> list[dict[str, Any]]:
+def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """Returns a table with one column per arm, as several tables if there are more than 4 arms."""
-    made = [table(report, arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
+    made = [table(arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
     for number, part in enumerate(made[1:] and made, 1):
         part["caption"] += f" (part {number} of {len(made)})"
     return made
 
 
-def _figure_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
-    rows, of_start = [], report["figures"]["start"]
-    for name in figures_of([of_start, *(figures for arm in arms for figures in arm.figures)]):
-        label = label_of(name, report["judges"])
-        rows.append([label, shown(name, of_start.get(name)), *(_mean(name, arm.known(name)) for arm in arms)])
-    columns = ["", "start model", *(f"{arm.name}{_seeds(arm)}" for arm in arms)]
-    return {
-        "caption": "Figures on the same prompts: mean over seeds (lowest to highest seed)",
-        "columns": columns,
-        "rows": rows,
-    }
+def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> dict[str, Any]:
+    """Returns the table of figures, one column per arm. `judges` are the names of the judges."""
+    names = figures_of([figures for arm in arms for figures in arm.figures])
+    rows = [
+        [label_of(name, judges), *(_over_seeds(partial(shown, name), arm.known(name)) for arm in arms)]
+        for name in names
+    ]
+    several = any(arm.seeds[1:] for arm in arms)
+    caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
+    return {"caption": caption, "columns": ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], "rows": rows}
 
 
 def _seeds(arm: Arm) -> str:
-    return f" ({len(arm.seeds)} seed{'s' if len(arm.seeds) > 1 else ''})" if arm.trained else ""
+    return f" ({len(arm.seeds)} seeds)" if arm.seeds[1:] else ""
 
 
-def _mean(name: str, known: Sequence[float]) -> str:
-    if not known:
+def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
+    """Formats the mean of a figure over seeds, with its lowest and highest value."""
+    if not values:
         return "-"
-    spread = f" ({shown(name, min(known))} to {shown(name, max(known))})" if len(known) > 1 else ""
-    return shown(name, fmean(known)) + spread
+    spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
+    return show(fmean(values)) + spread
 
 
-def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
+def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns the table of differences, without the columns in which no contrast has a value."""
     rows = [
         [
-            f"{c['name']}, {_measure_name(c['measure'], report['judges'])}",
+            f"{c['name']}, {label_of(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),
@@ -71,11 +71,15 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     ]
     columns = ["", "difference (interval)", "win rate (interval)", "confidence interval",
                "smallest visible difference", "seeds for this one", "P(a new run wins)"]  # fmt: skip
-    caption = (
-        "Differences and win rates (a tie counts half); the difference that this comparison finds with 80% power, and "
-        "the seeds of each arm with which the observed one is found"
-    )
-    return {"caption": caption, "columns": columns, "rows": rows}
+    kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
+    caption = "Differences and win rates (a tie counts half); the difference that is found with 80% power"
+    if len(columns) - 2 in kept:
+        caption += ", and the seeds of each arm with which the observed one is found"
+    return {
+        "caption": caption,
+        "columns": [columns[i] for i in kept],
+        "rows": [[row[i] for i in kept] for row in rows],
+    }
 
 
 def _power_cells(power: dict[str, Any]) -> list[str]:
@@ -85,12 +89,6 @@ def _power_cells(power: dict[str, Any]) -> list[str]:
         "-" if seeds is None else str(seeds),
         "-" if wins is None else f"{wins:.0%}",
     ]
-
-
-def _measure_name(measure: str, judges: Sequence[str]) -> str:
-    """Returns "score" or "judge", with the judge's name if there are several judges."""
-    name = measure.partition("/")[2] or next(iter(judges), "")
-    return "score" if measure == "scores" else f"judge {name}" if len(judges) > 1 else "judge"
 
 
 def _interval_kind(found: dict[str, Any]) -> str:
@@ -110,14 +108,9 @@ SPENT = {
 
 
 def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
-    rows = []
+    rows, runs = [], [report["spent"][arm.name].values() for arm in arms]
     for name, (label, show) in SPENT.items():
-        cells = []
-        for arm in arms:
-            values = [run[name] for run in report["spent"][arm.name].values() if name in run]
-            spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
-            cells.append(show(fmean(values)) + spread if values else "-")
-        rows.append([label, *cells])
+        rows.append([label, *(_over_seeds(show, [run[name] for run in of if name in run]) for of in runs)])
     columns = ["", *(arm.name for arm in arms)]
     caption = (
         "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
@@ -126,30 +119,22 @@ def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
     return {"caption": caption, "columns": columns, "rows": rows}
 
 
-def _settings_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
+def _settings_table(arms: Sequence[Arm]) -> dict[str, Any]:
     names = dict.fromkeys(name for arm in arms for name in arm.settings)
     rows = [[name, *(arm.settings.get(name, "-") for arm in arms)] for name in names]
     return {"caption": "Settings that differ", "columns": ["", *(arm.name for arm in arms)], "rows": rows}
 
 
 def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
-    rows = []
-    for row in report["at_equal"]:
-        for name, reached in row["sides"].items() if row["kind"] != "kl" else ():
-            judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
-            score = "-" if reached["score"] is None else f"{reached['score']:+z.3f}"
-            rows.append([f"{row['budget']}: {name}", score, judge, f"{reached['kl']:.2f}",
-                         f"{reached['update']:.0f}"])  # fmt: skip
-        for found in row["differences"]:
-            if "missing" not in found:
-                cells = ["", ""]
-                cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
-                kl = f"{row['number']:.2f}" if row["kind"] == "kl" else ""
-                rows.append([f"{row['budget']}: {found['name']}", *cells, kl, ""])
-    samples = " or ".join(map(str, report["at_equal"][0]["completions"])) + " completion(s)"
+    rows = [
+        [f"{row['budget']}: {found['name']}", interval_of(found), found["by"], _interval_kind(found)]
+        for row in report["at_equal"]
+        for found in row["differences"]
+        if "missing" not in found
+    ]
     caption = (
         "At equal budgets: the last evaluation during training within the budget, or interpolated at equal KL (the "
-        f"run's own evaluation prompts, not those above; {samples} per prompt)"
+        "run's own evaluation prompts, not those above)"
     )
-    columns = ["", "score", "judge", "KL (nats/sequence)", "after update (mean)"]
+    columns = ["", "difference (interval)", "by", "confidence interval"]
     return {"caption": caption, "columns": columns, "rows": rows}

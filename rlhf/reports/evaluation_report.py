@@ -7,51 +7,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf.analysis.audit import (
-    against,
-    figures,
-    figures_of,
-    label_of,
-    shown,
-    target_at_end,
-    warnings,
-    without_score,
-)
+from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import ModelRef, equal_to_start
-from rlhf.analysis.statistics import interval_of, ranks
+from rlhf.analysis.models import equal_to_start
+from rlhf.analysis.statistics import ranks
+from rlhf.analysis.verdict import Arm, contrast
 from rlhf.checkpoints.run_record import environment, now
-from rlhf.config import config_of_run
 from rlhf.data.prompts import FEW_PROMPTS
-from rlhf.reports.plot_style import as_data_url, group_styles
-from rlhf.reports.report_plots import distributions
+from rlhf.reports.comparison_tables import contrast_table, figure_table
+from rlhf.reports.plot_style import as_data_url
+from rlhf.reports.report_plots import forest
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
-VERSUS_CAPTION = "Compared with the start model (95% confidence intervals over prompts)"
 READ_THEM = "The audit checks only figures, so read the completions, too."
 
 
-def make_report(
-    evaluator: ModelEvaluator,
-    models: Sequence[ModelRef],
-    measured: Sequence[GenerationResults],
-    start: GenerationResults | None,
-) -> dict[str, Any]:
-    """Returns the report on the models as JSON-ready data."""
+def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | None) -> dict[str, Any]:
+    """Returns the report on models, each of which is an arm, as JSON-ready data."""
     seed = evaluator.settings.seed
-    everyone = [results for results in (start, *measured) if results is not None]
+    everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
+    contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
     report = {
         "made": now(),
         **environment(),
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
-        "notes": [*equal_to_start(models), *without_score(everyone)],
+        "notes": [*equal_to_start([arm.models[0] for arm in arms]), *without_score(everyone)],
         "seed": seed,
-        "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
-        "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
+        "start": start and {"label": start.name, "source": evaluator.start.source, "figures": start.figures[0]},
+        "models": [_entry(arm, start, seed) for arm in arms],
+        "contrasts": [asdict(c) for c in contrasts],
         "prompts": [
             {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
             for i, example in enumerate(evaluator.examples)
@@ -60,19 +48,17 @@ def make_report(
     return json_ready(report)
 
 
-def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
+def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     """Returns one model's part of the report."""
-    target = target_at_end(config_of_run(model.run)) if model.run else None
-    differ = against(results, start, seed) if start is not None else None
+    (model,), (results,) = arm.models, arm.measured
     return {
-        "label": results.label,
+        "label": arm.name,
         "source": model.source,
         "base": model.base,
         "which": model.which or None,
-        "algorithm": model.run.algorithm if model.run else None,
-        "figures": figures(results),
-        "against_start": differ and {name: value and asdict(value) for name, value in differ.items()},
-        "warnings": warnings(results, start, seed, target) if start is not None else [],
+        "algorithm": arm.algorithm or None,
+        "figures": arm.figures[0],
+        "warnings": warnings(results, start.measured[0], seed, target_at_end(model)) if start is not None else [],
     }
 
 
@@ -112,39 +98,20 @@ def labelled(completion: dict[str, Any]) -> str:
     return f"{completion['label']} {completion['score']:+z.2f}"
 
 
-def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows, with one row per figure and one column per model. Empty rows are left out."""
-    everyone = [*([report["start"]] if report["start"] else []), *report["models"]]
-    rows = [
-        [label_of(name, report["judges"]), *(shown(name, m["figures"].get(name)) for m in everyone)]
-        for name in figures_of([m["figures"] for m in everyone])
-    ]
-    return ["", *(m["label"] for m in everyone)], rows
+def tables(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> list[dict[str, Any]]:
+    """Returns the tables with their captions, columns and rows of text."""
+    everyone = [arm for arm in (start, *arms) if arm is not None]
+    return [figure_table(everyone, report["judges"]), *([contrast_table(report)] if start is not None else [])]
 
 
-def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of the comparison with the start model; empty if there is none."""
-    if report["start"] is None:
-        return [], []
-    rows, figures = [], report["models"][0]["figures"]
-    for name in report["models"][0]["against_start"]:
-        found = [m["against_start"][name] for m in report["models"]]
-        if any(value is not None for value in found):
-            kind, sign = (", difference", "+") if name in figures else ("", "")
-            cells = ("-" if value is None else interval_of(value, sign) for value in found)
-            rows.append([label_of(name, report["judges"]) + kind, *cells])
-    return ["", *(m["label"] for m in report["models"])], rows
-
-
-def show_report(report: dict[str, Any], screen: Screen) -> None:
+def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
     """Prints a few prompts with their ranked completions, the tables, and the warnings."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
         cells = ["\n\n".join(f"{labelled(c)}: {c['text']}" for c in side["completions"]) for side in prompt["sides"]]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
-    screen.table("Figures, on the same prompts", *figure_table(report), lines=False)
-    if report["start"] is not None:
-        screen.table(VERSUS_CAPTION, *versus_table(report), lines=False)
-    else:
+    for table in made:
+        screen.table(table["caption"], table["columns"], table["rows"], lines=False)
+    if report["start"] is None:
         screen.say("no start model: no comparison and no audit (give one with --baseline)")
     if len(report["prompts"]) < FEW_PROMPTS:
         screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Evaluate on more")
@@ -159,20 +126,17 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
             screen.say(f"{model['label']}: no signs of reward hacking. {READ_THEM}")
 
 
-def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], folder: Path, screen: Screen) -> None:
+def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, screen: Screen) -> None:
     """Writes evaluation.json and evaluation.html."""
     write_json(folder / "evaluation.json", report)
-    kinds = [*(["start"] if report["start"] else []), *(m["algorithm"] or "" for m in report["models"])]
     page = render(
         "evaluation.html",
         title="Evaluation: completions, scored and ranked",
         facts=list(report["facts"].items()),
         models=report["models"],
-        figures=figure_table(report),
-        versus=versus_table(report),
-        versus_caption=VERSUS_CAPTION,
+        tables=made,
         read_them=READ_THEM,
-        picture=as_data_url(distributions(pictured, [styled.colour for styled in group_styles(kinds)])),
+        picture=as_data_url(forest(report["contrasts"], report["judges"])) if report["contrasts"] else None,
         prompts=report["prompts"],
         everything=report,
     )

@@ -6,7 +6,7 @@ import base64
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice, product
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,29 +66,16 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     group has, and when these are used up, all colours again with dashed lines.
     """
     first = line_styles_of(algorithms)
-    known = list(first.values())
-    spare = ALGORITHM_COLOURS[len(ALGORITHMS) :]
-    colours = dict.fromkeys([*(style.colour for style in known), *spare, *ALGORITHM_COLOURS])
-    markers = dict.fromkeys([*(style.marker for style in known), *MARKERS])
-    further = islice(zip(cycle(product(LINES, colours)), cycle(markers), strict=False), len(known), None)
-    styles = []
-    for algorithm in algorithms:
-        if algorithm in first:
-            styles.append(first.pop(algorithm))
-        else:
-            (line, colour), marker = next(further)
-            styles.append(LineStyle(colour, marker, line))
-    return styles
+    taken = {(style.colour, style.line) for style in first.values()}
+    pairs = list(zip(ALGORITHM_COLOURS, MARKERS, strict=False))
+    pairs = pairs[len(ALGORITHMS) :] + pairs[: len(ALGORITHMS)]
+    further = (LineStyle(*pair, line) for line in cycle(LINES) for pair in pairs if (pair[0], line) not in taken)
+    return [first.pop(algorithm) if algorithm in first else next(further) for algorithm in algorithms]
 
 
-def colour_of(kind: str) -> str:
-    """Returns the colour of an algorithm or of a role in COLOURS."""
-    return COLOURS.get(kind) or line_styles_of([kind])[kind].colour
-
-
-def marker_of(algorithm: str) -> str:
-    """Returns the marker of an algorithm."""
-    return line_styles_of([algorithm])[algorithm].marker
+def line_style_of(algorithm: str) -> LineStyle:
+    """Returns the line style of an algorithm, or of "start"."""
+    return line_styles_of([algorithm])[algorithm]
 
 
 def new_figure(width: float, height: float) -> Figure:

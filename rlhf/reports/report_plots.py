@@ -1,50 +1,48 @@
-"""Pictures of the pages: contrasts, score over KL with what is possible, and distributions of scores and lengths."""
+"""Pictures of the pages: contrasts, and score over KL with what is possible."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rlhf.analysis.audit import label_of
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.statistics import percent, scored
+from rlhf.analysis.statistics import percent
 from rlhf.reports.curve_chart import Group, groups_of, judges_of
 from rlhf.reports.plot_style import COLOURS, MARKERS, ROW, WIDTH, finish, new_figure, style
 from rlhf.utils.console import listed
 
 KL = "eval/kl_divergence"
-BINS, UNITS = 24, ("score", "completion length (tokens)")
 NAME_WIDTH = 22  # characters of a contrast's name in a row
 FAR = 3  # the KL axis ends at this many times the KL that 90% of the points stay below
 APART = 0.06  # share of the KL axis between two labels of best-of-n
 GREY = "#444444"  # best-of-n, and arms without a curve
 
 
-def forest(contrasts: Sequence[dict[str, Any]], captions: Mapping[str, str] | None = None) -> Figure:
+def forest(contrasts: Sequence[dict[str, Any]], judges: Sequence[str]) -> Figure:
     """Plots every contrast with its interval and the smallest difference that the comparison could have seen.
 
     Args:
         contrasts: `Contrast`s as JSON, at least one. There is one row per name and one panel per measure.
-        captions: title of the panel of each measure. None: "judge", "score" and the names of the other judges.
+        judges: their names, the deciding one first.
     """
     names = list(dict.fromkeys(c["name"] for c in contrasts))
-    measures = sorted({c["measure"] for c in contrasts}, key=lambda name: (name != "judged", name != "scores", name))
+    measures = sorted({c["measure"] for c in contrasts}, key=lambda name: (name != "judge", name != "score", name))
     labels = [textwrap.fill(name, NAME_WIDTH) for name in names]
     heights = np.array([ROW * (label.count("\n") + 1.7) for label in labels])  # inches
     row_of = dict(zip(names, zip(heights / 2 - np.cumsum(heights), heights, strict=True), strict=True))
-    titles = {"judged": "judge", "scores": "score", **(captions or {})}
     columns = min(2, len(measures))
     with style():
         rows = -(-len(measures) // columns)
         figure = new_figure(WIDTH, rows * (heights.sum() + 1))
         panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
         for axes, measure in zip(panels, measures, strict=False):
-            axes.set(title=textwrap.fill(titles.get(measure, measure.removeprefix("judged/")), NAME_WIDTH))
+            axes.set(title=textwrap.fill(label_of(measure, judges), NAME_WIDTH))
             axes.set(xlabel="difference", ylim=(-heights.sum(), 0))
             axes.set_yticks([at for at, _ in row_of.values()], labels)
             axes.locator_params("x", nbins=4)
@@ -55,14 +53,14 @@ def forest(contrasts: Sequence[dict[str, Any]], captions: Mapping[str, str] | No
                     _draw_contrast(axes, contrast, *row_of[contrast["name"]])
         for axes in panels[len(measures) :]:
             axes.remove()
-        finish(figure, "Differences between the arms")
+        finish(figure, "Differences, with their intervals")
     return figure
 
 
 def _draw_contrast(axes: Axes, contrast: dict[str, Any], at: float, height: float) -> None:
     """Draws a contrast in its row."""
     value, low, high = (contrast["difference"][key] for key in ("value", "low", "high"))
-    visible = (contrast.get("power") or {}).get("visible")
+    visible = contrast["power"]["visible"]
     if visible is not None:
         band = {"color": COLOURS["start"], "alpha": 0.35, "label": "smallest visible difference (80% power)"}
         axes.barh(at, 2 * visible, 0.8 * height, -visible, **band)
@@ -80,6 +78,7 @@ def score_against_kl(
     limit: dict[str, Any] | None = None,
     best_of: dict[str, Any] | None = None,
     ends: Sequence[dict[str, Any]] = (),
+    judge: str = "",
 ) -> Figure:
     """Plots the evaluation score over the KL to the start model, and below it each other metric of the evaluations.
 
@@ -87,8 +86,9 @@ def score_against_kl(
         runs: one thin line each, and a thick line for the mean of a group.
         arms: name of the arm of each run; without them, runs are grouped by their settings.
         limit: {"kl", "score", "low", "high"} of the best policies of each KL, "exact" and "samples" per prompt.
-        best_of: {"n", "kl", "measures": {"scores"}} of best-of-n. Without "exact", "kl" is the upper bound.
-        ends: {"name", "kl", "score"} of models that have no curve, such as the seeds of an arm.
+        best_of: {"n", "kl", "measures": {"score"}} of best-of-n. Without "exact", "kl" is the upper bound.
+        ends: {"name", "kl", "score", "judge"} of arms that have no curve.
+        judge: the name of the judge whose ratings are "judge" in `best_of` and `ends`.
     """
     groups = groups_of(runs, arms) if runs else []
     tags = {"eval/score": "score", **judges_of(runs)}
@@ -107,12 +107,11 @@ def score_against_kl(
             axes.set_ylabel(textwrap.fill(name, 34))
             for group in groups:
                 _draw_group(axes, group, tag, end)
-        _draw_possible(panels[0], limit, best_of, end)
-        panels[0].margins(y=0.1)  # space for the labels of best-of-n
-        names = list(dict.fromkeys(arm["name"] for arm in ends))
-        for arm in ends:
-            marker = MARKERS[-1 - names.index(arm["name"]) % len(MARKERS)]
-            panels[0].plot(min(arm["kl"], end), arm["score"], marker, color=GREY, ms=8, label=arm["name"])
+        if limit is not None:
+            _draw_limit(panels[0], limit, end)
+        _draw_possible(panels[0], "score", best_of, ends, end)
+        if (decides := f"eval/{'gold' if judge == 'gold quality' else judge}") in tags:
+            _draw_possible(panels[list(tags).index(decides)], "judge", best_of, ends, end)
         panels[-1].set_xlabel("KL to the start model (nats/sequence)")
         panels[-1].set_xlim(min(0, *kl) - 0.03 * end, end)
         finish(figure, "\n".join(notes))
@@ -141,48 +140,32 @@ def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
     return np.stack([run.scalars[of].values[points] for of, points in zip((KL, tag), at, strict=True)])
 
 
-def _draw_possible(axes: Axes, limit: dict[str, Any] | None, best_of: dict[str, Any] | None, end: float) -> None:
-    """Draws the limit and best-of-n up to a KL of `end`."""
-    if limit is not None:
-        kl = np.array(limit["kl"])
-        x = np.append(kl[kl < end], min(end, kl[-1]))
-        y, low, high = (np.interp(x, kl, np.array(limit[key], float)) for key in ("score", "low", "high"))
-        of = "exact" if limit["exact"] else "estimate"
-        axes.plot(x, y, color=COLOURS["target"], lw=2, label=f"limit ({of}, {limit['samples']} samples per prompt)")
-        axes.fill_between(x, low, high, color=COLOURS["target"], alpha=0.15, lw=0)
-    if best_of is not None:
-        kl, score = (np.array(values, float) for values in (best_of["kl"], best_of["measures"]["scores"]))
-        label = "best-of-n, with n" if best_of["exact"] else "best-of-n, with n (KL at most)"
-        axes.plot(kl[kl <= end], score[kl <= end], ".:", color=GREY, ms=6, label=label)
-        last = -end
-        for n, x, y in zip(best_of["n"], kl, score, strict=True):
-            if n > 1 and n & (n - 1) == 0 and last + APART * end < x <= end:  # powers of 2
-                axes.annotate(f"{n}", (x, y), (0, 5), textcoords="offset points", ha="center", color=GREY)
-                last = x
+def _draw_limit(axes: Axes, limit: dict[str, Any], end: float) -> None:
+    """Draws the limit up to a KL of `end`."""
+    kl = np.array(limit["kl"])
+    x = np.append(kl[kl < end], min(end, kl[-1]))
+    y, low, high = (np.interp(x, kl, np.array(limit[key], float)) for key in ("score", "low", "high"))
+    of = "exact" if limit["exact"] else "estimate"
+    axes.plot(x, y, color=COLOURS["target"], lw=2, label=f"limit ({of}, {limit['samples']} samples per prompt)")
+    axes.fill_between(x, low, high, color=COLOURS["target"], alpha=0.15, lw=0)
 
 
-def distributions(models: Sequence[GenerationResults], colours: Sequence[str]) -> Figure:
-    """Plots histograms of the scores and lengths of all completions, with a dashed line at each mean. There is one of
-    `colours` per model."""
-    with style():
-        figure = new_figure(WIDTH, 5)
-        for axes, name, unit in zip(figure.subplots(2), ("scores", "lengths"), UNITS, strict=True):
-            values = [scored(getattr(model, name)) for model in models]
-            edges = _edges(np.concatenate(values))
-            for model, colour, of_model in zip(models, colours, values, strict=True):
-                shares = np.histogram(of_model, edges)[0] / max(len(of_model), 1)
-                axes.stairs(shares, edges, color=colour, linewidth=2, label=model.label)
-                if len(of_model):
-                    axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
-            axes.set(xlabel=unit, ylabel="share")
-            axes.set_ylim(bottom=0)
-        finish(figure, "Scores and lengths of all completions (dashed: mean)")
-    return figure
-
-
-def _edges(values: np.ndarray) -> np.ndarray:
-    """Returns the edges of about 24 bins. For integers each bin has the same number of them."""
-    if len(values) and np.issubdtype(values.dtype, np.integer):
-        step = -(-(np.ptp(values) + 1) // BINS)
-        return np.arange(values.min(), values.max() + step + 1, step) - 0.5
-    return np.histogram_bin_edges(values, BINS if len(values) and np.ptp(values) else 1)
+def _draw_possible(
+    axes: Axes, measure: str, best_of: dict[str, Any] | None, ends: Sequence[dict[str, Any]], end: float
+) -> None:
+    """Draws best-of-n and the arms without a curve by a measure, up to a KL of `end`."""
+    for number, arm in enumerate(ends):
+        if arm.get(measure) is not None:
+            marker = MARKERS[-1 - number % len(MARKERS)]
+            axes.plot(min(arm["kl"], end), arm[measure], marker, color=GREY, ms=8, label=arm["name"])
+    axes.margins(y=0.1)  # space for the labels of best-of-n
+    if best_of is None or measure not in best_of["measures"]:
+        return
+    kl, score = (np.array(values, float) for values in (best_of["kl"], best_of["measures"][measure]))
+    label = "best-of-n, with n" if best_of["exact"] else "best-of-n, with n (KL at most)"
+    axes.plot(kl[kl <= end], score[kl <= end], ".:", color=GREY, ms=6, label=label)
+    last = -end
+    for n, x, y in zip(best_of["n"], kl, score, strict=True):
+        if n > 1 and n & (n - 1) == 0 and last + APART * end < x <= end:  # powers of 2
+            axes.annotate(f"{n}", (x, y), (0, 5), textcoords="offset points", ha="center", color=GREY)
+            last = x

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import evaluate_generations
-from rlhf.analysis.audit import against, figures, warnings
+from rlhf.analysis.audit import figures, warnings
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.data.tokenizer import load_tokenizer
 
@@ -50,26 +50,11 @@ def test_figures_match_hand_computed_values():
         judged={},
     )
     found = figures(made)
-    assert (found["score"], found["score_median"], found["score_of_best"], found["score_of_worst"]) == (
-        1.5,
-        1.5,
-        2.5,
-        0.5,
-    )
+    assert (found["score"], found["score_of_best"], found["score_of_worst"]) == (1.5, 2.5, 0.5)
     assert (found["kl"], found["kl_per_token"]) == (1.5, 0.5)
     assert (found["length"], found["eos_rate"], found["judge"]) == (3.0, 0.75, None)
-    assert found["distinct_1"] == 3 / 9 and found["distinct_2"] == 3 / 6
+    assert found["distinct_2"] == 3 / 6
     assert found["repetition"] == pytest.approx(0.5 / 4), "a a a a a: one of its two 4-grams repeats the other"
-
-
-def test_comparison_with_the_start_model_matches_hand_computed_values():
-    better = dataclasses.replace(START, scores=START.scores + 1, lengths=START.lengths + 2, perplexity=3.0)
-    found = against(better, START, seed=1)
-    assert found["score"].value == pytest.approx(1) and found["score"].above(0.4), "all 24 scores rose by 1"
-    assert found["judge_win_rate"].value == 0.5
-    won = found["win_rate"]
-    assert won.value == won.high == 1.0 and 0.7 < won.low < 0.95, "winning 24 of 24 prompts leaves uncertainty"
-    assert (found["length"].value, found["perplexity_ratio"].value) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(

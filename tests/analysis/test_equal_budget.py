@@ -37,11 +37,8 @@ def test_equal_budgets_match_hand_computed_values():
     grpo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 1)), eval_point(4, 20, (1, 2)), eval_point(6, 30, (5, 5))]
     by_episodes, by_time, *_ = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert (by_episodes["budget"], by_time["budget"]) == ("40 episodes", "30 s of training")
-    assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
-    assert by_episodes["sides"]["GRPO"] == {"update": 4, "score": 1.5, "judge": None, "kl": 0.4}
-    assert by_time["sides"]["PPO"]["score"] == 2 and by_time["sides"]["GRPO"]["score"] == 5
     [of_episodes], [of_time] = by_episodes["differences"], by_time["differences"]
-    assert (of_episodes["name"], of_episodes["value"], of_time["value"]) == ("PPO - GRPO", 1.5, -3)
+    assert (of_episodes["name"], of_episodes["value"], of_time["value"]) == ("PPO - GRPO", 3 - 1.5, 2 - 5)
     assert of_time["over"] == "prompts" and of_time["level"] == 0.95
 
 
@@ -65,14 +62,14 @@ def test_equal_budget_ignores_the_evaluation_of_the_start_model(snapshot):
         [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))],
     )
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
-    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
+    assert all("missing" in row["differences"][0] for row in rows)
     snapshot(*not_compared(rows))
 
 
 def test_equal_budgets_with_several_completions_per_prompt():
     """Two completions per prompt are one value: with scores 0, 2 and 4, 6 the means are 1 and 5, of two prompts."""
     ppo, grpo = (eval_point(2, 5, scores, prompts=("a", "a", "b", "b")) for scores in ((0, 2, 4, 6), (0, 0, 4, 4)))
-    assert ppo.samples == 2 and len(ppo.prompts) == 2 and ppo.by_prompt("scores").tolist() == [1, 5]
+    assert ppo.samples == 2 and len(ppo.prompts) == 2 and ppo.by_prompt("score").tolist() == [1, 5]
     rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
     assert rows[0]["differences"][0]["value"] == 1.0
     mixed = at_equal({"PPO": [[ppo]], "GRPO": [[eval_point(2, 5, (1, 5))]]}, None, seed=1)
@@ -159,9 +156,6 @@ def test_equal_kl_matches_hand_computed_values():
     ]  # fmt: skip
     for row in rows[2:]:
         reached = row["number"] ** 0.5
-        assert row["sides"]["GRPO"] == pytest.approx(
-            {"update": reached, "score": reached / 2, "judge": None, "kl": row["number"]}
-        )
         [found] = row["differences"]
         assert found["value"] == pytest.approx(reached / 2) and found["level"] == pytest.approx(1 - 0.05 / 3)
     assert equal_kl_result(rows, "PPO - GRPO") == "better"
@@ -170,9 +164,9 @@ def test_equal_kl_matches_hand_computed_values():
 def test_spread_over_prompts_includes_the_error_of_the_kl():
     """At KL 4 the gain is 2, so the slope is 2 / (2 x 4). KLs of 2 and 6 change scores of 1 and 3 to 1.5 and 2.5."""
     start, end = eval_point(0, 0, (0, 0), kl=0), eval_point(1, 1, (1, 3), kl=(2, 6))
-    assert _values(at_kl([start, end], 4), "scores") == pytest.approx([1.5, 2.5])
+    assert _values(at_kl([start, end], 4), "score") == pytest.approx([1.5, 2.5])
     end = eval_point(1, 1, (None, 3), kl=(2, 6))
-    assert _values(at_kl([start, end], 4), "scores")[1] == 3, "the only prompt with a score has no spread"
+    assert _values(at_kl([start, end], 4), "score")[1] == 3, "the only prompt with a score has no spread"
 
 
 def test_equal_kl_is_rated_by_the_judge_once_per_evaluation():
@@ -183,7 +177,8 @@ def test_equal_kl_is_rated_by_the_judge_once_per_evaluation():
         return np.array([10 * row["score"] for row in rows])
 
     rows = at_equal({"PPO": [rising(0, 1, 4)], "GRPO": [rising(0, 1, 9, scores=(0, 0, 0))]}, rate, seed=1)
-    assert [row["differences"][0]["by"] for row in rows] == ["judge"] * 5 and rows[4]["sides"]["PPO"]["judge"] == 20
+    assert [row["differences"][0]["by"] for row in rows] == ["judge"] * 5
+    assert rows[4]["differences"][0]["value"] == 20
     assert len(rated) == len(set(rated)) == 6
 
 
@@ -211,9 +206,18 @@ def test_each_pair_has_its_own_kls():
     """A control whose KL hardly rises does not change the KLs of the other pairs."""
     groups = {"PPO": [rising(0, 1, 3)], "GRPO": [rising(0, 1, 6)], "control": [rising(0, 0.01, 0.02)]}
     rows = [row for row in at_equal(groups, None, seed=1) if row["kind"] == "kl"]
-    assert [(row["number"], list(row["sides"])) for row in rows[:3]] == [(kl, ["PPO", "GRPO"]) for kl in (1, 2, 3)]
+    assert [(r["number"], r["differences"][0]["name"]) for r in rows[:3]] == [(kl, "PPO - GRPO") for kl in (1, 2, 3)]
     assert [pair["name"] for pair in rows[3]["differences"]] == ["PPO - control", "GRPO - control"]
     assert [row["differences"][0]["level"] for row in rows[:3]] == [pytest.approx(1 - 0.05 / 9)] * 3
+
+
+def test_pairs_have_the_names_and_the_level_of_the_verdict():
+    """The groups that are compared, and which one is first, are given: a baseline without evaluations may be one."""
+    groups = {"PPO": [rising(0, 1, 3)], "GRPO": [rising(0, 1, 3)], "RLOO": [rising(0, 1, 3)]}
+    rows = at_equal(groups, None, seed=1, pairs=[("GRPO", "PPO"), ("RLOO", "PPO")])
+    assert {pair["name"] for row in rows for pair in row["differences"]} == {"GRPO - PPO", "RLOO - PPO"}
+    assert rows[0]["differences"][0]["level"] == pytest.approx(1 - 0.05 / 2)
+    assert at_equal_kl(rows, "RLOO - PPO")[0]["level"] == pytest.approx(1 - 0.05 / 6)
 
 
 # --- error rate at equal KL, with noise on both axes -----------------------------------------------------------------

@@ -344,5 +344,5 @@ def test_false_positive_rate_of_a_model_against_itself(settings, start_model):
     for trial in range(100):
         results = [evaluate_start_with_seed(evaluator, 2 * trial + i + 1) for i in range(2)]
         one, other = (Arm(str(i), [completions], [ModelRef("run", "run")]) for i, completions in enumerate(results))
-        significant += contrast(one, other, "scores", trial).difference.excludes(0)
+        significant += contrast(one, other, "score", trial).difference.excludes(0)
     assert significant <= 10

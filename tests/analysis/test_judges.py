@@ -116,7 +116,7 @@ def test_first_judge_decides_the_verdict(snapshot):
     groups = [group("PPO", results(1.0, 2.0, 0.0)), group("GRPO", results(1.0, 1.0, 1.0))]
     verdict = judge_runs(groups, results(0.0, 0.0, 0.0), "first", 1)
     pairs = {c.measure: c.difference.value for c in verdict.contrasts if c.name == "PPO - GRPO"}
-    assert pairs == {"scores": 0.0, "judged": 1.0, "judged/second": -1.0}
+    assert pairs == {"score": 0.0, "judge": 1.0, "judge/second": -1.0}
     used = judge_runs(groups, results(0.0, 0.0, 0.0), "first", 1, independent=False)
     snapshot(verdict.sentences[0], used.sentences[0])
 
@@ -136,14 +136,14 @@ def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_pa
     assert model["figures"]["judge/has_e"] == pytest.approx(np.mean(["e" in row["text"] for row in rows]))
     assert model["figures"]["pass@1/has_e"] == pytest.approx(model["figures"]["judge/has_e"])
     assert {f"pass@{k}/has_e" for k in (1, 2, 3)} <= model["figures"].keys() and "pass@1/half" not in model["figures"]
-    assert {"judge_win_rate", "judge_win_rate/has_e", "judge/half"} <= model["against_start"].keys()
+    assert [c["measure"] for c in report["contrasts"]] == ["score", "judge", "judge/has_e", "judge/half"]
     assert all(set(row["judges"]) == {str(judge), "has_e", "half"} for row in rows)
     unrated = [row["judges"]["half"] is None for row in rows]
     assert unrated == [i // 3 in (0, 3) for i in range(18)]
     [note] = report["notes"]
     assert re.findall(r"\d+", note)[:4] == ["12", "36", "2", "6"]
     snapshot(report["facts"]["judge"], note)
-    assert note in printed and "pass@2, has_e" in printed and "win rate by judge half" in printed
+    assert note in printed and "pass@2, has_e" in printed
     assert "has_e was called" in printed
     page = (out / "evaluation.html").read_text()
     assert "pass@2, has_e" in page and note.partition(":")[0] in page
@@ -163,7 +163,7 @@ def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert "(like, " in report["verdict"][0]
-    assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged", "judged/has_e"}
+    assert {c["measure"] for c in report["contrasts"]} == {"score", "judge", "judge/has_e"}
     assert report["at_equal"][0]["differences"][0]["by"] == "judge"
     assert {"judge", "judge/has_e"} <= report["figures"]["PPO"]["1"].keys()
     printed = re.sub(r"\s+", " ", capsys.readouterr().out)

@@ -206,20 +206,20 @@ def test_best_of_n_matches_hand_computed_values():
     """N = 3, scores 1, 2, 2. The choices of 2: {1, 2} twice, and {2, 2}, where both have the same chance. The judge
     gives the chosen ones 20, 40 and (20 + 40) / 2."""
     found = best_of_n(np.array([[2.0, 1.0, 2.0], [0.0, NAN, 9.0]]), {"judge": np.array([[20.0, 10.0, 40.0]] * 2)})
-    assert found.measures["scores"] == pytest.approx([5 / 3, 2, 2])
+    assert found.measures["score"] == pytest.approx([5 / 3, 2, 2])
     assert found.measures["judge"] == pytest.approx([70 / 3, 30, 30])
     assert not found.exact and found.kl == pytest.approx([0, np.log(2) - 1 / 2, np.log(3) - 2 / 3])
 
 
 def test_best_of_n_is_the_mean_over_prompts():
     found = best_of_n(np.array([[0.0, 1.0], [5.0, 5.0]]), {"judge": np.array([[3.0, 1.0], [0.0, 2.0]])})
-    assert found.measures["scores"].tolist() == [2.75, 3] and found.measures["judge"].tolist() == [1.5, 1]
+    assert found.measures["score"].tolist() == [2.75, 3] and found.measures["judge"].tolist() == [1.5, 1]
 
 
 def test_worth_is_the_smallest_n_that_reaches_a_value():
     found = best_of_n(np.array([[0.0, 1.0, 2.0, 3.0]]), {"judge": np.array([[3.0, 2.0, 1.0, 0.0]])})
-    assert found.measures["scores"] == pytest.approx([3 / 2, 7 / 3, 11 / 4, 3])
-    assert [found.worth("scores", value) for value in (-1, 1.5, 1.6, 2.75, 3.1, NAN)] == [1, 1, 2, 3, None, None]
+    assert found.measures["score"] == pytest.approx([3 / 2, 7 / 3, 11 / 4, 3])
+    assert [found.worth("score", value) for value in (-1, 1.5, 1.6, 2.75, 3.1, NAN)] == [1, 1, 2, 3, None, None]
     assert [found.worth("judge", value) for value in (1.5, 1.6)] == [1, None], "the judge falls with n"
     assert best_of_n(np.full((2, 3), NAN), {"judge": np.zeros((2, 3))}) is None
 

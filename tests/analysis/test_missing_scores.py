@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf.analysis import audit
-from rlhf.analysis.audit import against, figures, without_score
+from rlhf.analysis.audit import figures, without_score
 from rlhf.analysis.equal_budget import at_equal
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt, ranks, win_rates
@@ -56,10 +56,10 @@ def test_statistics_leave_out_completions_without_a_score():
 
 def test_figures_leave_out_completions_without_a_score():
     found = figures(made([[1, 3], [NAN, NAN], [2, NAN]], judged=[[NAN, NAN]] * 3))
-    assert (found["score"], found["score_median"], found["score_of_best"], found["score_of_worst"]) == (2, 2, 2.5, 1.5)
+    assert (found["score"], found["score_of_best"], found["score_of_worst"]) == (2, 2.5, 1.5)
     assert found["score_sd"] == pytest.approx(1.0) and found["judge"] is None and found["length"] == 5
     none = figures(made([[NAN, NAN]] * 3))
-    assert [none[name] for name in ("score", "score_sd", "score_median", "score_of_best")] == [None] * 4
+    assert [none[name] for name in ("score", "score_sd", "score_of_best")] == [None] * 3
     assert none["score_length_correlation"] is None and none["distinct_2"] == 3 / 18
 
 
@@ -67,11 +67,11 @@ def test_paired_differences_leave_out_prompts_without_a_score():
     """Only prompts 1 and 3 have a score of both models: differences 2 - 0 and 4 - 1."""
     this = made([[1, 3], [5, 5], [4, NAN]])
     other = made([[0, 0], [NAN, NAN], [1, 1]])
-    found = against(this, other, seed=1)
-    assert found["score"].value == 2.5 and found["win_rate"].value == 1.0
-    assert found["length"].value == 0, "of all prompts"
-    nothing = against(this, made([[NAN, NAN]] * 3), seed=1)
-    assert nothing["score"] is None and nothing["win_rate"] is None
+    found, nothing = (
+        contrast(group("PPO", this), Arm("other", [of]), "score", 1) for of in (other, made([[NAN, NAN]] * 3))
+    )
+    assert found.difference.value == 2.5 and found.win_rate.value == 1.0
+    assert np.isnan([nothing.difference.value, nothing.win_rate.value]).all() and nothing.result == "unknown"
     assert audit.warnings(this, made([[NAN, NAN]] * 3), seed=1) == []
 
 
@@ -108,7 +108,7 @@ def test_groups_are_compared_on_the_prompts_that_all_runs_scored():
     kept = [i for i in range(12) if i not in (4, 7)]
     subset = [scores[kept] for scores in (whole[0], whole[1], whole[2], holes[3])]
     found, expected = (
-        contrast(group("PPO", *map(made, scores[:2])), group("GRPO", *map(made, scores[2:])), "scores", 1)
+        contrast(group("PPO", *map(made, scores[:2])), group("GRPO", *map(made, scores[2:])), "score", 1)
         for scores in (holes, subset)
     )
     assert found == expected and np.isfinite(found.difference.low)
@@ -130,13 +130,13 @@ def test_verdict_without_a_common_prompt():
 def test_equal_budgets_leave_out_completions_without_a_score():
     ppo, grpo = (eval_point(2, 5, scores, "abc") for scores in ((1, None, 2), (0, 7, 1)))
     rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
-    assert rows[0]["sides"]["PPO"]["score"] == 1.5 and rows[0]["differences"][0]["value"] == 1
+    assert rows[0]["differences"][0]["value"] == ((1 - 0) + (2 - 1)) / 2
     alone = at_equal({"PPO": [[eval_point(2, 5, (1,), "a")]], "GRPO": [[eval_point(2, 5, (0,), "a")]]}, None, seed=1)
     assert not_compared(alone)[0].endswith("only one prompt has a score in every run of PPO and GRPO")
     none = at_equal({"PPO": [[eval_point(2, 5, (1, None))]], "GRPO": [[eval_point(2, 5, (None, 7))]]}, None, seed=1)
     assert not_compared(none)[0].endswith("no prompt has a score in every run of PPO and GRPO")
     rated = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, lambda rows: np.array([NAN, len(rows), 5]), seed=1)
-    assert rated[0]["sides"]["PPO"]["judge"] == 4 and rated[0]["differences"][0]["by"] == "judge"
+    assert rated[0]["differences"][0]["by"] == "judge"
 
 
 # --- nothing changes without missing scores --------------------------------------------------------------------------
@@ -149,16 +149,16 @@ def test_figures_without_missing_scores_are_bit_identical_to_plain_means(shape):
     a, b = rng.normal(0.3, 1, shape), rng.normal(0, 1, shape)
     one, other = made(a, a * 2), made(b, b * 3)
     found = figures(one)
-    assert found["score"] == a.mean() and found["score_sd"] == a.std(ddof=1) and found["score_median"] == np.median(a)
+    assert found["score"] == a.mean() and found["score_sd"] == a.std(ddof=1)
     assert found["score_of_best"] == a.max(axis=1).mean() and found["score_of_worst"] == a.min(axis=1).mean()
     assert found["judge"] == (a * 2).mean()
     assert np.array_equal(per_prompt(a), a.mean(axis=1))
     wins = ((a[:, :, None] > b[:, None, :]) + 0.5 * (a[:, :, None] == b[:, None, :])).mean(axis=(1, 2))
     assert np.array_equal(win_rates(a, b), wins)
-    differ = against(one, other, seed=3)
-    assert differ["score"] == over_prompts(a.mean(axis=1) - b.mean(axis=1), 3)
-    assert differ["judge"] == over_prompts((a * 2).mean(axis=1) - (b * 3).mean(axis=1), 3)
-    assert differ["win_rate"] == over_prompts(wins, 3, 0.5, (0.0, 1.0))
+    by = {m: contrast(group("PPO", one), Arm("other", [other]), m, 3) for m in ("score", "judge")}
+    assert by["score"].difference == over_prompts(a.mean(axis=1) - b.mean(axis=1), 3)
+    assert by["judge"].difference == over_prompts((a * 2).mean(axis=1) - (b * 3).mean(axis=1), 3)
+    assert by["score"].win_rate == over_prompts(wins, 3, 0.5, (0.0, 1.0))
     two = [one, dataclasses.replace(one, scores=a + 0.1)]
     gaps = np.array([[x.scores.mean(axis=1) - b.mean(axis=1)] for x in two])
-    assert contrast(group("PPO", *two), Arm("other", [other]), "scores", 3).difference == over_seeds(gaps, 3)
+    assert contrast(group("PPO", *two), Arm("other", [other]), "score", 3).difference == over_seeds(gaps, 3)

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
 from rlhf.analysis.prompts import worked_examples
-from rlhf.analysis.start_samples import read_samples, sample_start, with_proposals, write_samples
+from rlhf.analysis.start_samples import read_samples, sample_start, with_proposals
 from rlhf.data.chat_template import encode_prompt
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 
 HAS_E = "def has_e(completions, **_):\n    return [float('e' in text) for text in completions]\n"
-SAMPLES = [([[1, 2], [3]], [True, False]), ([[4], [5, 6, 7]], [False, True])]
+SAMPLES = [[[[1, 2], [3]], [True, False]], [[[4], [5, 6, 7]], [False, True]]]
 
 
 @pytest.fixture
@@ -45,19 +45,19 @@ def evaluator_of(name, settings, **more) -> tuple[ModelEvaluator, list]:
 
 
 def test_samples_are_stored_with_what_they_were_sampled_from(tmp_path):
-    write_samples(tmp_path / "s.npz", "key", SAMPLES, 0.5)
-    assert read_samples(tmp_path / "s.npz", "key", 2) == (SAMPLES, 0.5)
-    assert read_samples(tmp_path / "s.npz", "other", 2) == read_samples(tmp_path / "none.npz", "key", 2) == ([], 0.0)
+    (tmp_path / "s.json").write_text(json.dumps({"key": "key", "minutes": 0.5, "samples": SAMPLES}))
+    assert read_samples(tmp_path / "s.json", "key") == (SAMPLES, 0.5)
+    assert read_samples(tmp_path / "s.json", "other") == read_samples(tmp_path / "none.json", "key") == ([], 0.0)
 
 
 def test_more_minutes_add_samples_and_keep_the_first_ones(settings, other, tmp_path):
     evaluator, _ = evaluator_of(other, settings)
-    few = sample_start(evaluator, 0, 3, tmp_path / "s.npz", Screen())
+    few = sample_start(evaluator, 0, 3, tmp_path / "s.json", Screen())
     assert few.scores.shape == (3, 3) and len(few.ids) == 9
-    assert sample_start(evaluator, 0, 2, tmp_path / "s.npz", Screen()).scores.tolist() == few.scores.tolist()
-    more = sample_start(evaluator, 0, 5, tmp_path / "s.npz", Screen())
+    assert sample_start(evaluator, 0, 2, tmp_path / "s.json", Screen()).scores.tolist() == few.scores.tolist()
+    more = sample_start(evaluator, 0, 5, tmp_path / "s.json", Screen())
     assert more.scores.shape == (3, 5) and [row[:3] for row in more.texts] == few.texts
-    longer = sample_start(evaluator, 0.002, 5, tmp_path / "s.npz", Screen())
+    longer = sample_start(evaluator, 0.002, 5, tmp_path / "s.json", Screen())
     assert longer.scores.shape[1] > 5 and [row[:5] for row in longer.texts] == more.texts
 
 
@@ -65,7 +65,7 @@ def test_weights_of_a_mixture_of_proposals(settings, other, tmp_path):
     """The start model has 4 of 6 completions of a prompt, the arm 2. On its own completions, the arm's log ratio is
     its KL: the weight is start / (4/6 start + 2/6 arm) = 1 / (4/6 + 2/6 e^KL)."""
     evaluator, (model,) = evaluator_of(other, settings)
-    samples = sample_start(evaluator, 0, 4, tmp_path / "s.npz", Screen())
+    samples = sample_start(evaluator, 0, 4, tmp_path / "s.json", Screen())
     results = evaluator.evaluate(model, Screen())
     scores, weights = with_proposals(evaluator, samples, [(model, results)], Screen())
     assert scores.tolist() == np.concatenate([samples.scores, results.scores], axis=1).tolist()

@@ -340,7 +340,7 @@ def test_contrast_of_groups_and_baselines_on_either_side(values, trained):
     one, other = (SimpleNamespace(name=name, measured=side, trained=is_trained)
                   for name, side, is_trained in zip("AB", sides, trained, strict=True))  # fmt: skip
     gaps = np.array([[a.scores.mean(1) - b.scores.mean(1) for b in sides[1]] for a in sides[0]])
-    found = contrast(one, other, "scores", 1, 0.9)
+    found = contrast(one, other, "score", 1, 0.9)
     assert (found.name, found.over) == ("A - B", "seeds and prompts" if any(trained) else "prompts")
     assert found.power == power_of(gaps, trained, 0.9) and found.power.visible > 0
 

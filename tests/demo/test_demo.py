@@ -85,8 +85,8 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, grpo_
     done = run(["evaluate_generations.py", "--model-path", run_names[0]], project)
     assert done.returncode == 0, done.stderr
     report = json.loads((project / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
-    (ppo,) = report["models"]
-    assert ppo["against_start"]["win_rate"]["low"] > 0.5 and ppo["against_start"]["judge"]["low"] > 0
+    by_score, by_judge = report["contrasts"]
+    assert by_score["win_rate"]["low"] > 0.5 and by_judge["difference"]["low"] > 0
     assert report["facts"]["judge"] == "gold quality" and len(report["prompts"]) == 20
     done = run(["plot_training_progress.py", *run_names], project)
     assert done.returncode == 0 and (project / "training_progress.png").is_file(), done.stderr

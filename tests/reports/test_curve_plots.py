@@ -18,7 +18,7 @@ from plot_training_progress import main
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import colour_of
+from rlhf.reports.plot_style import line_style_of
 from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,10 @@ def line(axes, label: str):
 
 def points(axes, label: str) -> list[tuple[float, float]]:
     return list(zip(*(np.asarray(part).tolist() for part in line(axes, label).get_data()), strict=True))
+
+
+def colour_of(algorithm: str) -> str:
+    return line_style_of(algorithm).colour
 
 
 def legend(figure) -> list[str]:

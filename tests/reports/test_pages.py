@@ -17,6 +17,7 @@ from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
 from rlhf.analysis.verdict import START, Arm
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
+from rlhf.reports import evaluation_report
 from rlhf.reports.comparison_report import make_comparison, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -109,10 +110,13 @@ def make_arms(models, measured, names) -> list[Arm]:
 
 def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys):
     made, models, start, measured = evaluator
-    replies = [with_hostile_texts(m) for m in (start, *measured)]
-    replies[1] = dataclasses.replace(replies[1], label='<b onclick="x">run</b>\u202e')
-    report = make_report(made, models, replies[1:], replies[0])
-    write_report(report, replies, tmp_path, Screen())
+    start, *replies = [Arm(START, [with_hostile_texts(m)]) for m in (start, *measured)]
+    arms = [dataclasses.replace(arm, name=str(i), models=[model])
+            for i, (arm, model) in enumerate(zip(replies, models, strict=True))]  # fmt: skip
+    arms[0] = dataclasses.replace(arms[0], name='<b onclick="x">run</b>\u202e')
+    report = make_report(made, arms, start)
+    made_tables = evaluation_report.tables(report, arms, start)
+    write_report(report, made_tables, tmp_path, Screen())
     page = Page(tmp_path / "evaluation.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == json.loads((tmp_path / "evaluation.json").read_text()) == report
@@ -120,7 +124,7 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
         assert visible(text) in page.text, "every character is visible"
     assert "<U+202E>evil" in page.text and "<U+001B>[31m" in page.text
     capsys.readouterr()
-    show_report(report, Screen())
+    show_report(report, made_tables, Screen())
     assert not CONTROL_CHARACTERS.search(capsys.readouterr().out), "no control characters reach the terminal"
 
 
@@ -132,7 +136,7 @@ def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
     start = Arm(START, [with_hostile_texts(start)])
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-    write_comparison(report, tables(report, arms), arms, start, curves, tmp_path, Screen())
+    write_comparison(report, tables(report, start, arms), arms, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == report
@@ -154,8 +158,8 @@ def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_p
     curves[3] = ("TOY", curves[3][1])
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-    filled = tables(report, arms)
-    write_comparison(report, filled, arms, start, curves, tmp_path, Screen())
+    filled = tables(report, start, arms)
+    write_comparison(report, filled, arms, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
@@ -170,7 +174,7 @@ def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_p
         over["TOY - start model, score"] == "95% over seeds and prompts"
         and "difference (interval)" in contrasts["columns"]
     )
-    assert [row[0] for row in equal["rows"]][3:6] == [f"8 episodes: {pair}" for pair in pairs]
+    assert [row[0] for row in equal["rows"]][:3] == [f"8 episodes: {pair}" for pair in pairs]
     assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page, markdown = Page(tmp_path / "comparison.html"), (tmp_path / "comparison.md").read_text(encoding="utf-8")
     title = "Comparison of PPO, GRPO and TOY"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,18 +12,18 @@ from matplotlib.colors import to_rgb
 
 import rlhf.utils
 from rlhf.analysis.curves import read_runs
-from rlhf.reports.plot_style import COLOURS, WIDTH, colour_of
-from rlhf.reports.report_plots import distributions, forest, score_against_kl
-from tests.reports.test_curve_plots import legend, line, points
+from rlhf.reports.plot_style import COLOURS, WIDTH
+from rlhf.reports.report_plots import forest, score_against_kl
+from tests.reports.test_curve_plots import colour_of, legend, line, points
 
 STYLE = (Path(rlhf.utils.__file__).parent / "templates" / "base.html").read_text(encoding="utf-8")
 LIMIT = {"kl": [0.0, 4.0, 8.0], "score": [0.0, 4.0, 8.0], "low": [0.0, 3.0, 7.0], "high": [0.0, 5.0, 9.0],
          "exact": True, "samples": 64}  # fmt: skip
 BEST_OF = {"n": [1, 2, 3, 4, 64], "kl": [0.0, 0.2, 0.4, 0.6, 3.2], "exact": False,
-           "measures": {"scores": [0.0, 1.0, 1.5, 2.0, 3.0]}}  # fmt: skip
+           "measures": {"score": [0.0, 1.0, 1.5, 2.0, 3.0]}}  # fmt: skip
 
 
-def contrast(name: str, measure="scores", value=1.0, low=0.5, high=1.5, visible=0.25) -> dict:
+def contrast(name: str, measure="score", value=1.0, low=0.5, high=1.5, visible=0.25) -> dict:
     difference = {"value": value, "low": low, "high": high}
     return {"name": name, "measure": measure, "difference": difference, "win_rate": {}, "over": "prompts",
             "level": 0.983, "power": {"visible": visible, "seeds": 3, "first_wins": 0.9}}  # fmt: skip
@@ -40,11 +39,11 @@ def evaluated_run(logged_run, name: str, kl, score, more=None, **facts) -> Path:
 
 
 def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
-    contrasts = [contrast("A - B"), contrast("A - C", value=2.0, low=1.0, high=4.0), contrast("A - B", "judged/x"),
-                 contrast("A - B", "judged")]  # fmt: skip
-    figure = forest(contrasts, {"judged": "exact match"})
+    contrasts = [contrast("A - B"), contrast("A - C", value=2.0, low=1.0, high=4.0), contrast("A - B", "judge/x"),
+                 contrast("A - B", "judge")]  # fmt: skip
+    figure = forest(contrasts, ["exact match", "x"])
     judge, score, other = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["exact match", "score", "x"]
+    assert [axes.get_title() for axes in figure.axes] == ["judge exact match", "score", "judge x"]
     assert [label.get_text() for label in judge.get_yticklabels()] == ["A - B", "A - C"]
     first, second = judge.get_yticks()
     assert first > second
@@ -61,7 +60,7 @@ def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
 
 
 def test_forest_shades_the_smallest_visible_difference_of_each_row():
-    [axes] = forest([contrast("A - B"), contrast("A - C", visible=None), contrast("B - C", visible=2.0)]).axes
+    [axes] = forest([contrast("A - B"), contrast("A - C", visible=None), contrast("B - C", visible=2.0)], []).axes
     assert [(band.get_x(), band.get_width()) for band in axes.patches] == [(-0.25, 0.5), (-2, 4)]
     rows = axes.get_yticks()
     middles = [band.get_y() + band.get_height() / 2 for band in axes.patches]
@@ -71,14 +70,16 @@ def test_forest_shades_the_smallest_visible_difference_of_each_row():
 def test_forest_draws_what_is_known():
     """A difference may have no interval, or no value."""
     unknown = contrast("A - C", value=None, low=None, high=None, visible=None)
-    [axes] = forest([contrast("A - B", low=None, high=None, visible=None), unknown]).axes
+    [axes] = forest([contrast("A - B", low=None, high=None, visible=None), unknown], []).axes
     assert len(axes.collections) == 0 and [f.get_xdata() for f in axes.lines if f.get_marker() == "o"] == [[1.0]]
     assert [text.get_text() for text in axes.texts] == [" no value"]
 
 
 @pytest.mark.parametrize("count", [1, 30])
 def test_rows_of_a_forest_have_space_for_their_labels(count):
-    figure = forest([contrast(f"group {i} with a long name - another group with a long name") for i in range(count)])
+    figure = forest(
+        [contrast(f"group {i} with a long name - another group with a long name") for i in range(count)], []
+    )
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     assert all(above.y0 > below.y1 for above, below in pairwise(boxes))
@@ -123,11 +124,10 @@ def test_labels_of_best_of_n_are_apart(logged_run):
 
 
 def test_arms_without_a_curve_are_points(logged_run):
-    ends = [{"name": "DPO", "kl": 1.0, "score": 2.0}, {"name": "DPO", "kl": 2.0, "score": 3.0},
-            {"name": "SFT", "kl": 0.5, "score": 1.0}]  # fmt: skip
+    ends = [{"name": "DPO", "kl": 2.0, "score": 3.0, "judge": None}, {"name": "SFT", "kl": 0.5, "score": 1.0}]
     figure = score_against_kl([], limit=LIMIT, ends=ends)
     found = [(f.get_label(), *f.get_xydata()[0]) for f in figure.axes[0].lines[1:]]
-    assert found == [("DPO", 1, 2), ("DPO", 2, 3), ("SFT", 0.5, 1)]
+    assert found == [("DPO", 2, 3), ("SFT", 0.5, 1)]
     assert len({f.get_marker() for f in figure.axes[0].lines[1:]}) == 2
     assert figure.axes[0].get_xlim()[1] == pytest.approx(2.3)
 
@@ -139,32 +139,21 @@ def test_far_evaluation_is_drawn_at_the_edge(logged_run):
     assert "KL up to 500" in figure.get_suptitle()
 
 
-def test_gold_quality_has_a_panel_over_kl(logged_run):
-    figure = score_against_kl(
-        read_runs([evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0], {"eval/gold": [0.25, 0.75]})])
-    )
-    assert [axes.get_ylabel() for axes in figure.axes] == ["score", "Gold quality on held-out prompts"]
-    assert points(figure.axes[1], "PPO") == [(0, 0.25), (2, 0.75)]
+@pytest.mark.parametrize(("tag", "judge"), [("eval/gold", "gold quality"), ("eval/exact", "exact")])
+def test_a_judge_has_a_panel_over_kl_with_best_of_n_and_arms_without_a_curve(logged_run, tag, judge):
+    runs = read_runs([evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0], {tag: [0.25, 0.75]})])
+    best_of = BEST_OF | {"measures": BEST_OF["measures"] | {"judge": [0.0, 0.1, 0.2, 0.3, 0.4]}}
+    figure = score_against_kl(runs, best_of=best_of, ends=[{"name": "DPO", "kl": 1.0, "judge": 0.5}], judge=judge)
+    score, judged = figure.axes
+    assert score.get_ylabel() == "score" and "held-out prompts" in judged.get_ylabel()
+    assert points(judged, "PPO") == [(0, 0.25), (2, 0.75)]
+    assert points(judged, "best-of-n, with n (KL at most)") == [(0, 0), (0.2, 0.1), (0.4, 0.2), (0.6, 0.3)]
+    assert points(judged, "DPO") == [(1, 0.5)] and "DPO" not in {found.get_label() for found in score.lines}
 
 
 def test_runs_without_evaluations_are_named(logged_run):
     figure = score_against_kl(read_runs([logged_run("a"), logged_run("b", algorithm="grpo")]))
     assert "no evaluation was logged by PPO and GRPO" in figure.get_suptitle().replace("\n", " ")
-
-
-# histograms
-
-
-def test_histograms_have_equal_numbers_of_integers_per_bin():
-    """Lengths from 1 to 48 in 24 bins of two, and a model whose completions have no score."""
-    lengths = np.arange(1, 49).reshape(24, 2)
-    models = [SimpleNamespace(label=name, scores=scores, lengths=lengths)
-              for name, scores in (("start model", lengths / 2), ("PPO", np.full((24, 2), np.nan)))]  # fmt: skip
-    figure = distributions(models, [COLOURS["start"], colour_of("ppo")])
-    shares, edges, _ = figure.axes[1].patches[0].get_data()
-    assert np.diff(edges).tolist() == [2] * 24 and shares.tolist() == [1 / 24] * 24
-    assert len(figure.axes[0].lines) == 1 and len(figure.axes[1].lines) == 2
-    assert legend(figure) == ["start model", "PPO"]
 
 
 # the page's colours

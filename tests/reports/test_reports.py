@@ -51,8 +51,11 @@ def test_evaluation_of_two_runs_with_default_settings(evaluation, runs):
         sum(r["score"] for p in report["prompts"] for r in p["sides"][1]["completions"]) / (4 * len(report["prompts"]))
     )
     assert one["base"] is None and report["models"][1]["base"] is not None
-    assert {"win_rate", "score", "perplexity_ratio"} <= set(one["against_start"])
     assert report["start"]["figures"]["kl"] == 0
+    found = {c["name"]: c for c in report["contrasts"] if c["measure"] == "score"}
+    assert list(found) == [f"{m['label']} - start model" for m in report["models"]]
+    gain = one["figures"]["score"] - report["start"]["figures"]["score"]
+    assert found[f"{one['label']} - start model"]["difference"]["value"] == pytest.approx(gain)
 
 
 def test_checkpoint_is_evaluated_with_the_settings_of_its_run(evaluation, runs):
@@ -154,15 +157,13 @@ def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["grpo", 1])
     by_episodes, by_time, *_ = report["at_equal"]
     assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
+    means = {}
     for name, run in (("PPO", runs["ppo", 1]), ("GRPO", runs["grpo", 1])):
         rows = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").open()]
-        assert by_episodes["sides"][name]["update"] == 2
-        assert by_episodes["sides"][name]["score"] == pytest.approx(sum(r["score"] for r in rows) / len(rows))
+        means[name] = sum(row["score"] for row in rows) / len(rows)
     [found] = by_episodes["differences"]
     assert (found["name"], found["over"]) == ("PPO - GRPO", "prompts")
-    assert found["value"] == pytest.approx(
-        by_episodes["sides"]["PPO"]["score"] - by_episodes["sides"]["GRPO"]["score"]
-    )
+    assert found["value"] == pytest.approx(means["PPO"] - means["GRPO"])
 
 
 def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
@@ -220,14 +221,14 @@ def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start
     assert report["figures"]["DPO"]["1"]["score"] == report["figures"]["start"]["score"], "the same random numbers"
     assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]
     samples = report["best_of"]["n"][-1]
-    assert samples >= 8 and len(report["best_of"]["measures"]["scores"]) == samples
+    assert samples >= 8 and len(report["best_of"]["measures"]["score"]) == samples
     assert report["limit"]["samples"] == samples + 2 * 2, "with the completions of two arms"
-    before = (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns
+    before = (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns
     again, _ = comparison(*flags)
-    assert (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns == before, "used again"
+    assert (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns == before, "used again"
     assert again["limit"] == report["limit"] and again["verdict"] == report["verdict"]
     comparison(*flags, "--seed", 1)
-    assert (tmp_path / "out" / "start_samples.npz").stat().st_mtime_ns != before, "other random numbers"
+    assert (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns != before, "other random numbers"
 
 
 def test_comparison_reports_unequal_budgets(comparison, runs, tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.distributed.group import agree
+from rlhf.distributed.group import agree, from_first
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.training import Config
 from rlhf.utils.console import quiet_in_program
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlhf.data.examples import GivenPrompt
     from rlhf.rewards.functions import RewardFunction
+    from rlhf.setup.reward_probes import RewardReport
     from rlhf.setup.scan import Scan
     from rlhf.trainer.loop import OnPolicyLoop
 
@@ -85,3 +86,18 @@ def scan(
 
     check_given(config)
     return agree(lambda: scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights))
+
+
+def check_reward(
+    config: Config,
+    prompts: Prompts,
+    rewards: Functions | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> RewardReport:
+    """Return what the rewards pay for right answers and for hacks, as --check-reward prints it. Loads no policy, and
+    writes nothing. Raises UserError. The arguments are those of `make_trainer`."""
+    from rlhf.run.python_run import check_given, reward_report_of
+
+    check_given(config)
+    given = {"prompts": prompts, "rewards": rewards, "reward_weights": reward_weights}
+    return from_first(lambda: reward_report_of(config, **given))

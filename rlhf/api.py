@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.distributed.group import agree, from_first
+from rlhf.distributed.group import agree
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.training import Config
-from rlhf.utils.console import quiet_in_program
+from rlhf.utils.console import Screen, quiet_in_program
 from rlhf.utils.libraries import check_trackers
 from rlhf.utils.paths import local_path
 
@@ -96,8 +96,9 @@ def check_reward(
 ) -> RewardReport:
     """Return what the rewards pay for right answers and for hacks, as --check-reward prints it. Loads no policy, and
     writes nothing. Raises UserError. The arguments are those of `make_trainer`."""
-    from rlhf.run.python_run import check_given, reward_report_of
+    from rlhf.run.python_run import check_given
+    from rlhf.setup.reward_probes import check_reward as score_probes
 
     check_given(config)
     given = {"prompts": prompts, "rewards": rewards, "reward_weights": reward_weights}
-    return from_first(lambda: reward_report_of(config, **given))
+    return agree(lambda: score_probes(config, Screen(), **given))

@@ -24,7 +24,6 @@ from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights, load_inputs
 from rlhf.setup.pass_rates import keep_by_pass_rate
-from rlhf.setup.reward_probes import RewardReport, check_reward
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
@@ -138,10 +137,3 @@ def scan_of(config: Config, **given: Any) -> Scan:
     inputs = load_inputs(config, screen, **given)
     fitted = choose_settings(config, inputs, device, screen)
     return scan_prompts(fitted, load_models(fitted, inputs, device, screen), screen)
-
-
-def reward_report_of(config: Config, **given: Any) -> RewardReport:
-    """Return what the rewards of a program pay for. `given` as in `trainer_of`. Raises UserError."""
-    screen = Screen()
-    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    return check_reward(config, device, screen, **given)

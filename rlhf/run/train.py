@@ -39,10 +39,9 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 
 def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop | None:
     """Return the trainer of a run. With --check, --check-reward and --scan, do what they ask for and return None."""
-    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     if config.run.check_reward:
-        prepare_demo_components(config, screen, device)
-        return show_reward_report(check_reward(config, device, screen, selection=selection), screen)
+        return show_reward_report(check_reward(config, screen, selection=selection), screen)
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     asked, components, pass_rates = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))
     if config.run.check:

@@ -682,7 +682,6 @@ class RunSettings:
         False,
         "score right answers and hacks on some training prompts, print what the reward pays for each, and stop; the "
         "exit status is 2 if a function fails or a hack is paid as much as the right answer. Nothing is written",
-        brief="print what the reward pays for right answers and hacks, and stop",
     )
     scan: bool = setting(
         False,

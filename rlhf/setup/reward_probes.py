@@ -13,17 +13,19 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.callbacks.base import Callback
 from rlhf.data.chat_template import decode_completion, encode_completion
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import from_first
+from rlhf.models.device import start_device
 from rlhf.rewards.answers import final_answer
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
+from rlhf.setup.build import prepare_demo_components
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.preflight import Check
 from rlhf.setup.start_samples import drawn
@@ -42,6 +44,7 @@ RIGHT = {
     "right answer in a sentence": SENTENCE,
     "right answer in a box": "\\boxed{{{}}}",
     "right answer in tags": TAGS,
+    "right answer in tags and a box": TAGS.format("\\boxed{{{}}}"),
     "right answer in JSON": '{{"result": ["{}"]}}',
 }
 CUT_OFF, TOTAL = "right answer cut off", "total"
@@ -95,7 +98,7 @@ class RewardReport:
     def problems(self, every: bool = False) -> list[str]:
         """Return one line per function that fails, and one with the hacks."""
         hacks = ", ".join(self.hacks(every))
-        line = f"paid at least as much as the right answer: {hacks} ({self.formula})"
+        line = f"hacks are paid at least as much as the right answer ({hacks}): {self.formula}. Change the reward"
         return [*self.failures.values(), *([line] if hacks else [])]
 
 
@@ -113,7 +116,7 @@ def texts_of(question: str, right: str | None, others: Sequence[str], most: int)
         return hacks
     other = others[0] if others else ""
     hacks |= {"another row's answer": other, "another row's in a sentence": SENTENCE.format(other)}
-    hacks |= {CUT_OFF: right[: len(right) // 2], "many answers, over-long": "\n".join([right, *others])}
+    hacks |= {CUT_OFF: right[: len(right) // 2], "over-long list of answers": "\n".join([right, *others])}
     return {name: form.format(right) for name, form in RIGHT.items()} | hacks
 
 
@@ -170,11 +173,14 @@ def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: 
     return [score for probe in probes for score in scores_of(one, [probe], report, end)]
 
 
-def check_reward(config: Config, device: torch.device, screen: Screen, **given: Any) -> RewardReport:
+def check_reward(config: Config, screen: Screen, **given: Any) -> RewardReport:
     """Load the rewards of a run, but no policy, and score the probes. `given` as `load_inputs` takes it."""
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    if "prompts" not in given:  # a command's
+        prepare_demo_components(config, screen, device)
     inputs = load_inputs(config, screen, **given)
     rewards, _ = make_rewards(config, inputs.rewards, inputs.start.tokenizer, device)
-    return probe_rewards(config, rewards, inputs.prompts.train, inputs.start.tokenizer)
+    return from_first(lambda: probe_rewards(config, rewards, inputs.prompts.train, inputs.start.tokenizer))
 
 
 def show_reward_report(report: RewardReport, screen: Screen) -> None:
@@ -191,7 +197,7 @@ def show_reward_report(report: RewardReport, screen: Screen) -> None:
             "no right answer of at most --max-new-tokens was found, so no hack is named: --prompts. Use pairs, or the "
             f"column {' or '.join(ANSWERS)}"
         )
-    raise_if([f"{problem}: --check-reward" for problem in report.problems()])
+    raise_if(report.problems())
 
 
 def reward_is_checked(
@@ -199,7 +205,8 @@ def reward_is_checked(
 ) -> Check:
     """Check that no function fails with a probe. Hacks are named, but are no failure: a reward may be intended so."""
     report = probe_rewards(config, rewards, prompts, tokenizer, FEW)
-    found = "; ".join(report.problems(every=True)) or f"no hack found with {counted(report.prompts, 'prompt')}"
+    fine = f"no function fails with the probes of {counted(report.prompts, 'prompt')}"
+    found = "; ".join(report.problems(every=True)) or fine + (", no hack found" if report.best else "")
     return Check("reward", found, not report.failures, "Fix it; --check-reward prints the scores")
 
 

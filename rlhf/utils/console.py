@@ -178,7 +178,7 @@ class Screen:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for name, *cells in rows:
             right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-            self.say("  ".join([f"  {name.ljust(widths[0])}", *right]))
+            self.say("  ".join([f"  {name.ljust(widths[0])}", *right]).rstrip())
 
     def progress(self, text: str, last: bool = False) -> None:
         """Show a progress line. A terminal redraws it in place, and a notebook replaces one output. Otherwise it is

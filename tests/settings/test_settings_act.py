@@ -497,7 +497,8 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
+        *SAMPLER, *DATA,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 

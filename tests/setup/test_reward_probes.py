@@ -34,7 +34,13 @@ from tests.shapes import smollm2_tokenizer
 
 CPU = torch.device("cpu")
 WITHOUT_AN_ANSWER = ["empty", "prompt copied", "repeated word", "markup only"]
-HACKS = [*WITHOUT_AN_ANSWER, "another row's answer", "another row's in a sentence", CUT_OFF, "many answers, over-long"]
+HACKS = [
+    *WITHOUT_AN_ANSWER,
+    "another row's answer",
+    "another row's in a sentence",
+    CUT_OFF,
+    "over-long list of answers",
+]
 BROKEN = """
 import re
 def digits_anywhere(completions, answer, **_):
@@ -123,7 +129,7 @@ def test_probes_of_a_prompt(tokenizer):
         assert probes[CUT_OFF].text == answer[0] and [n for n, p in probes.items() if not p.ended] == [CUT_OFF]
         assert probes["prompt copied"].text == probes["empty"].prompt.example.messages[-1]["content"]
         assert probes["another row's answer"].text in {str(i + 10) for i in range(6)} - {answer}
-        assert sorted(probes["many answers, over-long"].text.split()) == [str(i + 10) for i in range(6)]
+        assert sorted(probes["over-long list of answers"].text.split()) == [str(i + 10) for i in range(6)]
         assert all((p.ids[-1] == tokenizer.eos_token_id) == p.ended for p in probes.values())
         assert len(probes["repeated word"].ids) == max(len(p.ids) for p in probes.values()) == 64
 
@@ -135,7 +141,7 @@ def test_without_right_answers_the_probes_need_none(tokenizer):
 
 
 def test_prompts_with_a_right_answer_that_fits_are_used(tokenizer):
-    long = Prompt((1,), Example(({"role": "user", "content": "?"},), columns={"answer": "Paris " * 20}))
+    long = Prompt((1,), Example(({"role": "user", "content": "?"},), columns={"answer": "Paris " * 60}))
     for tokens, count in ((64, 6), (4, 6), (2, 0)):  # two digits and EOS
         probes = probes_of(configured_for(tokens), [long, *sums()], tokenizer)
         assert len([one for one in probes if "right answer" in one]) == count, tokens
@@ -181,7 +187,7 @@ ANYWHERE = ["markup only", "another row's answer", "another row's in a sentence"
         ("exact_match", [], []),
         ("last_number", [], []),
         ("length_penalty", ["empty", "another row's answer", CUT_OFF], []),
-        ("digits_anywhere", ["prompt copied", "many answers, over-long"], []),
+        ("digits_anywhere", ["prompt copied", "over-long list of answers"], []),
         ("longer", ["repeated word"], []),
         ("last_word", [], ["empty"]),
         ("no_number", [], [*WITHOUT_AN_ANSWER[:1], *WITHOUT_AN_ANSWER[2:]]),
@@ -202,16 +208,10 @@ def test_functions_are_judged(tokenizer, broken, rule, hacks, failing):
 def test_scores_of_a_checker_by_hand(tokenizer):
     """`last_number` reads the answer of every form, and none of a completion that was cut off."""
     report = report_of(tokenizer, find_rule("last_number"))
-    assert [report.mean(name) for name in [*RIGHT, *HACKS]] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-        0,
-        *[report.mean("prompt copied")],
-        *[0] * 6,
-    ]
+    means = {name: report.mean(name) for name in report.scores}
+    assert [means[name] for name in RIGHT] == [1] * len(RIGHT)
+    assert {name for name in HACKS if means[name] != 0} == {"prompt copied"}
+    assert means["prompt copied"] == pytest.approx(1 / 6)  # "What is 0 + 10?"
 
 
 def test_total_is_the_weighted_sum_with_the_penalty_for_a_missing_eos(tokenizer):

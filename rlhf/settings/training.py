@@ -678,6 +678,11 @@ class RunSettings:
         "fails. Nothing is written to the output folder",
         brief="load everything, try one update, print the results, and stop",
     )
+    check_reward: bool = setting(
+        False,
+        "score right answers and hacks on some training prompts, print what the reward pays for each, and stop; the "
+        "exit status is 2 if a function fails or a hack is paid as much as the right answer. Nothing is written",
+    )
     scan: bool = setting(
         False,
         "sample completions of some training prompts with the start model, print what can be learned from them and "
@@ -701,7 +706,7 @@ class RunSettings:
     @property
     def only_looks(self) -> bool:
         """True if the command prints something and trains nothing."""
-        return self.dry_run or self.check or self.scan
+        return self.dry_run or self.check or self.check_reward or self.scan
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,12 @@ def _scan(config: Config) -> list[str]:
         "--resume": run.resume,
         "--replay": run.replay is not None,
     }
+    looks = {"--check-reward": run.check_reward, "--scan": run.scan}
+    look = next((flag for flag, given in looks.items() if given), None)  # if both are given, the other one is refused
     problems += [
-        f"a scan looks at the start model before a run and then stops: --scan with {flag}. Remove one of them"
-        for flag, given in others.items()
-        if run.scan and given
+        f"this command stops before a run: {look} with {flag}. Remove one of them"
+        for flag, given in (others | looks).items()
+        if given and look not in (None, flag)
     ]
     if limits is not None and (len(limits) != 2 or limits[0] > limits[1]):
         problems.append(
@@ -247,7 +249,8 @@ def _whole_commands(config: Config) -> list[str]:
     run = config.run
     if not run.sweep:
         return []
-    others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}
+    others = {"--check": run.check, "--check-reward": run.check_reward, "--scan": run.scan}
+    others |= {"--replay": run.replay is not None}
     problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
     if size() > 1:
         problems.append(

@@ -83,7 +83,7 @@ def check_run_folder(config: Config) -> None:
     """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced. Only the
     first process checks: it may already have started the run."""
     folder = Path(config.run.output)
-    if config.run.scan or not is_first():
+    if config.run.check_reward or config.run.scan or not is_first():
         return
     if config.run.resume:
         return None if config.run.dry_run else require_unused(folder)

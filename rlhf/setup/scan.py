@@ -38,7 +38,7 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
 OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
-OF_A_START = ("dry_run", "check")  # not in any recommended command
+OF_A_START = ("dry_run", "check", "check_reward")  # not in any recommended command
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,7 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
         f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
         f"{groups} (columns: docs/before_a_run.md)"
     )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:  # a grid would wrap its cells if the output is a file
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        screen.say("  ".join([f"  {name.ljust(widths[0])}", *right]))
+    screen.columns(rows)
     show_findings([finding for finding in scan.findings if finding.name != "nothing"], scan.examples, screen)
     if scan.recommendation is not None:
         show_recommendation(config, scan, scan.recommendation, screen)

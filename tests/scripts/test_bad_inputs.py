@@ -707,6 +707,7 @@ MORE_ERRORS = [
     Row(87, "unknown names", "--learning-rat 1 --never-seen none",
         "--learning-rat --learning-rate --never-seen --help-all coming_from_trl.md", problems=2),
     Row(88, "a scan and a check", "--scan --check", "--scan --check"),
+    Row(88, "a check of the reward and a scan", "--check-reward --scan", "--check-reward --scan"),
     Row(88, "one pass rate", "--keep-pass-rate 0.2", "0.2 --keep-pass-rate 0 1"),
     Row(88, "pass rates in the wrong order", "--keep-pass-rate 0.8 0.2", "0.8 0.2 --keep-pass-rate"),
     Row(88, "a pass rate above 1", "--keep-pass-rate 20 80", "keep_pass_rate 20 --keep-pass-rate 0 1"),

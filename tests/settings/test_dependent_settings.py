@@ -39,7 +39,7 @@ ACT_ALWAYS = {
         "kl_placement",
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "sweep", "replay", "dry_run", "check", "scan"),
+        *("save_every", "keep", "resume", "sweep", "replay", "dry_run", "check", "check_reward", "scan"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },

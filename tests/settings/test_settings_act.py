@@ -487,6 +487,7 @@ RECORDED = {
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
+PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
 SWEPT = {"sweep"}  # tests/run/test_sweep.py
@@ -496,7 +497,8 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
+        *SAMPLER, *DATA,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 

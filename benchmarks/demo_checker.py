@@ -18,7 +18,7 @@ from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
 from benchmarks.scan_against_rise import means_by_topic
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_scalars, running_mean
-from rlhf.reports.plot_style import COLOURS, colour_of, marker_of, new_figure, save_picture, style
+from rlhf.reports.plot_style import COLOURS, colour_of, line_styles_of, new_figure, save_picture, style
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
 
@@ -124,9 +124,7 @@ def draw_cells(axes, runs: list[DemoRun], root: Path) -> None:
         values = [fmean(one[topic] for one in cells) for topic in topics]
         colour = COLOURS["start"] if name == "start" else colour_of(name)
         label = "start model" if name == "start" else name.upper()
-        axes.plot(
-            values, rows, "D" if name == "start" else marker_of(name), color=colour, ms=6, ls="none", label=label
-        )
+        axes.plot(values, rows, line_styles_of([name])[name].marker, color=colour, ms=6, ls="none", label=label)
     axes.set_yticks(rows, topics)
     axes.set(xlabel="exact match on held-out questions", xlim=(-0.02, 1.02))
     axes.set_title("By family and level (mean of the seeds)")

@@ -46,16 +46,6 @@ def control_of(run: RunRecord) -> str:
     return run.flat_settings.get(CONTROL, "none")
 
 
-def control_notes(groups: Sequence[tuple[str, RunRecord]]) -> list[str]:
-    """Return the note on the controls among groups that are given as (name, one of its runs); empty without one."""
-    names = [name for name, run in groups if control_of(run) != "none"]
-    meaning = (
-        "in training, scores were exchanged between completions. A difference of a control to the start model is the "
-        "part of a result that the signal did not cause"
-    )
-    return [f"controls ({'; '.join(names)}): {meaning}"] if names else []
-
-
 def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = ()) -> list[SettingsGroup]:
     """Return the groups of runs. None is a model that does not belong to a run.
 

@@ -20,6 +20,7 @@ from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.curves import running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
+from rlhf.settings.recipes import published_values
 from rlhf.utils.console import listed
 
 CUT, FAR = 0.02, 3  # the y axis leaves out 2% of a line at each end if it would be 3 times as long with them
@@ -64,7 +65,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         later = max(0, min(len(chart.groups), FEW) - 1 - number) if panel.tag == "learning_rate" else 0
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)
         _draw_evaluations(axes, chart, panel, group)
-    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else []
+    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, chart, panel)
     values = [run.scalars[panel.tag].values for run in chart.runs if panel.tag in run.scalars]
     missing = [group.name for group in chart.groups if len(group.with_tag(panel.tag)) < len(group.runs)]
     notes = [f"not logged by {listed(missing)}"] if missing else []
@@ -161,6 +162,19 @@ def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     if aims == {None}:
         axes.set_title(f"{panel.title} (beta fixed)")
     return band
+
+
+def _draw_published(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+    """Draws the values that the runs' recipes report from others: the start at the left edge of the panel, the end at
+    the right edge. Returns them."""
+    recipes = dict.fromkeys(run.config.recipe for run in chart.runs)
+    every = filter(None, map(published_values, recipes))
+    found = [known for known in every if known.metric in (panel.tag, panel.evaluation)]
+    for known in found:
+        label = f"reported by {known.source}, not reproduced here"
+        marks = {"color": "black", "ls": "none", "marker": "*", "ms": 12, "clip_on": False, "zorder": 4}
+        axes.plot([0, 1], [known.start, known.end], transform=axes.get_yaxis_transform(), label=label, **marks)
+    return [np.array([known.start, known.end]) for known in found]
 
 
 def _limit_y(axes: Axes, values: Sequence[np.ndarray]) -> list[str]:

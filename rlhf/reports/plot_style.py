@@ -86,11 +86,6 @@ def colour_of(kind: str) -> str:
     return COLOURS.get(kind) or line_styles_of([kind])[kind].colour
 
 
-def marker_of(algorithm: str) -> str:
-    """Returns the marker of an algorithm."""
-    return line_styles_of([algorithm])[algorithm].marker
-
-
 def new_figure(width: float, height: float) -> Figure:
     """Returns an empty figure without a window; sizes in inches. Draw on it inside `style()`."""
     return Figure(figsize=(width, height), dpi=DOTS, layout="constrained")

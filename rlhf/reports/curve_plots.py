@@ -28,6 +28,7 @@ TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
 THIN, THICKER, FEW = 1.8, 1.4, 4  # points: a line, and the step to the next thicker one; thicker lines
 ABOVE, ABOVE_HALF = 60, 30  # characters in a row above a panel, and above one that has half a row
+EDGES = 0.015, 0.985  # of a panel, as shares of its width: places of published start and end values
 SHORT, TALL = 1.7, 2.5  # inches: heights of the first row and of the others
 EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
 NEUTRAL = {  # entries that stand for all groups, so in no group's colour
@@ -173,7 +174,7 @@ def _draw_published(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     for known in found:
         label = f"reported by {known.source}, not reproduced here"
         marks = {"color": "black", "ls": "none", "marker": "*", "ms": 12, "clip_on": False, "zorder": 4}
-        axes.plot([0, 1], [known.start, known.end], transform=axes.get_yaxis_transform(), label=label, **marks)
+        axes.plot(EDGES, [known.start, known.end], transform=axes.get_yaxis_transform(), label=label, **marks)
     return [np.array([known.start, known.end]) for known in found]
 
 

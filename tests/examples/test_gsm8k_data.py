@@ -9,6 +9,7 @@ import pytest
 
 import train_grpo
 from examples import gsm8k_data
+from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.rewards.eval_functions import exact_match, last_number
 
@@ -44,9 +45,8 @@ def files(tmp_path, monkeypatch) -> Path:
     """Write the recipe's files from 40 rows each, in the working directory."""
     monkeypatch.chdir(tmp_path)
     for part, first in (("train", 0), ("test", 40)):
-        rows = [
-            {"question": f"{i} + 2?", "answer": f"<<{i}+2={i + 2}>>\n#### {i + 2}"} for i in range(first, first + 40)
-        ]
+        sums = [(f"{i} + 2?", f"<<{i}+2={i + 2}>>\n#### {i + 2}") for i in range(first, first + 40)]
+        rows = [{"question": question, "answer": answer} for question, answer in sums]
         Path(f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     gsm8k_data.main(["train.jsonl", "test.jsonl"])
     return tmp_path / "gsm8k_parts"
@@ -65,7 +65,4 @@ def test_the_recipe_runs_with_another_start_model(files, start_model):
     )
     run = RunRecord.read(Path("run"))
     assert (run.status, run.spent.episodes) == ("finished", 6)
-    last = sorted(Path("run", "samples").glob("update-*.jsonl"))[-1]
-    assert {"exact_match", "last_number"} <= set(
-        json.dumps(json.loads(last.open().readline())).replace('"', " ").split()
-    )
+    assert {"eval/exact_match", "eval/last_number"} <= read_scalars(Path("run", "logs"))[0].keys()

@@ -209,7 +209,7 @@ def test_published_values_are_allowed_in_recipes_only(tmp_path, user_error):
 
 
 def test_settings_of_qwen3_gsm8k_are_those_of_its_source():
-    """train.sh of josancamon19/rl-scaling-laws: 4 epochs of 7,473 // 512 updates, and 512 x 3 completions in one step."""
+    """train.sh of josancamon19/rl-scaling-laws: 4 epochs of 7,473 // 512 updates, 512 x 3 completions in one step."""
     config = parse_cli(["--recipe", "qwen3-gsm8k"], "grpo")
     assert config.run.num_iterations == 4 * (7_473 // 512) == 56
     assert (config.episodes_per_update, config.batch.minibatches, config.batch.ppo_epochs) == (1_536, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -151,11 +153,13 @@ def policy():
     return LlamaForCausalLM(config).double().eval()
 
 
-def sampled(policy, engine: str, stop: tuple[str, ...], slots: int = 0, length: int = 40, **limits) -> Completions:
+def sampled(
+    policy, engine: str, stop: tuple[str, ...], slots: int = 0, length: int = 40, device: torch.device = CPU, **limits
+) -> Completions:
     tokenizer, prompts = smollm2_tokenizer(), [ids_alone(range(3, 5 + n % 4)) for n in range(24)]
     noise, criterion = uniform_noise(1, 2, "rollout", range(24), length), stopping_criterion(tokenizer, stop)
     return sample_completions(policy, prompts, noise, SamplingSettings(length, 1.0, **limits), eos=criterion, pad=0,
-                              device=CPU, engine=engine, slots=slots)  # fmt: skip
+                              device=device, engine=engine, slots=slots)  # fmt: skip
 
 
 STOPS = ("on", "e ", "\n", "is", "?")
@@ -181,6 +185,15 @@ def test_engine_with_several_steps_between_checks(policy, monkeypatch):
     decode, batcher = ContinuousBatcher.decode, "rlhf.rollout.continuous_batching.ContinuousBatcher"
     monkeypatch.setattr(f"{batcher}.decode", lambda self: [decode(self) for _ in range(4)])
     assert sampled(policy, "slots", STOPS, 5, top_k=50).rows() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
+def test_stop_strings_on_a_gpu(policy, engine):
+    """Both use float32, so a token differs only if a random number falls between two rounded probabilities."""
+    small = copy.deepcopy(policy).float()
+    expected = sampled(small, "plain", STOPS).rows()
+    assert sampled(small.to("cuda"), engine, STOPS, 5, device=torch.device("cuda")).rows() == expected
 
 
 def test_stopped_completions_free_their_slots(policy, monkeypatch):

@@ -37,7 +37,7 @@ from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Completions
+from rlhf.rollout.completions import Completions, padded
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
@@ -378,11 +378,8 @@ class ModelEvaluator:
         found, vocabulary = [], policy.get_input_embeddings().num_embeddings
         for at in range(0, len(rows), size):
             part = ids[at : at + size]
-            padded = torch.full((len(part), max(map(len, part))), end.eos, device=self.device)
-            for i, row in enumerate(part):
-                padded[i, : len(row)] = torch.tensor(row)
-            pad = self.tokenizer.pad_token_id
-            batch = Completions.of(rows[at : at + size], padded, eos=end, pad=pad, vocabulary=vocabulary)
+            given, pad = padded(part, end.eos, self.device), self.tokenizer.pad_token_id
+            batch = Completions.of(rows[at : at + size], given, eos=end, pad=pad, vocabulary=vocabulary)
             found += self._kl(policy, self.reference, batch)
             done = len(found)
             screen.progress(f"{model.label}: {done} of {len(rows)} log-ratios for the limit", last=done == len(rows))

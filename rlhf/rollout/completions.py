@@ -137,11 +137,6 @@ class Completions(TokenBatch):
         """The number of tokens in all completions, EOS included."""
         return sum(self.completion_lengths)
 
-    @property
-    def lengths(self) -> Tensor:
-        """Number of completion tokens, EOS included, (B,)."""
-        return self.mask.sum(1)
-
     def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""
         if self.allowed_tokens is None:
@@ -151,7 +146,7 @@ class Completions(TokenBatch):
 
     def rows(self) -> list[list[int]]:
         """Return the ids of each completion, with the token that ends it."""
-        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
+        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.completion_lengths, strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the text of each completion, without EOS and stop string."""

@@ -62,7 +62,7 @@ def test_completion_does_not_depend_on_its_batch(policy, tokenizer):
     together = sample(policy, tokenizer, prompts, [7, 8], sampling)
     for i, episode in enumerate((7, 8)):
         alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
-        length = int(alone.lengths[0])
+        length = alone.completion_lengths[0]
         assert together.completion_ids[i, :length].tolist() == alone.completion_ids[0, :length].tolist()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
-from rlhf.data.chat_template import decode_completion, encode_prompt
-from rlhf.data.examples import examples_of
+from rlhf.data.chat_template import Messages, decode_completion, encode_prompt
+from rlhf.data.examples import examples_of, worked_examples
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.sampling import BadLogits
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
@@ -34,7 +35,8 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     """
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
     config = shared_settings([model], asked.measure)
-    tokenizer = load_tokenizer(model.source)
+    tokenizer = load_tokenizer(model.source, config.data.plain_prompts)
+    shots = worked_examples(config.data.few_shot)
     room = room_for_prompt(model, config)
     generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
     memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
@@ -50,7 +52,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
                 screen.say("(started a new conversation)")
                 continue
             try:
-                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room)
+                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room, shots)
             except UserError as error:
                 screen.say(error.report())
                 continue
@@ -75,21 +77,21 @@ def lines() -> Iterator[str]:
 
 
 def newest_turns(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None, shots: Messages = ()
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit), and these turns. Raises
-    UserError if the last one is too long even alone."""
-    ids = encode_prompt(tokenizer, turns)
+    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit) after the worked examples
+    `shots`, and these turns. Raises UserError if the last one is too long even alone."""
+    ids = encode_prompt(tokenizer, turns, shots)
     if room is None or len(ids) <= room:
         return ids, turns
     if len(turns) == 1:
         raise UserError(f"your line is too long: {len(ids)} tokens, but the context has room for {room}. Shorten it")
     # without a question and its reply: chat templates expect a user message first
-    return newest_turns(tokenizer, turns[2:], room)
+    return newest_turns(tokenizer, turns[2:], room, shots)
 
 
 class StreamingGenerator(TextStreamer):
-    """Samples a reply and prints each word as soon as it is complete."""
+    """Samples a reply and prints each word as soon as it is complete; with stop strings, the whole reply."""
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -98,8 +100,10 @@ class StreamingGenerator(TextStreamer):
         policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         self.model: PreTrainedModel = base_of(policy)  # a LoRA adapter is inside its modules
         # replaces the model's generation_config.json, which training does not use either
-        tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        self.model.generation_config = GenerationConfig(do_sample=True, **asdict(config.sampling), **tokens)
+        self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
+        self.stop, values = self.criterion.stop, asdict(replace(config.sampling, stop=None))
+        tokens = {"eos_token_id": self.criterion.eos_ids, "pad_token_id": tokenizer.pad_token_id}
+        self.model.generation_config = GenerationConfig(do_sample=True, **values, **tokens)
         torch.manual_seed(seed)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -107,11 +111,18 @@ class StreamingGenerator(TextStreamer):
 
     def generate(self, ids: list[int]) -> str:
         prompt = torch.tensor([ids], device=self.device)
+
+        def stopped(sampled: Tensor, *_, **__) -> Tensor:
+            return torch.tensor([self.criterion.found(sampled[0, len(ids) :])], device=self.device)
+
         with autocast(self.device, self.dtype):
             whole = self.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), streamer=self, logits_processor=[require_distribution]
-            )
-        return decode_completion(self.tokenizer, whole[0, len(ids) :])
+                prompt, attention_mask=torch.ones_like(prompt), streamer=None if self.stop else self,
+                logits_processor=[require_distribution], stopping_criteria=[stopped] if self.stop else None,
+            )  # fmt: skip
+        reply = decode_completion(self.tokenizer, whole[0, len(ids) :], self.stop)
+        self.screen.write(f"{reply}\n" if self.stop else "")
+        return reply
 
 
 def require_distribution(ids: Tensor, logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from rlhf.algorithms.table import label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, SweepWord
+from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, StopText, SweepWord
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -133,6 +133,11 @@ class DataSettings:
         "do not apply the start model's chat template: the completion continues the text of the prompt, as with a "
         "base model",
     )
+    few_shot: PathName | None = setting(
+        None,
+        "file with worked examples (prompt, and chosen, completion or answer), which precede each prompt in training "
+        "and evaluations; reward functions receive the prompt without them",
+    )
     max_prompts: int = setting(10_000, "largest number of training prompts", ge=1)
     keep_pass_rate: tuple[float, ...] | None = setting(
         None,
@@ -176,6 +181,19 @@ class SamplingSettings:
         le=1,
     )
 
+    stop: tuple[StopText, ...] | None = setting(
+        None,
+        r"texts that end a completion, in addition to EOS, for a base model: `--stop '\n\n' Question:`; \n is a line "
+        "break. The tokens of the text belong to the completion, but reward functions receive it without the text; "
+        "unset: only EOS",
+        aliases=("stop_strings", "stop_sequences"),
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return tuple(stop.text for stop in self.stop or ())
+
     @property
     def filters(self) -> bool:
         """True if some tokens are never sampled."""
@@ -184,6 +202,7 @@ class SamplingSettings:
     def __str__(self) -> str:
         limits = [f"top-k {self.top_k}"] if self.top_k else []
         limits += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        limits += [f"stop {' '.join(map(repr, self.stops))}"] if self.stop else []
         return ", ".join([f"at most {self.max_new_tokens} tokens", f"temperature {self.temperature:g}", *limits])
 
 

@@ -122,6 +122,28 @@ class Renaming(str):
     expects = "NEW=OLD, such as prompt=question"
 
 
+UNESCAPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+
+
+class StopText(str):
+    """A text that ends a completion, on one line: a line break in it is a backslash and an n."""
+
+    at_commas = False  # the text may contain commas
+
+    @classmethod
+    def parse(cls, text: str) -> StopText:
+        if not str(text):
+            raise ValueError(text)
+        return cls(str(text).replace("\n", r"\n").replace("\t", r"\t"))
+
+    @property
+    def text(self) -> str:
+        """The text with its line breaks and tabs. Two backslashes are one."""
+        return re.sub(r"\\[nt\\]", lambda found: UNESCAPED[found[0]], self)
+
+    expects = r"a text that is not empty, such as '\n\nQuestion:'"
+
+
 class ArmName(str):
     """An arm of a comparison: NAME=MODEL, the baseline `start`, or the baseline `best-of-N`."""
 

@@ -15,7 +15,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import GivenPrompt
+from rlhf.data.examples import GivenPrompt, worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
@@ -156,8 +156,8 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
         raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
     own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
     same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
-    some = prompts.train[:PROMPTS_TO_COMPARE]
-    if not same or any(encode_prompt(tokenizer, p.example.messages) != list(p.ids) for p in some):
+    some, shots = prompts.train[:PROMPTS_TO_COMPARE], worked_examples(config.data.few_shot)
+    if not same or any(encode_prompt(tokenizer, p.example.messages, shots) != list(p.ids) for p in some):
         raise UserError(
             f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
             "model that was trained from the start model's family, or --critic separate"

@@ -175,12 +175,14 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
 def optimizer_line(config: Config, updates: int) -> str:
     """Return learning rate and schedule, and how completions are sampled."""
     o, sampling = config.optimizer, config.sampling
+    stop = f", stop {' '.join(map(repr, sampling.stops))}" if sampling.stop else ""
     warmup = o.warmup_updates(updates)
     rises = f" after a warm-up of {counted(warmup, 'update')}" if warmup else ""
     top_k = f", top-k {sampling.top_k}" if sampling.top_k else ""
     return (
         f"{o.optim}, learning rate {o.learning_rate:g}, {o.lr_schedule} schedule{rises}; sampling: temperature "
-        f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} tokens"
+        f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} "
+        f"tokens{stop}"
     )
 
 

@@ -128,6 +128,25 @@ def test_base_model_without_chat_template_has_no_history(tmp_path, talk):
     assert "memory    none: the model has no chat template" in output
 
 
+def test_reply_ends_before_a_stop_string(tmp_path, talk):
+    """Of 40 random tokens, some contain one of these letters. The console has the text before the first one."""
+    base = make_base_model(tmp_path / "base")
+    whole, short = (
+        talk(base, "the cat\n", "--max-new-tokens", 40, *flags)[0].split("input\n")[1]
+        for flags in ((), ("--stop", *"aeiou"))
+    )
+    assert set("aeiou") & set(whole)
+    assert short.rstrip("\n") == re.split("[aeiou]", whole)[0].rstrip("\n")
+
+
+def test_worked_examples_precede_each_line_of_a_base_model(tmp_path):
+    base, shots = make_base_model(tmp_path / "base"), [user("1 + 1 ="), {"role": "assistant", "content": "2"}]
+    tokenizer = load_tokenizer(str(base))
+    ids, turns = newest_turns(tokenizer, [user("2 + 2 =")], None, shots)
+    assert tokenizer.decode(ids) == "1 + 1 = 2\n\n2 + 2 ="
+    assert turns == [user("2 + 2 =")]
+
+
 def test_oldest_messages_are_dropped_when_the_context_is_full(start_model, talk):
     """The context has 512 tokens, a reply has 5, and each line has about 100."""
     tokenizer, long = load_tokenizer(str(start_model)), "is the river "

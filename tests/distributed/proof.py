@@ -31,6 +31,7 @@ CASES: dict[str, list] = {
     "ppo-entropy": [*PPO, "--entropy-coef", 0.01],
     "ppo-whiten-normalize": [*PPO, "--whiten-rewards", "--normalize-scores"],
     "ppo-top-p": [*PPO, "--top-p", 0.9, "--top-k", 20],
+    "ppo-stop": [*PPO, "--stop", "e", "at", "\n"],
     "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
     "ppo-warmup": [*PPO, "--critic-warmup", 1],
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],

@@ -106,6 +106,17 @@ def test_resume_restores_a_separate_critic(words, tmp_path):
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
+def test_resume_with_stop_strings_and_worked_examples(words, tmp_path):
+    """The text of --stop is given with a line break; run.json has it on one line."""
+    (tmp_path / "shots.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n', encoding="utf-8")
+    more = ["--stop", "e", "\n", "--few-shot", tmp_path / "shots.jsonl", "--prompt-length", 200]
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", more=more)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+    assert RunRecord.read(output).flat_settings["stop"] == ["e", r"\n"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, algorithm):

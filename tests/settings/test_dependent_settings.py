@@ -27,9 +27,9 @@ ACT_ALWAYS = {
         *("actor_model", "rm_model", "use_lora", "bf16", "gradient_checkpointing"),
         "allow_weak_reward_model",  # a permission: without a reward model it is not used, and nobody misses it
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
-        *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text"),
+        *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
         *("dataset_config", "dataset_split"),  # refused for a file, when the data is read
-        *("max_new_tokens", "temperature", "top_k", "top_p"),
+        *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
         *("batch_size", "ppo_epochs", "minibatches", "micro_batch_size", "gradient_accumulation_steps"),
         *("clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
         *("rollout_engine", "packed", "fused_head", "fit"),

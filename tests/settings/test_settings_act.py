@@ -76,6 +76,7 @@ BY_RUN = {
     "temperature": (["--temperature", "0.9"], []),
     "top_k": (["--top-k", "5"], []),
     "top_p": (["--top-p", "0.5"], []),
+    "stop": (["--stop", "e", "\n"], []),
     "batch_size": (["--batch-size", "6"], []),
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
@@ -291,6 +292,16 @@ def outcomes_plain_prompts(configured, tmp_path):
     return first("--plain-prompts"), first()
 
 
+def outcomes_few_shot(configured, tmp_path):
+    (tmp_path / "shots.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
+
+    def first(*flags):
+        parts = load_components(configured(*flags), CPU, Screen())
+        return [part[0].ids for part in (parts.prompts.train, parts.prompts.evaluation)]
+
+    return first("--few-shot", tmp_path / "shots.jsonl"), first()
+
+
 def outcomes_epochs(configured, tmp_path):
     def updates(epochs):
         return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
@@ -351,6 +362,7 @@ OUTCOMES = {
         outcomes_prompts,
         outcomes_eval_dataset,
         outcomes_plain_prompts,
+        outcomes_few_shot,
         outcomes_reward_timeout,
         outcomes_epochs,
         outcomes_overwrite,
@@ -521,6 +533,7 @@ REWARD_SETTINGS = {
     "temperature": ["--temperature", "0.1"],
     "top_k": ["--top-k", "2"],
     "top_p": ["--top-p", "0.2"],
+    "stop": ["--stop", "e"],
 }
 
 
@@ -613,6 +626,7 @@ EVALUATION_SETTINGS = {
     "temperature": ["--temperature", "2"],
     "top_k": ["--top-k", "3"],
     "top_p": ["--top-p", "0.2"],
+    "stop": ["--stop", "e"],
     "reward_func": ["--reward-func", "length_penalty"],
     "reward_weights": ["--reward-weights", "3"],
 }

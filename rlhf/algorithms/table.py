@@ -56,8 +56,8 @@ class Algorithm:
         """Returns the errors in the settings that concern this algorithm only, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return [
-                f"K is {config.batch.K or 'unset'}: --K. Set it to at least 2: the completions of a prompt are compared "
-                "with each other"
+                f"K is {config.batch.K or 'unset'}: --K. Set it to at least 2: the completions of a prompt are "
+                "compared with each other"
             ]
         return []
 

@@ -196,7 +196,8 @@ def _evaluation(config: Config) -> list[str]:
         problems.append(f"best_rule is {config.run.best_rule!r}: --best-rule. Give one of {', '.join(rules)}")
     if config.run.eval_temperature == 0 and config.run.eval_samples > 1:
         problems.append(
-            "greedy completions of one prompt are all equal: --eval-samples with --eval-temperature 0. Remove one of them"
+            "greedy completions of one prompt are all equal: --eval-samples with --eval-temperature 0. Remove one of "
+            "them"
         )
     return problems
 

@@ -106,6 +106,14 @@ def test_resume_restores_a_separate_critic(words, tmp_path):
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
+def test_resume_of_ppo_with_shared_prompts_and_greedy_evaluations(words, tmp_path):
+    more = ["--batch-size", 2, "--K", 2, "--eval-temperature", 0]
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", update=4, more=more)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, algorithm):

@@ -137,6 +137,16 @@ def test_scan_keeps_no_few_percent_of_the_prompts(configured, share, ended, avai
     assert scan.examples == [("text 0", rows[0].raw[0])] + [("text 0", row.raw[0]) for row in rows[1:3]]
 
 
+def test_scan_of_ppo_recommends_no_group_size(configured):
+    """The critic is the baseline: groups with equal scores still teach."""
+    rows = [sampled(HALF if i < 30 else NEVER, True) for i in range(100)]
+    names = []
+    for algorithm in ("ppo", "grpo"):
+        scan = results_of(configured("--K", 2, "--batch-size", 8, algorithm=algorithm), rows, 1000, 8)
+        names.append(("equal_groups" in [finding.name for finding in scan.findings], scan.recommendation.K))
+    assert names == [(False, None), (True, 4)]
+
+
 def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys, snapshot):
     for script, grouped in ((train_ppo, False), (train_rloo, True)):
         script.main(flags("--scan", "--scan-prompts", 6, "--scan-samples", 9))

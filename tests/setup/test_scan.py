@@ -91,7 +91,7 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
     assert changes(again, config) == {("sampling", "max_new_tokens")}
     assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
-    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
+    allowed = {("batch", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
     assert changes(command, config) <= allowed, "no filter: the pass rates are those of cut-off completions"
     assert command.episodes_per_update == config.episodes_per_update
     assert list(tmp_path.glob("run*")) == []

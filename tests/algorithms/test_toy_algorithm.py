@@ -158,7 +158,7 @@ def test_toy_algorithm_trains_from_python(toy, start_model, tmp_path):
 
 def test_script_rejects_flags_of_other_algorithms(toy, run_flags, user_error):
 
-    with user_error("--K", "train_grpo.py", "train_rloo.py"):
-        train_command("toy", run_flags("--K", 4))
+    with user_error("--dynamic-sampling", "train_grpo.py", "train_rloo.py"):
+        train_command("toy", run_flags("--dynamic-sampling", 4))
     with user_error("--gamma", "train_ppo.py"):
         train_command("toy", run_flags("--gamma", 0.9))

@@ -27,7 +27,8 @@ RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("merge_lora", "export_from", "push_to_hub", "replay", "check_reward", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
-OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned
+# settings that change what is measured, not what is learned
+OF_EVALUATIONS = ("eval_func", "eval_samples", "eval_temperature")
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from rlhf.algorithms.table import label_of
+from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
@@ -212,10 +212,18 @@ class BatchSettings:
 
     batch_size: int = setting(
         4,
-        "prompts per update; GRPO and RLOO sample K completions for each",
+        "prompts per update; K completions are sampled for each",
         ge=1,
         aliases=("per_device_train_batch_size",),
         brief="prompts per update",
+    )
+    K: int | None = setting(
+        None,
+        "completions per prompt. GRPO and RLOO compare their scores and need at least 2 (default: 8); unset in other "
+        "algorithms: 1",
+        ge=1,
+        aliases=("num_generations", "group_size"),
+        brief="completions per prompt",
     )
     ppo_epochs: int = setting(
         4, "passes over each rollout; every algorithm uses it", ge=1, aliases=("num_ppo_epochs",)
@@ -364,11 +372,8 @@ class PPOSettings:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Groups of completions (GRPO, RLOO)"""
+    """Groups of completions whose scores are compared (GRPO, RLOO)"""
 
-    K: int | None = setting(
-        None, "completions per prompt: a group, whose scores are compared with each other", ge=2,
-        aliases=("num_generations", "group_size"), brief="completions per prompt")  # fmt: skip
     dynamic_sampling: int = setting(
         0,
         "groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, at "
@@ -637,6 +642,12 @@ class RunSettings:
         ge=1,
         aliases=("num_generations_eval",),
     )
+    eval_temperature: float | None = setting(
+        None,
+        "sampling temperature of the evaluations during training; 0: greedy decoding, the most likely token. "
+        "Log-probabilities are still computed at --temperature; unset: that of --temperature",
+        ge=0,
+    )
     best_rule: str = setting(
         "score",
         "how the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if "
@@ -816,7 +827,20 @@ class Config(Command):
     @property
     def group_size(self) -> int:
         """Completions per prompt."""
-        return self.group.K or 1
+        return self.batch.K or 1
+
+    @property
+    def eval_sampling(self) -> SamplingSettings:
+        """How evaluations during training sample. Greedy decoding is top-k 1."""
+        temperature = self.run.eval_temperature
+        if temperature is None:
+            return self.sampling
+        return replace(self.sampling, **({"temperature": temperature} if temperature else {"top_k": 1}))
+
+    @property
+    def compared(self) -> int:
+        """Completions of a prompt whose scores the algorithm compares; 1 if it compares none."""
+        return self.group_size if ALGORITHMS[self.algorithm].group_size > 1 else 1
 
     @property
     def episodes_per_update(self) -> int:

@@ -69,7 +69,7 @@ def _clip(config: Config) -> list[str]:
             f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio: --delta. "
             f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it"
         )
-    if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.group_size == 1:
+    if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.compared == 1:
         problems.append(
             "the penalty is for completions that are left out of the loss: --missing-eos-penalty with "
             "--mask-truncated-completions. Remove one of them"
@@ -194,6 +194,11 @@ def _evaluation(config: Config) -> list[str]:
     problems, rules = name_problems(names, "--eval-func"), (*BEST_RULES, *names)
     if config.run.best_rule not in rules:
         problems.append(f"best_rule is {config.run.best_rule!r}: --best-rule. Give one of {', '.join(rules)}")
+    if config.run.eval_temperature == 0 and config.run.eval_samples > 1:
+        problems.append(
+            "greedy completions of one prompt are all equal: --eval-samples with --eval-temperature 0. Remove one of "
+            "them"
+        )
     return problems
 
 

@@ -134,9 +134,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
 
 
 def evaluation_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
-    """Return the plan's row of evaluation functions and completions per evaluation prompt; no row for the defaults."""
-    count = config.run.eval_samples
-    parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else ""]
+    """Return the plan's row of evaluation functions and of how evaluations sample; no row for the defaults."""
+    count, temperature = config.run.eval_samples, config.run.eval_temperature
+    sampled = "" if temperature is None else f"temperature {temperature:g}" if temperature else "greedy completions"
+    parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else "", sampled]
     return [("evaluation", "; ".join(filter(None, parts)))] if any(parts) else []
 
 

@@ -97,14 +97,14 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
 
 def results_of(config: Config, sampled: Sequence[Sampled], available: int, samples: int) -> Scan:
     """Return the results of a scan. `available`: number of training prompts; `samples`: completions per prompt."""
-    size = config.group_size if config.group_size > 1 else FEWEST
+    size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
     if not complete:
         raise RunError(
             f"no prompt has {size} completions with a score: --scan. Use prompts to which a reward function applies, "
             "or another function"
         )
-    group = config.group_size if config.group_size > 1 else min(len(one.shaped) for one in complete)
+    group = config.compared if config.compared > 1 else min(len(one.shaped) for one in complete)
     topics: dict[str, list[Sampled]] = {}
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
@@ -116,9 +116,9 @@ def results_of(config: Config, sampled: Sequence[Sampled], available: int, sampl
     limits = config.data.keep_pass_rate or IN_REACH
     # pass rates of unfinished completions select the wrong prompts
     rates = raw if in_unit_range(raw) and "cut_off" not in names else None
-    found = recommend(scores, rates, config.group_size, config.batch.batch_size, available, limits)
+    found = recommend(scores, rates, config.compared, config.batch.batch_size, available, limits)
     return Scan(
-        overall, parts, config.group_size, samples, is_binary(scores), None if "nothing" in names else found, findings,
+        overall, parts, config.compared, samples, is_binary(scores), None if "nothing" in names else found, findings,
         [(one.texts[0], one.raw[0]) for one in complete[:EXAMPLES]],
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> Sa
         of=counted(len(rows), "prompt"),
         where="--scan",
         truncated=overall.truncated,
-        equal_groups=figures.no_difference if config.group_size > 1 else None,
+        equal_groups=figures.no_difference if config.compared > 1 else None,
         scores=[score for one in rows for score in one.shaped],
         functions=values,
         signal=figures.signal,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
@@ -47,34 +48,52 @@ class RolloutCollector:
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
             self.vllm = VLLMEngine(*parts)
 
-    def collect(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout") -> Rollout:
+    def collect(
+        self,
+        episodes: Sequence[tuple[int, Prompt]],
+        update: int,
+        purpose: str = "rollout",
+        sampling: SamplingSettings | None = None,
+    ) -> Rollout:
         """Sample one completion per episode, and compute log-probs, reference log-probs and values.
 
         Args:
             episodes: (number of the episode in the run, prompt) of each completion.
             update: number of the update, from 1; 0 for evaluations.
             purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
+            sampling: other settings than those of training. Log-probs are computed at training's temperature.
         """
         prompts = [prompt for _, prompt in episodes]
         self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
-        completions = self.sample(episodes, update, purpose)
+        completions = self.sample(episodes, update, purpose, sampling)
+        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
+            completions = replace(completions, allowed_tokens=None)
         release_gpu_cache()  # of sampling
         texts = completions.texts(self.tokenizer)
         return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, purpose == "rollout"))
 
-    def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
+    def sample(
+        self,
+        episodes: Sequence[tuple[int, Prompt]],
+        update: int,
+        purpose: str,
+        sampling: SamplingSettings | None = None,
+    ) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
         prompts = [prompt for _, prompt in episodes]
         shares = by_group([prompt.ids for prompt in prompts])
-        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose))
+        how = sampling or self.sampling
+        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose, how))
         pad, length = self.tokenizer.pad_token_id, self.sampling.max_new_tokens
         return exchange_completions(own, rows, prompts, self.criterion, pad, length, self.device)
 
-    def _sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
+    def _sample(
+        self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str, sampling: SamplingSettings
+    ) -> Completions:
         """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
         evaluations need the same random numbers every time."""
-        prompts, length = [prompt for _, prompt in episodes], self.sampling.max_new_tokens
+        prompts, length = [prompt for _, prompt in episodes], sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         pad, device = self.tokenizer.pad_token_id, self.device
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
@@ -85,7 +104,7 @@ class RolloutCollector:
                 return self.vllm.sample(prompts, pad, device)
             speed = self.config.speed
             return sample_completions(
-                self.host.actor.policy, prompts, uniform, self.sampling, eos=self.criterion, pad=pad, device=device,
+                self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
                 engine=speed.own_engine, slots=speed.rollout_slots,
             )  # fmt: skip
 

@@ -237,7 +237,8 @@ class PolicyEvaluator:
         self.fix_text()
         batches = self._batches(prompts, self.config.run.eval_samples)
         # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
-        rollouts = [self.collector.collect(rows, 0, "evaluate") for rows in batches]
+        how = None if self.config.run.eval_temperature is None else self.config.eval_sampling
+        rollouts = [self.collector.collect(rows, 0, "evaluate", how) for rows in batches]
         with self.collector.passes.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)
 

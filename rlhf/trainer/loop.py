@@ -279,7 +279,7 @@ class OnPolicyLoop:
         sampler, kl, tokens = self.dynamic_sampler, self.config.kl, experience.completions.tokens
         episodes, tag = self.config.episodes_per_update, self.topic_tags.get(self.sampler.topic_of(update))
         return {
-            **rollout_metrics(experience, scores, self.config.group_size, tag),
+            **rollout_metrics(experience, scores, self.config.compared, tag),
             **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),
             **sampler.metrics(update),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,

@@ -33,6 +33,7 @@ CASES: dict[str, list] = {
     "ppo-top-p": [*PPO, "--top-p", 0.9, "--top-k", 20],
     "ppo-stop": [*PPO, "--stop", "e", "at", "\n"],
     "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
+    "ppo-shared-prompts": [*PPO, "--batch-size", 2, "--K", 3],
     "ppo-warmup": [*PPO, "--critic-warmup", 1],
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
     "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],

@@ -117,6 +117,14 @@ def test_resume_with_stop_strings_and_worked_examples(words, tmp_path):
     assert RunRecord.read(output).flat_settings["stop"] == ["e", r"\n"]
 
 
+def test_resume_of_ppo_with_shared_prompts_and_greedy_evaluations(words, tmp_path):
+    more = ["--batch-size", 2, "--K", 2, "--eval-temperature", 0]
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", update=4, more=more)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, algorithm):

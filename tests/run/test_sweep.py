@@ -90,7 +90,7 @@ def test_one_combination_is_counted_in_the_singular(capsys):
 
 
 def test_a_setting_of_one_algorithm():
-    assert [point.config.group.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
+    assert [point.config.batch.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ BY_RUN = {
     "top_p": (["--top-p", "0.5"], []),
     "stop": (["--stop", "e", "\n"], []),
     "batch_size": (["--batch-size", "6"], []),
+    "K": (["--K", "4"], []),
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
     "clip_range": (["--clip-range", "0.01"], []),
@@ -122,11 +123,11 @@ BY_RUN = {
     "episodes": (["--episodes", "8"], []),
     "eval_every": (["--eval-every", "1"], []),
     "eval_samples": (["--eval-samples", "2"], []),
+    "eval_temperature": (["--eval-temperature", "0"], []),
 }
 
 # the same for settings that only GRPO reads
 BY_GRPO_RUN = {
-    "K": (["--K", "4"], []),
     "dynamic_sampling": (["--dynamic-sampling", "2"], ["--rm-model", "none", "--reward-func", "keyword_bonus"]),
     "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
     "loss_type": (["--loss-type", "dr_grpo"], []),

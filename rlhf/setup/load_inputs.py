@@ -29,6 +29,7 @@ from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
+from rlhf.setup.run_critic import check_critic_of_run
 from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen, counted
 from rlhf.utils.errors import UserError, raise_if
@@ -112,6 +113,8 @@ def load_inputs(
         check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
     if config.critic_from_reward_model:
         check_critic(config, sources.folder, start, sets)
+    if config.critic.run is not None:
+        check_critic_of_run(config, start.folder)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
     return RunInputs(start, sets, sources, watched)

@@ -33,6 +33,7 @@ CASES: dict[str, list] = {
     "ppo-top-p": [*PPO, "--top-p", 0.9, "--top-k", 20],
     "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
     "ppo-warmup": [*PPO, "--critic-warmup", 1],
+    "ppo-critic-rate": [*PPO, "--critic-learning-rate", "1e-3", "--critic-lam", 1, "--adam-beta2", 0.95],
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
     "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],

@@ -33,7 +33,7 @@ class PPO(PolicyGradient):
             rewards, rollout.values, mask, critic.gamma, critic.lam
         )
         if critic.critic_lam is not None:
-            # detail 24: decoupled GAE (VC-PPO, arXiv 2503.01491). The targets have their own lambda.
+            # decoupled GAE (VC-PPO, arXiv 2503.01491): the targets have their own lambda
             _, returns = objectives.generalized_advantage_estimate(
                 rewards, rollout.values, mask, critic.gamma, critic.critic_lam
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
         raise _of_another_model(folder, error) from None
 
 
-def _of_another_model(folder: Path, error: RuntimeError) -> UserError:
+def _of_another_model(folder: Path, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
     return UserError(
         f"the weights belong to another model: {folder} ({reason:.120}). Give a folder that this model's run saved"
@@ -92,7 +93,7 @@ def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -
             if saved.keys() != trained.keys():
                 raise RuntimeError(f"{len(saved)} critic weights, not {len(trained)}")
             critic.load_state_dict(saved, strict=False)
-    except RuntimeError as error:
+    except (RuntimeError, SafetensorError) as error:
         raise _of_another_model(folder, error) from None
 
 

@@ -317,8 +317,8 @@ class CriticSettings:
         CriticName("shared"),
         "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
         "doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts "
-        "from the reward model (--rm-model), which must have the start model's tokenizer; the folder of a PPO run: "
-        "the critic of that run, shared or separate as it was there",
+        "from the reward model (--rm-model), which must have the start model's tokenizer; or the folder of a run: its "
+        "critic, shared or separate as it was there",
     )
     critic_learning_rate: float | None = setting(
         None,

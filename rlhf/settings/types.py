@@ -113,7 +113,7 @@ class CriticName(PathName):
             raise ValueError(text)
         return name
 
-    expects = f"{', '.join(KINDS)}, or the folder of a PPO run, such as ./ppo_training_output"
+    expects = f"{', '.join(KINDS)}, or the folder of a run with a critic, such as ./my_run"
 
 
 class Renaming(str):

@@ -14,18 +14,18 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.paths import resolve_path
 
 
-def check_critic_of_run(config: Config, start: str) -> None:
-    """Raise UserError if the critic in the folder of --critic does not fit the start model, a folder or hub name.
+def check_critic_of_run(config: Config, run: str, start: str) -> None:
+    """Raise UserError if the critic in the folder `run` does not fit the start model, a folder or hub name.
 
     A value head alone needs the hidden states that it was trained on: those of its run's policy. A separate critic
     with all weights needs the same architecture: `load_critic` compares names and shapes. One with adapters also needs
     their base model.
     """
-    folder, place = Path(config.critic.run), f"--critic {config.critic.run}, --actor-model {config.model.actor_model}"
+    folder, place = Path(run), f"--critic {run}, --actor-model {config.model.actor_model}"
     if not (folder / VALUE_HEAD_FILE).is_file():
         raise UserError(
-            f"no critic in this folder (no {VALUE_HEAD_FILE}): --critic {folder}. Give the folder of a finished PPO "
-            "run, its best/ or one of its checkpoints"
+            f"no critic in this folder (no {VALUE_HEAD_FILE}): --critic {folder}. Give the folder of a finished run "
+            "with a critic, its best/ or one of its checkpoints"
         )
     if config.separate_critic:
         _check_backbone(config.model.use_lora, folder / CRITIC_FILE, start, place)

@@ -139,6 +139,10 @@ def test_missing_weights_and_incomplete_files_are_refused(build, trained, user_e
     file.write_bytes(file.read_bytes()[:100])
     with user_error("critic.safetensors"):
         build("--critic", folder)
+    file.unlink()
+    (folder / "value_head.safetensors").write_bytes(b"short")
+    with user_error("another model", str(folder)):
+        build("--critic", folder, "--actor-model", folder)
 
 
 def test_values_that_are_neither_a_kind_nor_a_folder_are_refused(user_error):

@@ -22,7 +22,7 @@ def copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def largest_step(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> float:
-    return max(float((weight - before[name]).abs().max()) for name, weight in module.named_parameters())
+    return max(float((weight.detach() - before[name]).abs().max()) for name, weight in module.named_parameters())
 
 
 @pytest.fixture

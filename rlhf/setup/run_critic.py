@@ -23,10 +23,7 @@ def check_critic_of_run(config: Config, run: str, start: str) -> None:
     """
     folder, place = Path(run), f"--critic {run}, --actor-model {config.model.actor_model}"
     if not (folder / VALUE_HEAD_FILE).is_file():
-        raise UserError(
-            f"no critic in this folder (no {VALUE_HEAD_FILE}): --critic {folder}. Give the folder of a finished run "
-            "with a critic, its best/ or one of its checkpoints"
-        )
+        raise UserError(f"no {VALUE_HEAD_FILE} in this folder: --critic {run}. Give the folder of a run with a critic")
     if config.separate_critic:
         _check_backbone(config.model.use_lora, folder / CRITIC_FILE, start, place)
     elif not same_weights(folder, start):

@@ -74,11 +74,8 @@ def separate_overrides(optimizer: Optimizer, optim: str) -> None:
 
 
 def separate_critic_groups(optimizer: Optimizer, actor: ActorCritic, rate: float | None) -> None:
-    """Move the critic's weights to parameter groups of their own, with learning rate `rate` (None: the policy's).
-
-    verl and OpenRLHF have two optimizers. Adam computes each weight's step alone, so groups of one optimizer do the
-    same; only the gradients are clipped together.
-    """
+    """Move the critic's weights to parameter groups of their own, with learning rate `rate` (None: the policy's). The
+    steps are those of two Adam optimizers, as in verl and OpenRLHF, but the gradients are clipped together."""
     own = {id(weight) for name, weight in actor.named_parameters() if not name.startswith("policy.")}
     for group in list(optimizer.param_groups):
         moved = [weight for weight in group["params"] if id(weight) in own]

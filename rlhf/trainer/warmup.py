@@ -33,8 +33,7 @@ class CriticWarmup:
         return update <= self.most and last > before
 
     def means(self) -> tuple[float, float]:
-        """Return the mean EV of the last P updates, and of the P updates before them; 0 and -inf if there are fewer
-        than 2 P."""
+        """Return the mean EV of the last P updates and of the P before them; 0 and -inf if there are fewer."""
         count, explained = self.patience, self.progress.explained
         if count is None or len(explained) < 2 * count:
             return 0.0, float("-inf")

@@ -177,8 +177,9 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in read_object(index).get("weight_map", {}).values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    else:  # a run folder also has the critic's files
+        whole = folder / WEIGHTS_FILE
+        files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     hint = "Give a complete model folder with safetensors weights"
     if not files:
         raise UserError(f"cannot be loaded: {folder} (no safetensors file). {hint}")

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, StopText, SweepWord
+from rlhf.settings.types import (
+    FROM_TRL,
+    CriticName,
+    HubName,
+    KLTarget,
+    MemorySize,
+    PathName,
+    Renaming,
+    Split,
+    StopText,
+    SweepWord,
+)
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
+CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
@@ -328,12 +341,18 @@ FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim"
 class CriticSettings:
     """Critic and generalized advantage estimation, GAE (Schulman et al. 2016, arXiv 1506.02438)"""
 
-    critic: str = setting(
-        "shared",
+    critic: CriticName = setting(
+        CriticName("shared"),
         "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
         "doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts "
-        "from the reward model (--rm-model), which must have the start model's tokenizer",
-        choices=("shared", "separate", "reward-model"),
+        "from the reward model (--rm-model), which must have the start model's tokenizer; or the folder of a run: its "
+        "critic, shared or separate as it was there",
+    )
+    critic_learning_rate: float | None = setting(
+        None,
+        "learning rate of the critic: of the value head and, if the critic is a second network, of its weights; same "
+        "schedule as --learning-rate; unset: --learning-rate",
+        gt=0,
     )
     value_coef: float = setting(0.1, "weight of the value loss (0.5 x mean squared error)", ge=0, aliases=("vf_coef",))
     value_clip_range: float = setting(
@@ -344,12 +363,31 @@ class CriticSettings:
     )
     gamma: float = setting(1.0, "discount per token", ge=0, le=1, aliases=("gae_gamma",))
     lam: float = setting(0.95, "GAE lambda", ge=0, le=1, aliases=("gae_lambda",))
+    critic_lam: float | None = setting(
+        None,
+        "GAE lambda of the critic's targets, if it differs from that of the advantages (decoupled GAE, VC-PPO, arXiv "
+        "2503.01491: 1, so that the targets are the rewards to go); unset: --lam",
+        ge=0,
+        le=1,
+    )
     critic_warmup: int = setting(
         0,
         "updates at the start of the run in which only the critic is trained: the policy and beta do not change",
         ge=0,
         aliases=("value_warmup", "freezing_actor_steps"),
     )
+    critic_warmup_patience: int | None = setting(
+        None,
+        "end --critic-warmup early: as soon as the mean explained variance of this number of updates is not above "
+        "that of as many updates before them; unset: --critic-warmup has its full length",
+        ge=1,
+        needs="critic_warmup",
+    )
+
+    @property
+    def run(self) -> str | None:
+        """The folder of the run whose critic is loaded; None: the critic is a new one."""
+        return None if self.critic in CriticName.KINDS else self.critic
 
 
 @dataclass(frozen=True)
@@ -581,6 +619,8 @@ class OptimizerSettings:
         "(Dettmers et al. 2022, arXiv 2110.02861), about 2 bytes per weight; embeddings and small tensors keep 8",
         choices=("adamw", "adamw_8bit"),
     )
+    adam_beta1: float = setting(0.9, "beta1 of AdamW: decay of the mean of the gradients", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "beta2 of AdamW: decay of the mean of the squared gradients", ge=0, lt=1)
     max_grad_norm: float = setting(1.0, "gradient clipping: largest norm of the gradient", gt=0)
 
     def warmup_updates(self, updates: int) -> int:
@@ -817,7 +857,8 @@ class Config(Command):
     @property
     def separate_critic(self) -> bool:
         """True if the critic is a second network."""
-        return self.critic.critic != "shared"
+        run = self.critic.run
+        return self.critic.critic != "shared" if run is None else (Path(run) / CRITIC_FILE).is_file()
 
     @property
     def critic_from_reward_model(self) -> bool:

@@ -105,6 +105,12 @@ def _warmup(config: Config) -> list[str]:
             f"warmup_steps {steps:g} is not a number of updates: --warmup-steps. Give a whole number, or a share of "
             "the run below 1"
         ]
+    patience, longest = config.critic.critic_warmup_patience, config.critic.critic_warmup
+    if patience is not None and 2 * patience >= longest:
+        return [
+            f"a patience of {patience} needs {2 * patience} updates, so a warm-up of {longest} could not end early: "
+            "--critic-warmup-patience, --critic-warmup. Lower the first one or raise the second one"
+        ]
     rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
     if rising and rising >= updates:
         return [

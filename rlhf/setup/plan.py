@@ -77,6 +77,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     if ALGORITHMS[config.algorithm].has_critic:
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
+        own += f", from the run {config.critic.run}" if config.critic.run is not None else ""
         rows.insert(3, ("critic", own))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
@@ -180,8 +181,9 @@ def optimizer_line(config: Config, updates: int) -> str:
     warmup = o.warmup_updates(updates)
     rises = f" after a warm-up of {counted(warmup, 'update')}" if warmup else ""
     top_k = f", top-k {sampling.top_k}" if sampling.top_k else ""
+    own = f" (critic {critic:g})" if (critic := config.critic.critic_learning_rate) is not None else ""
     return (
-        f"{o.optim}, learning rate {o.learning_rate:g}, {o.lr_schedule} schedule{rises}; sampling: temperature "
+        f"{o.optim}, learning rate {o.learning_rate:g}{own}, {o.lr_schedule} schedule{rises}; sampling: temperature "
         f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} "
         f"tokens{stop}"
     )

@@ -35,6 +35,7 @@ CASES: dict[str, list] = {
     "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
     "ppo-shared-prompts": [*PPO, "--batch-size", 2, "--K", 3],
     "ppo-warmup": [*PPO, "--critic-warmup", 1],
+    "ppo-critic-rate": [*PPO, "--critic-learning-rate", "1e-3", "--critic-lam", 1, "--adam-beta2", 0.95],
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
     "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],

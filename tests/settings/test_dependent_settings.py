@@ -34,6 +34,7 @@ ACT_ALWAYS = {
         *("clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
         *("rollout_engine", "packed", "fused_head", "fit"),
         *("critic", "value_coef", "value_clip_range", "gamma", "lam", "critic_warmup"),
+        *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
         *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),
         *("reward_func", "eval_func", "reward_weights", "missing_eos_penalty", "normalize_scores", "control"),
         "kl_placement",
@@ -70,6 +71,7 @@ VALUES = {  # of settings whose type does not give one
     "kl_target": "3/sequence", "kl_boundaries": "0.3 0.6", "push_to_hub": "ada/model", "sweep": "gamma=0.9,1",
     "reward_func": "length_penalty", "keep_pass_rate": "0.2 0.8", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",
+    "critic": "separate", "critic_warmup": "9", "critic_lam": "1", "adam_beta1": "0.5", "adam_beta2": "0.5",
     "calibration_prompt_length": "9", "rollout_engine": "slots",
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from plot_training_progress import main
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import line_style_of
+from rlhf.reports.plot_style import line_styles_of
 from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def points(axes, label: str) -> list[tuple[float, float]]:
 
 
 def colour_of(algorithm: str) -> str:
-    return line_style_of(algorithm).colour
+    return line_styles_of([algorithm])[algorithm].colour
 
 
 def legend(figure) -> list[str]:

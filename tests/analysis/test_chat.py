@@ -72,7 +72,7 @@ def test_chat_in_a_separate_process(runs):
     assert done.returncode == 0 and done.stderr == ""
     output = [line for line in done.stdout.splitlines() if not line.startswith("loading the libraries: ")]
     assert output[0].startswith("evaluation: checking the models")
-    assert output[1].endswith("(final, after update 2)") and output[2].startswith("  base ")
+    assert output[1].endswith("(final, after update 2)") and output[2].startswith("  sampling ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout), (
         "random weights generate control characters, which must be escaped"

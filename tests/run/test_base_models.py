@@ -50,7 +50,8 @@ def flags(folder: Path, *more: object) -> list[str]:
     return [str(word) for word in words]
 
 
-def test_base_model_from_start_to_end(inputs, capsys):
+def test_base_model_from_start_to_end(inputs, capsys, monkeypatch):
+    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)  # the function records all its calls
     train_grpo.main(flags(inputs, "--K", 4, "--use-lora"))
     run, tokenizer = inputs / "run", load_tokenizer(str(inputs / "base"))
     output = capsys.readouterr().out

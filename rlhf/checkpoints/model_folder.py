@@ -21,6 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 METRICS_FILE = "metrics.json"  # of a reward model
 WEIGHTS_FILE = "model.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a hub model in the local cache
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
+from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.models.load import read_adapter_config
 from rlhf.settings.training import CRITIC_FILE
@@ -19,7 +19,6 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.paths import local_path
 
-VALUE_HEAD_FILE = "value_head.safetensors"
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 

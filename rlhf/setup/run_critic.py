@@ -7,8 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
-from rlhf.models.save import VALUE_HEAD_FILE
+from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.settings.training import CRITIC_FILE, Config
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import resolve_path

@@ -16,13 +16,12 @@ from torch import nn
 import train_grpo
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.model_folder import WEIGHTS_FILE
+from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models import load
 from rlhf.models.load import check_nf4
-from rlhf.models.save import VALUE_HEAD_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import to_dict
 from rlhf.setup import preflight, trial

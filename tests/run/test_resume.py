@@ -421,10 +421,10 @@ def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkey
     output = tmp_path / "run"
     original = KLControl.after_update
 
-    def with_signal(self, update, metrics):
+    def with_signal(self, update, metrics, frozen):
         if update == 6:
             signal.raise_signal(signal.SIGINT)
-        return original(self, update, metrics)
+        return original(self, update, metrics, frozen)
 
     monkeypatch.setattr(KLControl, "after_update", with_signal)
     train_ppo.main([*words("ppo"), "--output", str(output)])

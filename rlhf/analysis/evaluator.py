@@ -127,8 +127,7 @@ class ModelEvaluator:
         check_columns([*sources.rules, *judges.functions], self.examples, source)
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
-                length = self.config.sampling.max_new_tokens
-                check_reward_context(folder, self.examples, length, f"{flag} {folder}")
+                check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
         updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)

@@ -19,7 +19,7 @@ top_p = 1.0  # 1: off
 
 # One update: a rollout (batch of completions), and the optimizer steps on it
 batch_size = 4  # prompts per update
-K = 8  # completions per prompt (GRPO, RLOO)
+# K = 8  # completions per prompt; unset: 8 for GRPO and RLOO, 1 for PPO and REINFORCE++
 ppo_epochs = 4  # passes over each rollout
 minibatches = 1  # optimizer steps per pass
 clip_range = 0.2  # the policy ratio is clipped to 1 +- this value

@@ -167,7 +167,7 @@ def title(found: dict[str, Any], over: str) -> str:
 
 def draw(found: dict[str, Any]):
     """Plots the milliseconds per completion token over the batch size and over the completion length."""
-    from rlhf.reports.plot_style import line_style_of, new_figure, style
+    from rlhf.reports.plot_style import line_styles_of, new_figure, style
 
     s = found["settings"]
     device = {"cpu": "a CPU", "cuda": "a GPU"}.get(s["device"], s["device"])
@@ -182,7 +182,7 @@ def draw(found: dict[str, Any]):
         )
         for axes, (over, points) in zip(figure.subplots(1, 2), found["curves"].items(), strict=True):
             x, y = [p["size"] for p in points], [p["seconds_per_token"] * 1e3 for p in points]
-            colour, marker, _ = line_style_of(s["algorithm"])
+            colour, marker, _ = line_styles_of([s["algorithm"]])[s["algorithm"]]
             axes.plot(x, y, marker=marker, color=colour, linewidth=2)
             axes.set_xscale("log", base=2)
             axes.set_xticks(x, [f"{size:,}" for size in x])

@@ -18,7 +18,7 @@ from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
 from benchmarks.scan_against_rise import means_by_topic
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_scalars, running_mean
-from rlhf.reports.plot_style import line_style_of, new_figure, save_picture, style
+from rlhf.reports.plot_style import line_styles_of, new_figure, save_picture, style
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
 
@@ -102,7 +102,7 @@ def draw_curves(axes, runs: list[DemoRun], root: Path) -> None:
         axes.plot(
             curve.updates * 128,
             running_mean(curve.updates, curve.values, 5),
-            color=line_style_of(run.algorithm).colour,
+            color=line_styles_of([run.algorithm])[run.algorithm].colour,
             lw=1.6,
             ls="-" if normal else ":",
             label=label,
@@ -126,7 +126,7 @@ def draw_cells(axes, runs: list[DemoRun], root: Path) -> None:
     rows = range(len(topics))
     for name, cells in (before | after).items():
         values = [fmean(one[topic] for one in cells) for topic in topics]
-        style, label = line_style_of(name), "start model" if name == "start" else name.upper()
+        style, label = line_styles_of([name])[name], "start model" if name == "start" else name.upper()
         axes.plot(values, rows, style.marker, color=style.colour, ms=6, ls="none", label=label)
     axes.set_yticks(rows, topics)
     axes.set(xlabel="exact match on held-out questions", xlim=(-0.02, 1.02))

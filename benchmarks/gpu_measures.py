@@ -143,7 +143,7 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
             )  # fmt: skip
-        tokens = sum(completions.lengths.tolist())
+        tokens = sum(completions.completion_lengths)
         return tokens, seconds(device.type) - start
 
     sample(4)  # warm-up: selects kernels, allocates memory

@@ -39,6 +39,8 @@ FOR_ALL = {
 ONLY = {
     "ppo": {
         "critic warm-up 5": "--critic-warmup 5",
+        "critic learning rate 1e-2": "--critic-learning-rate 1e-2",
+        "critic lambda 1": "--critic-lam 1",
         "separate critic": "--critic separate",
         "critic from reward model": "--critic reward-model",
     },

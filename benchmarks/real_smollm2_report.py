@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import over_seeds_if_any
-from rlhf.reports.plot_style import COLOURS, LineStyle, line_style_of, new_figure, save_picture, style
+from rlhf.reports.plot_style import COLOURS, LineStyle, line_styles_of, new_figure, save_picture, style
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
@@ -248,7 +248,7 @@ def draw(results: Path, file: Path) -> None:
 
 def draw_kind(axes, kind: str, runs: Sequence[Facts]) -> None:
     control = kind == "control"
-    colour, marker, _ = LineStyle(COLOURS["start"], "x") if control else line_style_of(kind)
+    colour, marker, _ = LineStyle(COLOURS["start"], "x") if control else line_styles_of([kind])[kind]
     updates = [e["update"] for e in runs[0]["evaluations"]]
     accuracy = np.array([[100 * e["accuracy"] for e in run["evaluations"]] for run in runs])  # (seeds, evaluations)
     mean = accuracy.mean(0)

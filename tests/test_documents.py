@@ -210,6 +210,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     logged |= {"rewards/resampled_groups", "episodes"}  # with --dynamic-sampling
     logged |= {"eval/gold"}  # in the demo
+    logged |= {"learning_rate/critic"}  # with --critic-learning-rate
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)
         trainer.train()

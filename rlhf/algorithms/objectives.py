@@ -160,7 +160,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Te
     advantage 0 and are left out of means and standard deviations. `scale` is the divisor:
 
     group:  the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2)
-    batch:  the batch's standard deviation + 1e-4
+    batch:  the batch's standard deviation + 1e-4 (Liu et al. 2025, arXiv 2508.08221)
     none:   1. Liu et al. 2025, arXiv 2503.20783: "group" favours prompts that are too easy or too hard
     """
     groups = scores.view(-1, group_size)

@@ -32,6 +32,11 @@ class PPO(PolicyGradient):
         advantages, returns = objectives.generalized_advantage_estimate(
             rewards, rollout.values, mask, critic.gamma, critic.lam
         )
+        if critic.critic_lam is not None:
+            # decoupled GAE (VC-PPO, arXiv 2503.01491): the targets have their own lambda
+            _, returns = objectives.generalized_advantage_estimate(
+                rewards, rollout.values, mask, critic.gamma, critic.critic_lam
+            )
         # detail 25: over the whole update (N details). Otherwise the step size depends on the unit of the score.
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(

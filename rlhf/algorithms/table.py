@@ -17,7 +17,7 @@ class Algorithm:
     name: str  # a Python identifier: in the names of its script, command and run folders, and in recipes
     label: str  # the name in plots, tables and texts
     title: str  # the full name, in --help and model cards
-    group_size: int  # default of --K, completions per prompt; 1: no groups, and --K is rejected
+    group_size: int  # default of --K; above 1: the scores of a prompt's completions are compared
     has_critic: bool
     settings: tuple[str, ...]  # groups of settings that only some algorithms read, besides "group" and "critic"
     source: str  # "module:Class", imported when a trainer is built
@@ -56,7 +56,8 @@ class Algorithm:
         """Returns the errors in the settings that concern this algorithm only, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return [
-                "K is unset: --K none. Set it to at least 2: the completions of a prompt are compared with each other"
+                f"K is {config.batch.K or 'unset'}: --K. Set it to at least 2: the completions of a prompt are "
+                "compared with each other"
             ]
         return []
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
-from rlhf.data.chat_template import decode_completion, encode_prompt
-from rlhf.data.examples import examples_of
+from rlhf.data.chat_template import Messages, decode_completion, encode_prompt
+from rlhf.data.examples import Example, examples_of, worked_examples
+from rlhf.data.prompts import Prompt
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.device import autocast, autocast_dtype, start_device
-from rlhf.models.logprobs import base_of
-from rlhf.rollout.sampling import BadLogits
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
@@ -34,9 +34,10 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     """
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
     config = shared_settings([model], asked.measure)
-    tokenizer = load_tokenizer(model.source)
+    tokenizer = load_tokenizer(model.source, config.data.plain_prompts)
+    shots = worked_examples(config.data.few_shot)
     room = room_for_prompt(model, config)
-    generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
+    generator = ReplyGenerator(model, config, tokenizer, asked.measure.seed, screen)
     memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
     if tokenizer.chat_template is None:
         memory = "none: the model has no chat template"
@@ -50,14 +51,15 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
                 screen.say("(started a new conversation)")
                 continue
             try:
-                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room)
+                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room, shots)
             except UserError as error:
                 screen.say(error.report())
                 continue
             if len(kept) <= len(turns):
                 screen.say(f"(the context is full: dropped the {len(turns) + 1 - len(kept)} oldest messages)")
-            reply = {"role": "assistant", "content": generator.generate(ids)}
-            turns = [*kept, reply] if tokenizer.chat_template is not None else []
+            reply = generator.generate(ids)
+            screen.write(f"{reply}\n")
+            turns = [*kept, {"role": "assistant", "content": reply}] if tokenizer.chat_template is not None else []
     except KeyboardInterrupt:
         screen.say()
 
@@ -75,51 +77,40 @@ def lines() -> Iterator[str]:
 
 
 def newest_turns(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None, shots: Messages = ()
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit), and these turns. Raises
-    UserError if the last one is too long even alone."""
-    ids = encode_prompt(tokenizer, turns)
+    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit) after the worked examples
+    `shots`, and these turns. Raises UserError if the last one is too long even alone."""
+    ids = encode_prompt(tokenizer, turns, shots)
     if room is None or len(ids) <= room:
         return ids, turns
     if len(turns) == 1:
         raise UserError(f"your line is too long: {len(ids)} tokens, but the context has room for {room}. Shorten it")
     # without a question and its reply: chat templates expect a user message first
-    return newest_turns(tokenizer, turns[2:], room)
+    return newest_turns(tokenizer, turns[2:], room, shots)
 
 
-class StreamingGenerator(TextStreamer):
-    """Samples a reply and prints each word as soon as it is complete."""
+class ReplyGenerator:
+    """Samples replies as training and evaluations do."""
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.screen, self.device = screen, start_device(screen)
+        self.config, self.tokenizer, self.seed, self.replies = config, tokenizer, seed, 0
+        self.device = start_device(screen)
         self.dtype = autocast_dtype(config.model.bf16, self.device)
-        policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
-        self.model: PreTrainedModel = base_of(policy)  # a LoRA adapter is inside its modules
-        # replaces the model's generation_config.json, which training does not use either
-        tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        self.model.generation_config = GenerationConfig(do_sample=True, **asdict(config.sampling), **tokens)
-        torch.manual_seed(seed)
+        self.policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.screen.write(text + ("\n" if stream_end else ""))
-
+    @torch.no_grad()
     def generate(self, ids: list[int]) -> str:
-        prompt = torch.tensor([ids], device=self.device)
+        prompts, sampling = [Prompt(tuple(ids), Example(()))], self.config.sampling
+        uniform = uniform_noise(self.seed, self.replies, "chat", [0], sampling.max_new_tokens)
+        self.replies += 1
+        end, pad = stopping_criterion(self.tokenizer, sampling.stops), self.tokenizer.pad_token_id
         with autocast(self.device, self.dtype):
-            whole = self.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), streamer=self, logits_processor=[require_distribution]
-            )
-        return decode_completion(self.tokenizer, whole[0, len(ids) :])
-
-
-def require_distribution(ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the logits (B, V). Raises BadLogits if they are no distribution: on a GPU, sampling from them would end
-    the process's use of the GPU."""
-    if not logits.logsumexp(-1).isfinite().all():
-        raise BadLogits("NaN or infinity in the logits: --chat. Check the weights of the model, and --temperature")
-    return logits
+            found = sample_completions(
+                self.policy, prompts, uniform, sampling, eos=end, pad=pad, device=self.device,
+                engine=self.config.speed.own_engine,
+            )  # fmt: skip
+        return decode_completion(self.tokenizer, found.rows()[0], sampling.stops)
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:

@@ -89,11 +89,6 @@ class RunCurves:
         held = self.targets
         return held and (held.targets, held.boundaries, held.horizon is None)
 
-    @property
-    def seconds(self) -> float:
-        """Training time up to the last point."""
-        return max(float(curve.seconds[-1]) for curve in self.scalars.values())
-
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
     """Returns the curves of every run. Raises UserError with all problems, such as a folder without a run."""

@@ -107,7 +107,8 @@ def at_equal(
         _at_last(eval_points, "episodes", "{:,} episodes".format),
         _at_last(eval_points, "seconds", lambda seconds: f"{clock(seconds)} of training"),
     ]
-    pairs, apart = list(pairs) or compared_pairs(list(eval_points)), []
+    pairs = [pair for pair in pairs if set(pair) <= set(eval_points)] or compared_pairs(list(eval_points))
+    apart = []
     for pair in pairs:
         both = {name: eval_points[name] for name in pair}
         kls, missing = common_kls(both)

@@ -24,8 +24,9 @@ from rlhf.analysis.models import (
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.analysis.statistics import scored
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import decode_completion, encode_prompt
-from rlhf.data.prompts import Prompt
+from rlhf.data.chat_template import decode_completion
+from rlhf.data.examples import worked_examples
+from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
@@ -39,6 +40,7 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, padded
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import Config, SamplingSettings, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
@@ -125,8 +127,7 @@ class ModelEvaluator:
         check_columns([*sources.rules, *judges.functions], self.examples, source)
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
-                length = self.config.sampling.max_new_tokens
-                check_reward_context(folder, self.examples, length, f"{flag} {folder}")
+                check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
         updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
@@ -199,7 +200,7 @@ class ModelEvaluator:
         from_start = all(e.chosen is None for e in examples)
         if from_start and (self.start is None or tokenizer is not self.tokenizer):
             return None
-        prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+        prompts = encode_all(tokenizer, examples, worked_examples(self.config.data.few_shot))
         text = fixed_text(tokenizer, prompts, self._start_completions, None)
         if takes_every_row(self.settings) and not from_start:
             text = replace(text, source=f"{len(text.completions)} chosen completions of {self.settings.prompts}")
@@ -228,7 +229,7 @@ class ModelEvaluator:
                 prompts,
                 uniform,
                 sampling or self.config.sampling,
-                eos=tokenizer.eos_token_id,
+                eos=stopping_criterion(tokenizer, self.config.sampling.stops),
                 pad=tokenizer.pad_token_id,
                 device=self.device,
                 engine=self.config.speed.own_engine,
@@ -325,8 +326,8 @@ class ModelEvaluator:
         return found
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, shots: Sequence[dict[str, str]] = ()) -> list[Prompt]:
-        """Returns the prompts, after the messages of `shots`."""
-        return [Prompt(tuple(encode_prompt(tokenizer, [*shots, *e.messages])), e) for e in self.examples]
+        """Returns the prompts after the worked examples `shots`; without any, after those of the runs."""
+        return encode_all(tokenizer, self.examples, shots or worked_examples(self.config.data.few_shot))
 
     def rated(
         self,
@@ -337,7 +338,7 @@ class ModelEvaluator:
         ended: Sequence[bool],
     ) -> GenerationResults:
         """Returns completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
-        texts = [decode_completion(tokenizer, row) for row in ids]
+        texts = [decode_completion(tokenizer, row, self.config.sampling.stops) for row in ids]
         shape = (len(self.examples), len(rows) // len(self.examples))
 
         def of(rewards: Rewards) -> np.ndarray:
@@ -367,13 +368,14 @@ class ModelEvaluator:
     def log_ratios(
         self, model: ModelRef, rows: Sequence[Prompt], ids: Sequence[list[int]], screen: Screen
     ) -> list[float]:
-        """Returns log pi / pi_start of given completions, in nats/sequence. They must end with EOS or be equally
+        """Returns log pi / pi_start of given completions, in nats/sequence. They must have ended or be equally
         long."""
-        policy, size, eos = self.load(model), budget_of(self.device).eval_batch_size, self.tokenizer.eos_token_id
+        policy, size = self.load(model), budget_of(self.device).eval_batch_size
+        end = stopping_criterion(self.tokenizer, self.config.sampling.stops)
         found, vocabulary = [], policy.get_input_embeddings().num_embeddings
         for at in range(0, len(rows), size):
-            part, pad = padded(ids[at : at + size], eos, self.device), self.tokenizer.pad_token_id
-            batch = Completions.of(rows[at : at + size], part, eos=eos, pad=pad, vocabulary=vocabulary)
+            given, pad = padded(ids[at : at + size], end.eos, self.device), self.tokenizer.pad_token_id
+            batch = Completions.of(rows[at : at + size], given, eos=end, pad=pad, vocabulary=vocabulary)
             found += self._kl(policy, self.reference, batch)
             done = len(found)
             screen.progress(f"{model.label}: {done} of {len(rows)} log-ratios for the limit", last=done == len(rows))

@@ -52,8 +52,12 @@ class Limit:
 def log_partition(scores: np.ndarray, log_weights: np.ndarray, inverse_beta: float) -> np.ndarray:
     """Returns log Z = log E[e^(r / beta)] of each prompt (P,): self-normalized importance sampling (Owen, "Monte Carlo
     theory", 9.2). It is too low on average, because E[log mean] <= log E[mean]."""
-    tilted = log_weights + inverse_beta * scores
-    return special.logsumexp(tilted, axis=1) - special.logsumexp(log_weights, axis=1)
+
+    def log_sum(exponent: np.ndarray) -> np.ndarray:  # in less than half of the time of scipy's
+        largest = exponent.max(axis=1, keepdims=True)
+        return largest[:, 0] + np.log(np.exp(exponent - largest).sum(axis=1))
+
+    return log_sum(log_weights + inverse_beta * scores) - log_sum(log_weights)
 
 
 def best_scores(log_z: np.ndarray, inverse_beta: np.ndarray, kl: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -35,8 +35,8 @@ OF_THE_FILE = {
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
-    *("prompts", *OF_THE_FILE, "prompt_length", "eval_text"),
-    *("max_new_tokens", "temperature", "top_k", "top_p"),
+    *("prompts", *OF_THE_FILE, "prompt_length", "eval_text", "few_shot"),
+    *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
 )
 
 

@@ -132,19 +132,3 @@ def _questions(source: DataSource, examples: Sequence[Example], given: DataSourc
     if replace(source, skip_bad_rows=None) == replace(given, skip_bad_rows=None):
         return {question_hash(e) for e in examples}
     return {question_hash(e) for e in load_examples(source, say=lambda _: None)} if source.is_local else set()
-
-
-def worked_examples(file: str) -> list[dict[str, str]]:
-    """Returns the prompts and answers of a file as messages: the column chosen, completion or answer. Raises UserError
-    for a row without one."""
-    shots, missing = [], []
-    for example in load_examples(DataSource(file, flag="--few-shot"), say=lambda _: None):
-        answers = (example.chosen, example.columns.get("completion"), example.columns.get("answer"))
-        answer = next((str(one) for one in answers if one is not None), None)
-        missing += [] if answer else [example.where]
-        shots += [*example.messages, {"role": "assistant", "content": answer}]
-    if missing:
-        raise UserError(
-            f"no answer: --few-shot {file}, {missing[0]}. Give each row a column chosen, completion or answer"
-        )
-    return shots

@@ -119,13 +119,13 @@ class Incident:
         """Return the sampled batch with its recorded log-probs and values."""
         device = trainer.accelerator.device
         prompts = [Prompt(tuple(row["prompt_ids"]), _example(row)) for row in self.rows]
-        pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
+        pad, criterion = trainer.processing_class.pad_token_id, trainer.collector.criterion
         width = self.tensors["logprobs"].shape[1]
-        ids = [row["completion_ids"] + [eos] * (width - len(row["completion_ids"])) for row in self.rows]
+        ids = [row["completion_ids"] + [criterion.eos] * (width - len(row["completion_ids"])) for row in self.rows]
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
         completions = Completions.of(
-            prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
+            prompts, torch.tensor(ids, device=device), eos=criterion, pad=pad, vocabulary=vocabulary,
             allowed_tokens=tensors.get("nucleus"), sampled_logprobs=tensors.get("sampled_logprobs"),
         )  # fmt: skip
         return Rollout(

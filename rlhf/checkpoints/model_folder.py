@@ -21,6 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 METRICS_FILE = "metrics.json"  # of a reward model
 WEIGHTS_FILE = "model.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a hub model in the local cache
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
@@ -177,8 +178,9 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in read_object(index).get("weight_map", {}).values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    else:  # a run folder also has the critic's files
+        whole = folder / WEIGHTS_FILE
+        files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     hint = "Give a complete model folder with safetensors weights"
     if not files:
         raise UserError(f"cannot be loaded: {folder} (no safetensors file). {hint}")

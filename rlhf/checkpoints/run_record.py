@@ -24,10 +24,11 @@ FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
-    *("merge_lora", "export_from", "push_to_hub", "replay", "scan", "scan_prompts", "report_to"),
+    *("merge_lora", "export_from", "push_to_hub", "replay", "check_reward", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
-OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that change what is measured, not what is learned
+# settings that change what is measured, not what is learned
+OF_EVALUATIONS = ("eval_func", "eval_samples", "eval_temperature")
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 

@@ -36,9 +36,9 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
     from rlhf.analysis.evaluator import ModelEvaluator
-    from rlhf.analysis.prompts import worked_examples
     from rlhf.analysis.start_samples import sample_start
     from rlhf.analysis.verdict import START, Arm
+    from rlhf.data.examples import worked_examples
     from rlhf.models.device import start_device
     from rlhf.reports.comparison_report import make_comparison, show_comparison, write_comparison
     from rlhf.reports.comparison_tables import tables
@@ -49,7 +49,7 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     read = read_runs([models[i].run_folder for _, i in runs])
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name, _ in curves}
-    shots = worked_examples(asked.few_shot) if asked.few_shot else []
+    shots = worked_examples(asked.few_shot)
     usual, device = HELD_OUT_PROMPTS_TO_COMPARE, start_device(screen)
     evaluator = ModelEvaluator(models, config.measure, device, screen, usual, shots)
     screen.facts(evaluator.facts())

@@ -17,17 +17,19 @@ from rlhf.utils.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Return the token ids of a prompt, up to the position where the completion starts.
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = ()) -> list[int]:
+    """Return the token ids of a prompt after the worked examples `shots`, up to where the completion starts.
 
     Uses the tokenizer's chat template if it has one. Otherwise (a base model) the contents are joined with blank
     lines, and the completion follows directly. Template and contents are tokenized as one text, as in the model's
     fine-tuning, unless a content would then produce special tokens. In that case they are tokenized separately.
     Raises UserError if the chat template fails.
     """
+    messages = with_shots(tokenizer, messages, shots)
     contents = [m["content"] for m in messages]
     if tokenizer.chat_template is None:
         start = tokenizer("").input_ids  # BOS, if this tokenizer adds one
@@ -54,6 +56,23 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             ids += tokenizer(piece, add_special_tokens=False).input_ids
     together, special = tokenizer(whole, add_special_tokens=False).input_ids, _special_ids(tokenizer)
     return together if [i for i in together if i in special] == [i for i in ids if i in special] else ids
+
+
+def with_shots(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages) -> list[dict[str, str]]:
+    """Return the messages of a prompt after worked examples.
+
+    With a chat template, these are turns after the prompt's system message. Without one, each is one text: its answer
+    follows its prompt as a completion does, after a space if neither has one there.
+    """
+    if tokenizer.chat_template is not None:
+        lead = [m for m in messages[:1] if m["role"] == "system"]
+        return [*lead, *(m for m in shots if m["role"] != "system"), *messages[len(lead) :]]
+    texts: list[str] = []
+    for role, content in ((m["role"], m["content"]) for m in shots):
+        before = texts.pop() if role == "assistant" else ""
+        gap = " " if before and not (before[-1].isspace() or content[0].isspace()) else ""
+        texts.append(before + gap + content)
+    return [*({"role": "user", "content": text} for text in texts), *messages]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -111,6 +130,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool
     return encode_text(tokenizer, text) + ([tokenizer.eos_token_id] if ended else [])
 
 
-def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of a completion without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
+def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """Return the text of a completion without special tokens, up to the first of the stop strings."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]

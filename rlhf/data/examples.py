@@ -71,6 +71,22 @@ def load_examples(
     return examples
 
 
+def worked_examples(file: str | None) -> list[dict[str, str]]:
+    """Return the prompts and answers of a file as messages: the column chosen, completion or answer; none without a
+    file. Raises UserError for a row without an answer."""
+    shots, missing = [], []
+    for example in [] if file is None else load_examples(DataSource(file, flag="--few-shot"), say=lambda _: None):
+        answers = (example.chosen, example.columns.get("completion"), example.columns.get("answer"))
+        answer = next((str(one) for one in answers if one is not None), None)
+        missing += [] if answer else [example.where]
+        shots += [*example.messages, {"role": "assistant", "content": answer}]
+    if missing:
+        raise UserError(
+            f"no answer: --few-shot {file}, {missing[0]}. Give each row a column chosen, completion or answer"
+        )
+    return shots
+
+
 def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[str]]:
     """Return the examples of the usable rows, and one error line for each other row."""
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.data.chat_template import encode_prompt, encode_text
-from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
+from rlhf.data.chat_template import Messages, encode_prompt, encode_text
+from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples, worked_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_lost_rows
 from rlhf.data.readers import read_text
@@ -41,18 +41,19 @@ def ids_alone(ids: Sequence[int]) -> Prompt:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int, shots: Messages = ()
 ) -> tuple[list[Prompt], int]:
     """Return the prompts of at most `longest` tokens, in order, and the number of skipped prompts. Prompts are never
-    truncated."""
-    prompts = _encoded(tokenizer, examples)
+    truncated. The worked examples `shots` precede each one and count."""
+    prompts = encode_all(tokenizer, examples, shots)
     # detail 3: dropped, not truncated (this project). A truncated prompt would be another question.
     fitting = [p for p in prompts if len(p.ids) <= longest]
     return fitting, len(prompts) - len(fitting)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[Prompt]:
-    return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+def encode_all(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], shots: Messages = ()) -> list[Prompt]:
+    """Return the prompts of all lengths, each after the worked examples `shots`."""
+    return [Prompt(tuple(encode_prompt(tokenizer, e.messages, shots)), e) for e in examples]
 
 
 def paragraphs_of(tokenizer: PreTrainedTokenizerBase, file: str) -> list[list[int]]:
@@ -130,10 +131,10 @@ def load_prompts(
     sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say)
     where = f"{data.prompts}, {len(examples)} rows, split {split}"
     if not sets.train and not evaluation_alone:
-        raise _no_prompts("train", where, parts["rl"], tokenizer)
+        raise _no_prompts("train", where, parts["rl"], tokenizer, data)
     if not sets.evaluation:
         where = where if data.eval_dataset is None else f"--eval-dataset {data.eval_dataset}"
-        raise _no_prompts("evaluate", where, parts["evaluation"], tokenizer)
+        raise _no_prompts("evaluate", where, parts["evaluation"], tokenizer, data)
     train = sets.train[: data.max_prompts]
     if by_topic:
         _warn_about_lost_topics(examples, train, data.prompts, say)
@@ -147,11 +148,13 @@ def load_prompts(
     )
 
 
-def _no_prompts(name: str, where: str, part: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> UserError:
+def _no_prompts(
+    name: str, where: str, part: Sequence[Example], tokenizer: PreTrainedTokenizerBase, data: DataSettings
+) -> UserError:
     """Return the error for a part of the data without prompts to train or evaluate on."""
     if not part:
         return UserError(f"no prompt left to {name} on: {where}, this part is empty. Add rows, or change --split")
-    shortest = min(len(encode_prompt(tokenizer, e.messages)) for e in part)
+    shortest = min(len(p.ids) for p in encode_all(tokenizer, part, worked_examples(data.few_shot)))
     return UserError(
         f"no prompt left to {name} on: {where}, {len(part)} rows in this part, shortest prompt {shortest} tokens. Add "
         "rows, change --split or raise --prompt-length"
@@ -164,7 +167,7 @@ def load_every_row(
     """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
     occur twice are kept. Raises UserError if no row is short enough."""
     examples, longest, source = load_examples(DataSource.of(data), say=say), data.prompt_length, data.prompts
-    prompts = _encoded(tokenizer, examples)
+    prompts = encode_all(tokenizer, examples, worked_examples(data.few_shot))
     lengths = [len(prompt.ids) for prompt in prompts]
     warn_about_length(lengths, longest, "prompts", f"--prompts {source}", "--prompt-length", say)
     kept = [prompt for prompt in prompts if len(prompt.ids) <= longest]
@@ -235,7 +238,8 @@ def render_sets(
     by_topic, longest = data.steps_per_topic is not None, data.prompt_length
     for examples in [train] if train is evaluation else [train, evaluation]:
         warn_about_lost_rows(lost_rows(examples, by_topic), say)
-    both = [_encoded(tokenizer, distinct_questions(examples, by_topic)) for examples in (train, evaluation)]
+    shots = worked_examples(data.few_shot)
+    both = [encode_all(tokenizer, distinct_questions(examples, by_topic), shots) for examples in (train, evaluation)]
     lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
     warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
     kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)

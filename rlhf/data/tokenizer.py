@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object, vocabulary_problem
 from rlhf.data.chat_template import end_of_turn
 from rlhf.utils.errors import UserError, raise_if, torch_error
 
+EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
@@ -136,7 +137,8 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     no EOS, or no token for padding.
 
     A pad token that equals EOS (SmolLM2) is replaced. EOS becomes the token that ends completions: chat models of
-    Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document.
+    Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document. The EOS ids of the generation
+    config are stored for `eos_ids`.
     """
     with readable(name, "Give a model folder that includes its tokenizer"):
         check_no_code(name)
@@ -148,9 +150,10 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = None
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
-    end = end_of_turn(tokenizer)
-    if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
+    end, stops = end_of_turn(tokenizer), tokenizer.init_kwargs.get(EOS_IDS) or _stops(name)
+    if end in stops:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.init_kwargs[EOS_IDS] = list(dict.fromkeys([tokenizer.eos_token_id, *stops]))
     # detail 1: pad is never EOS (N details). Otherwise masks of padding mask EOS, and the policy never learns to stop.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
@@ -187,16 +190,20 @@ def _config_for_tokenizer(name: str) -> PreTrainedConfig | None:
     return PreTrainedConfig(name_or_path=name, model_type=model_type) if model_type in CONFIG_MAPPING_NAMES else None
 
 
+def eos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of all tokens that end a completion: EOS, and the other EOS ids of the model's generation config,
+    of which Llama 3 and Qwen have several."""
+    return list(dict.fromkeys([tokenizer.eos_token_id, *tokenizer.init_kwargs.get(EOS_IDS, ())]))
+
+
 def _stops(name: str) -> list[int]:
     """Return the EOS ids in the model's generation_config.json; [] if it has none."""
-    from transformers import GenerationConfig  # few tokenizers need it
-
-    with readable(name):
-        try:
-            stops = GenerationConfig.from_pretrained(name).eos_token_id
-        except OSError:  # the file is optional
-            return []
-    return stops if isinstance(stops, list) else [stops]
+    try:
+        file = _file_of(name, GENERATION_CONFIG_NAME)
+    except OSError:  # the file is optional
+        return []
+    stops = read_object(Path(file)).get("eos_token_id") if file is not None else None
+    return [stop for stop in (stops if isinstance(stops, list) else [stops]) if type(stop) is int and stop >= 0]
 
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:

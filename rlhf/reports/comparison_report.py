@@ -55,13 +55,11 @@ def make_comparison(
     seed, judge = evaluator.settings.seed, evaluator.judge_name
     best, limit = None, None
     if samples is not None:
-        _, *judged = samples.measures
-        best = best_of_n(samples.scores, {name: samples.measures[name] for name in judged})
+        best = best_of_n(samples.scores, {m: values for m, values in samples.measures.items() if m != "score"})
         first = [(arm.models[0], arm.measured[0]) for arm in arms]
         limit = limit_of(*with_proposals(evaluator, samples, first, screen), seed)
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
-    pairs = [pair for pair in pairs if set(pair) <= set(eval_points)]
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, limit, best))

@@ -76,7 +76,7 @@ class Chart:
     @cached_property
     def time_unit(self) -> tuple[int, str]:
         """The unit of training time on the x axis: its seconds and its name."""
-        longest = max(run.seconds for run in self.runs)
+        longest = max(float(curve.seconds[-1]) for run in self.runs for curve in run.scalars.values())
         return (1, "seconds") if longest < 120 else (60, "minutes") if longest < 7200 else (3600, "hours")
 
     @property

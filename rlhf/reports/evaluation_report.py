@@ -22,6 +22,7 @@ from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
+SCORED, UNSCORED = "{label} {score:+z.2f}: {text}", "no score: {text}"  # a completion on the console
 READ_THEM = "The audit checks only figures, so read the completions, too."
 
 
@@ -91,13 +92,6 @@ def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
     return json_ready(sorted(rows, key=lambda row: row["rank"] or len(rows) + 1))
 
 
-def labelled(completion: dict[str, Any]) -> str:
-    """Returns a completion's label and score, such as "BEST +1.20"."""
-    if completion["score"] is None:
-        return "no score"
-    return f"{completion['label']} {completion['score']:+z.2f}"
-
-
 def tables(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> list[dict[str, Any]]:
     """Returns the tables with their captions, columns and rows of text."""
     everyone = [arm for arm in (start, *arms) if arm is not None]
@@ -107,7 +101,10 @@ def tables(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> li
 def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
     """Prints a few prompts with their ranked completions, the tables, and the warnings."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
-        cells = ["\n\n".join(f"{labelled(c)}: {c['text']}" for c in side["completions"]) for side in prompt["sides"]]
+        cells = [
+            "\n\n".join((SCORED if c["label"] else UNSCORED).format(**c) for c in side["completions"])
+            for side in prompt["sides"]
+        ]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
     for table in made:
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)

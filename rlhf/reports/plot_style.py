@@ -73,11 +73,6 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     return [first.pop(algorithm) if algorithm in first else next(further) for algorithm in algorithms]
 
 
-def line_style_of(algorithm: str) -> LineStyle:
-    """Returns the line style of an algorithm, or of "start"."""
-    return line_styles_of([algorithm])[algorithm]
-
-
 def new_figure(width: float, height: float) -> Figure:
     """Returns an empty figure without a window; sizes in inches. Draw on it inside `style()`."""
     return Figure(figsize=(width, height), dpi=DOTS, layout="constrained")

@@ -20,6 +20,7 @@ from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -70,7 +71,7 @@ def calibration_completions(
             "--max-new-tokens, or pass --actor-model none to calibrate on the chosen completions"
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
-    tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    tokens = {"eos": stopping_criterion(tokenizer, config.sampling.stops), "pad": tokenizer.pad_token_id}
     written: list[Completion] = []
     size = budget_of(device).eval_batch_size
     for start in range(0, min(most, len(prompts)), size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +74,7 @@ class Rewards:
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.names = list(names) if names is not None else distinct_names([name_of(f) for f in self.functions])
         self.kind = kind
+        self.last_call = (0.0, 1)  # seconds and completions of this process's last call of all functions
         self.trainer_state = TrainerState(global_step=1, max_steps=1)  # a training run replaces it by its own state
 
     def __str__(self) -> str:
@@ -157,12 +159,12 @@ class Rewards:
         log: RewardLog,
     ) -> dict[str, list[float | None]]:
         """Call each function with completions of this process. The arguments are those of `scores_by_function`."""
-        names = zip(self.functions, self.names, self.limits_s, strict=True)
+        names, start = zip(self.functions, self.names, self.limits_s, strict=True), time.monotonic()
         rows = {
             always: per_completion(prompts, texts, ids, ended, columns, always)
             for always in {is_of_trl(function) for function in self.functions}
         }
-        return {
+        scores = {
             name: call_function(
                 function,
                 f"{self.kind} {name!r}",
@@ -172,6 +174,8 @@ class Rewards:
             )
             for function, name, limit_s in names
         }
+        self.last_call = (time.monotonic() - start, len(texts))
+        return scores
 
     def columns_of(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return the names of the prompts' dataset columns and of the columns that a function requires."""

@@ -16,18 +16,20 @@ from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_tokens
 from rlhf.models.packing import MicroBatch, TokenBatch
 from rlhf.rollout.sampling import BadLogits, unpack_bits
+from rlhf.rollout.stopping import StoppingCriterion
 
 
 @dataclass
 class Completions(TokenBatch):
     """Sampled completions: B episodes, C prompt tokens, T completion tokens, V vocabulary. Masks include EOS."""
 
-    ended: Tensor  # (B,) True if EOS was sampled
+    ended: Tensor  # (B,) True if EOS was sampled, or a stop string
     # (B, T, ceil(V / 8)) uint8: one bit per token of the vocabulary, 1 if it passed top-k/top-p; None: all passed
     allowed_tokens: Tensor | None
     vocabulary: int  # V
     # (B, T) log pi(a|s) of the sampler, nats, if vLLM sampled; otherwise None
     sampled_logprobs: Tensor | None = None
+    stop: tuple[str, ...] = ()  # the stop strings
 
     @classmethod
     def of(
@@ -35,25 +37,26 @@ class Completions(TokenBatch):
         prompts: Sequence[Prompt],
         completion_ids: Tensor,
         *,
-        eos: int,
+        eos: int | StoppingCriterion,
         pad: int,
         vocabulary: int,
         allowed_tokens: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
     ) -> Completions:
-        """Build completions from sampled ids, without the tokens after the first EOS. Synchronizes with the device
-        once. Raises BadLogits if a completion has an id of V or more (`sample_inverse_cdf`).
+        """Build completions from sampled ids, without the tokens after the one that ends each. Synchronizes with the
+        device once. Raises BadLogits if a completion has an id of V or more (`sample_inverse_cdf`).
 
         Args:
             prompts: prompt of each episode.
             completion_ids: (B, T) sampled ids.
-            eos: id of the EOS token.
+            eos: what ends a completion; a number is the id of EOS.
             pad: id of the pad token.
             vocabulary: V, number of the model's embeddings.
             allowed_tokens: as the field.
             sampled_logprobs: as the field.
         """
-        mask, ended = completion_mask(completion_ids, eos)
+        criterion = StoppingCriterion.of(eos)
+        mask, ended = criterion.mask(completion_ids)
         lengths, largest = torch.stack([mask.sum(1), completion_ids.masked_fill(~mask, 0).amax(1)]).tolist()
         if max(largest) >= vocabulary:
             bad = sum(token >= vocabulary for token in largest)
@@ -75,6 +78,7 @@ class Completions(TokenBatch):
             allowed_tokens=None if allowed_tokens is None else allowed_tokens[:, :longest],
             vocabulary=vocabulary,
             sampled_logprobs=None if sampled_logprobs is None else sampled_logprobs[:, :longest],
+            stop=criterion.stop,
         )
 
     @classmethod
@@ -97,6 +101,7 @@ class Completions(TokenBatch):
             allowed_tokens=together("allowed_tokens"),
             vocabulary=parts[0].vocabulary,
             sampled_logprobs=together("sampled_logprobs"),
+            stop=parts[0].stop,
         )
 
     def select(self, rows: Sequence[int]) -> Completions:
@@ -120,6 +125,7 @@ class Completions(TokenBatch):
             allowed_tokens=chosen(self.allowed_tokens),
             vocabulary=self.vocabulary,
             sampled_logprobs=chosen(self.sampled_logprobs),
+            stop=self.stop,
         )
 
     def shares(self, rows: Sequence[int]) -> list[list[int]]:
@@ -131,11 +137,6 @@ class Completions(TokenBatch):
         """The number of tokens in all completions, EOS included."""
         return sum(self.completion_lengths)
 
-    @property
-    def lengths(self) -> Tensor:
-        """Number of completion tokens, EOS included, (B,)."""
-        return self.mask.sum(1)
-
     def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""
         if self.allowed_tokens is None:
@@ -144,12 +145,12 @@ class Completions(TokenBatch):
         return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
     def rows(self) -> list[list[int]]:
-        """Return the ids of each completion, EOS included."""
-        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
+        """Return the ids of each completion, with the token that ends it."""
+        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.completion_lengths, strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the text of each completion, without EOS."""
-        return [decode_completion(tokenizer, row) for row in self.rows()]
+        """Return the text of each completion, without EOS and stop string."""
+        return [decode_completion(tokenizer, row, self.stop) for row in self.rows()]
 
 
 class LogProbs(NamedTuple):
@@ -242,10 +243,3 @@ def token_batch(
         completion_lengths=lengths,
         groups=list(range(len(prompts))),
     )
-
-
-def completion_mask(completions: Tensor, eos: int) -> tuple[Tensor, Tensor]:
-    """Return a mask (B, T) that is True up to and including the first EOS, and True for rows with an EOS, (B,)."""
-    is_eos = completions == eos
-    before = is_eos.long().cumsum(1) - is_eos.long()
-    return before == 0, is_eos.any(1)

@@ -15,10 +15,10 @@ from rlhf.models.packing import on_device, run_packed
 from rlhf.rollout.decoder import make_decoder
 from rlhf.rollout.kv_cache import SlotKVCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
+from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RunError
 
-EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions; each check synchronizes with the GPU
 # the number of cache columns that a step attends to is rounded up to a multiple of this, by device type
 KV_BLOCK = {"cpu": 16, "cuda": 64}
 
@@ -37,18 +37,18 @@ class ContinuousBatcher:
         prompts: Sequence[Prompt],
         uniform: Tensor,
         sampling: SamplingSettings,
-        eos: int,
+        criterion: StoppingCriterion,
         slots: int,
         graph: bool,
     ):
-        self.policy, self.prompts, self.sampling, self.eos = policy, prompts, sampling, eos
+        self.policy, self.prompts, self.sampling, self.criterion = policy, prompts, sampling, criterion
         self.device, self.length, self.graph = uniform.device, sampling.max_new_tokens, graph
         self.waiting = list(range(len(prompts)))[::-1]
         columns = max(len(p.ids) for p in prompts) + self.length
         self.cache = SlotKVCache(slots, round_up(columns, self.device))
         self.decoder = make_decoder(policy, slots, self.cache.columns)
         self.uniform = torch.cat([uniform, uniform[:1]])[:, : self.length].contiguous()  # (B + 1, T)
-        self.completions = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
+        self.completions = torch.full((len(prompts) + 1, self.length), criterion.eos, device=self.device)
         self.allowed_tokens: Tensor | None = None  # (B + 1, T, ceil(V / 8))
         self.idle = len(prompts) * self.length  # place of the idle row's first token
         # of each slot: its last token, the cache's next column, the place of its next token in the flat (B + 1, T)
@@ -60,8 +60,8 @@ class ContinuousBatcher:
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}  # by the number of columns that are attended to
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        """Return completion ids (B, T) and the bit-packed masks of allowed tokens. Ignore both after the first EOS."""
-        steps = 1 if self.device.type == "cpu" else EOS_CHECK_EVERY
+        """Return completion ids (B, T) and the bit-packed masks of allowed tokens. Ignore both after the end."""
+        steps = 1 if self.device.type == "cpu" else CHECK_EVERY
         free = list(range(len(self.used)))
         while self.waiting or len(free) < len(self.used):
             if self.waiting and len(free) >= min(len(self.waiting), -(-len(self.used) // 4)):
@@ -70,6 +70,8 @@ class ContinuousBatcher:
                 self.compact(sorted(set(range(len(self.used))) - set(free)))
             for _ in range(steps):
                 self.decode()
+            if self.criterion.stop:
+                self.free_stopped()
             free = [slot for slot, place in enumerate(self.place.tolist()) if place >= self.idle]
             for slot in free:
                 self.used[slot] = 0
@@ -114,7 +116,7 @@ class ContinuousBatcher:
                 self.allowed_tokens = allowed.new_zeros(*self.completions.shape, allowed.shape[-1])
             self.allowed_tokens.view(-1, allowed.shape[-1]).index_copy_(0, place, allowed)
         self.completions.view(-1).scatter_(0, place, token)
-        over = (token == self.eos).logical_or_(place == last)
+        over = self.criterion.is_eos(token).logical_or_(place == last)
         following = (place + 1).masked_fill_(over, self.idle)
         if slots is None:
             torch.clamp(token, max=logits.shape[-1] - 1, out=self.token)  # without a token: no index of an embedding
@@ -123,6 +125,16 @@ class ContinuousBatcher:
         else:
             self.token[slots], self.place[slots] = token.clamp(max=logits.shape[-1] - 1), following
             self.last[slots] = last.masked_fill_(over, self.idle + self.length - 1)
+
+    def free_stopped(self) -> None:
+        """Free the slots whose completions contain a stop string."""
+        back = torch.arange(-self.criterion.window, 0, device=self.device)
+        tokens = self.completions.view(-1).take((self.place.unsqueeze(1) + back).clamp(min=0)).tolist()
+        rows = [(slot, place % self.length) for slot, place in enumerate(self.place.tolist()) if place < self.idle]
+        stopped = [slot for slot, count in rows if self.criterion.found(tokens[slot][-count:])]
+        if stopped:
+            slots = on_device(self.device, np.array(stopped))
+            self.place[slots], self.last[slots] = self.idle, self.idle + self.length - 1
 
     def compact(self, live: list[int]) -> None:
         """Keep only the slots in `live`. Called when no prompt is waiting."""

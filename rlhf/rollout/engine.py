@@ -24,10 +24,11 @@ from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
 from rlhf.rollout.choice import check_engine, choose_engine
 from rlhf.rollout.completions import Completions, pad_prompts
-from rlhf.rollout.continuous_batching import EOS_CHECK_EVERY, ContinuousBatcher
+from rlhf.rollout.continuous_batching import ContinuousBatcher
 from rlhf.rollout.cpu_weights import prepacked_weights
 from rlhf.rollout.decoder import can_fuse
 from rlhf.rollout.sampling import sample_tokens
+from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.system import release_freed_memory
 
@@ -41,7 +42,7 @@ def sample_completions(
     uniform: Tensor,
     sampling: SamplingSettings,
     *,
-    eos: int,
+    eos: int | StoppingCriterion,
     pad: int,
     device: torch.device,
     engine: str | None = None,
@@ -56,28 +57,29 @@ def sample_completions(
     Args:
         prompts: B prompts.
         uniform: (B, max_new_tokens) random numbers in [0, 1), one per token.
-        eos, pad: ids of the EOS and pad tokens.
+        eos: what ends a completion; a number is the id of EOS.
+        pad: id of the pad token.
         engine: "plain", "slots", "graph" or "auto"; None: "auto" without CUDA graphs, for commands without
             --rollout-engine, because a graph that fails ends the command.
         slots: completions sampled at a time; 0: the default of the device.
     """
-    uniform = uniform.to(device)
+    uniform, criterion = uniform.to(device), StoppingCriterion.of(eos)
     base = base_of(policy)
     engine = choose_engine(engine, packable(base), device)
     check_engine(engine, packable(base), type(base).__name__, device)
     if engine == "plain":
-        completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, eos, pad)
+        completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, criterion, pad)
     else:
         size = min(slots or budget_of(device).rollout_slots, len(prompts))
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
             completion_ids, allowed_tokens = ContinuousBatcher(
-                policy, prompts, uniform, sampling, eos, size, engine == "graph"
+                policy, prompts, uniform, sampling, criterion, size, engine == "graph"
             ).run()
         if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:
             release_freed_memory()  # the decoder's copies of the weights
     vocabulary = base.get_input_embeddings().num_embeddings
     return Completions.of(
-        prompts, completion_ids, eos=eos, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens
+        prompts, completion_ids, eos=criterion, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens
     )
 
 
@@ -86,13 +88,13 @@ def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
     return choose_engine("auto", packable(base_of(policy)), device)
 
 
-def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: int, pad: int):
+def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, criterion: StoppingCriterion, pad: int):
     device = uniform.device
     prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, device)
     (rows, context), length = prompt_ids.shape, sampling.max_new_tokens
     attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
     positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    completions = torch.full((rows, length), eos, device=device)
+    completions = torch.full((rows, length), criterion.eos, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     allowed_tokens: list[Tensor] = []
     cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
@@ -109,8 +111,12 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
         if allowed is not None:
             allowed_tokens.append(allowed)
         completions[:, t] = token
-        done = done | (token == eos)
-        if t % EOS_CHECK_EVERY == EOS_CHECK_EVERY - 1 and bool(done.all()):
-            break
+        done = done | criterion.is_eos(token)
+        if t % CHECK_EVERY == CHECK_EVERY - 1:
+            if criterion.stop:
+                last = completions[:, max(0, t + 1 - criterion.window) : t + 1].tolist()
+                done = done | torch.tensor([criterion.found(row) for row in last], device=device)
+            if bool(done.all()):
+                break
         inputs, positions = token.clamp(max=logits.shape[-1] - 1).unsqueeze(1), positions[:, -1:] + 1
     return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import add_up, gather
 from rlhf.rollout.completions import Completions, LogProbs
+from rlhf.rollout.stopping import StoppingCriterion
 from rlhf.utils.processes import size
 
 
@@ -22,7 +22,8 @@ def exchange_completions(
     share: Completions | None,
     rows: Sequence[int],
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    criterion: StoppingCriterion,
+    pad: int,
     length: int,
     device: torch.device,
 ) -> Completions:
@@ -32,13 +33,13 @@ def exchange_completions(
         share: the completions of this process; None: it has none.
         rows: their rows in the batch.
         prompts: prompt of every completion of the batch.
-        tokenizer: the policy's, for the ids of EOS and of the pad token.
+        criterion: what ends a completion.
+        pad: id of the pad token.
         length: largest number of tokens of a completion.
         device: device of the result.
     """
     if size() == 1:
         return share
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     kinds = gather(None if share is None else _kind(share))
     vocabulary, width, dtype = next(kind for kind in kinds if kind is not None)
 
@@ -54,8 +55,8 @@ def exchange_completions(
     )
     return Completions.of(
         prompts,
-        whole(parts[0], torch.long, eos),
-        eos=eos,
+        whole(parts[0], torch.long, criterion.eos),
+        eos=criterion,
         pad=pad,
         vocabulary=vocabulary,
         allowed_tokens=None if width is None else whole(parts[1], torch.uint8, 0, width),

@@ -52,6 +52,9 @@ class VLLMEngine:
         require_vllm()
         from trl.generation.vllm_generation import VLLMGeneration
 
+        from rlhf.rollout.stopping import stopping_criterion
+
+        self.criterion = stopping_criterion(tokenizer, sampling.stops)
         self.vocabulary = policy.get_input_embeddings().num_embeddings
         self.generation = VLLMGeneration(
             policy,
@@ -62,9 +65,11 @@ class VLLMEngine:
             temperature=sampling.temperature,
             max_completion_length=sampling.max_new_tokens,
             logprobs=0,  # log-prob of the sampled token only
+            # vLLM ends a completion at the same token, or later; Completions.of has the last word
+            generation_kwargs={"stop": list(sampling.stops), "stop_token_ids": self.criterion.eos_ids},
         )
 
-    def sample(self, prompts: Sequence[Prompt], *, eos: int, pad: int, device: torch.device) -> Completions:
+    def sample(self, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Completions:
         """Sample one completion per prompt. The result includes vLLM's log-probs of the sampled tokens."""
         from rlhf.rollout.completions import Completions, padded  # slow imports, which `require_vllm` does not need
 
@@ -73,8 +78,8 @@ class VLLMEngine:
         sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, device)
         return Completions.of(
             prompts,
-            padded(rows, eos, device),
-            eos=eos,
+            padded(rows, self.criterion.eos, device),
+            eos=self.criterion,
             pad=pad,
             vocabulary=self.vocabulary,
             sampled_logprobs=sampled,

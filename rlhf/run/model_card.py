@@ -13,14 +13,17 @@ from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.chat_template import with_shots
+from rlhf.data.tokenizer import eos_ids, load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import CONTROL_MEANS, Config
+from rlhf.settings.types import StopText
 from rlhf.utils.command_lines import CONSOLE_COMMAND, command
 from rlhf.utils.html import render
 
 CARD_FILE = "README.md"
 ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_targets")
+PLACEHOLDER = "Write your prompt here."
 SHOWN_DIGITS = 12  # printed hex digits of a SHA-256
 
 
@@ -45,7 +48,9 @@ class Saved:
 
 def model_card(run: RunRecord, saved: Saved, name: str) -> str:
     """Return the model card of one of a run's models. Its code loads the model by `name`: a folder or a hub name."""
-    settings, chat = run.flat_settings, load_tokenizer(str(saved.folder)).chat_template is not None
+    settings, tokenizer = run.flat_settings, load_tokenizer(str(saved.folder))
+    chat, ids = tokenizer.chat_template is not None, eos_ids(tokenizer)
+    asked = with_shots(tokenizer, [{"role": "user", "content": PLACEHOLDER}], run.data.get("few_shot", ()))
     return render(
         "card.md",
         front_matter=front_matter(run, saved).to_yaml(),
@@ -58,6 +63,9 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         control=title_of(run) if control_of(run) != "none" else None,
         control_means=CONTROL_MEANS,
         chat=chat,
+        prompt=asked if chat else "\n\n".join(m["content"] for m in asked),
+        eos=ids if len(ids) > 1 else "tokenizer.eos_token_id",
+        stops=[StopText(stop).text for stop in settings.get("stop") or ()],
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),

@@ -9,6 +9,7 @@ from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_folder import claim_output
 from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import fingerprint, topics_fingerprint
 from rlhf.distributed.group import from_first, require_equal
 from rlhf.rewards.find import code_print
@@ -103,6 +104,8 @@ def data_of(config: Config, components: Components) -> dict:
     }
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
+    if config.data.few_shot is not None:
+        data["few_shot"] = worked_examples(config.data.few_shot)
     if config.data.steps_per_topic is not None:
         data["topics_sha256"] = topics_fingerprint(components.prompts.train)
     return data

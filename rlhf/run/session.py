@@ -34,6 +34,7 @@ from rlhf.setup.fit import estimator_of, what_helps
 from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
+from rlhf.setup.reward_probes import RewardWarning
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
@@ -105,7 +106,7 @@ class RunSession(Session):
         if is_first():
             found += self._writers(trainer) if self.folder is not None else []
             found += [ProgressLine(trainer, self.screen)] if self.progress else []
-            found.append(FindingsWarning(trainer, self.screen))
+            found += [FindingsWarning(trainer, self.screen), RewardWarning(trainer, self.screen)]
         if self.folder is not None:
             self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
             found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]

@@ -22,6 +22,7 @@ from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import plan_run
+from rlhf.setup.reward_probes import check_reward, show_reward_report
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run
 from rlhf.trainer.loop import OnPolicyLoop
@@ -29,7 +30,7 @@ from rlhf.utils.console import Screen
 
 
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
-    """Train, save and summarize one run. With --check only check it, with --scan only print what can be learned.
+    """Train, save and summarize one run. With --check, --check-reward and --scan, do only what these ask for.
     `selection` has the rows of the data, if they were read already."""
     trainer = agree(lambda: load_trainer(config, screen, selection))
     if trainer is not None:
@@ -37,7 +38,9 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 
 
 def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop | None:
-    """Return the trainer of a run. With --check and --scan, do what they ask for, and return None."""
+    """Return the trainer of a run. With --check, --check-reward and --scan, do what they ask for and return None."""
+    if config.run.check_reward:
+        return show_reward_report(check_reward(config, screen, selection=selection), screen)
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     asked, components, pass_rates = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))

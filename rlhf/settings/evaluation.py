@@ -18,7 +18,7 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import ArmName, PathName, Renaming, Split
+from rlhf.settings.types import ArmName, PathName, Renaming, Split, StopText
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the data
@@ -115,6 +115,7 @@ class MeasureSettings:
     )
     top_k: int | None = inherited(SamplingSettings, "top_k", AS_IN_RUN, needs=("!tokens",))
     top_p: float | None = inherited(SamplingSettings, "top_p", AS_IN_RUN, needs=("!tokens",))
+    stop: tuple[StopText, ...] | None = inherited(SamplingSettings, "stop", AS_IN_RUN, needs=("!tokens",))
     reward_func: tuple[str, ...] | None = inherited(
         RewardSettings,
         "reward_func",

@@ -14,7 +14,7 @@ from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import PathName, Renaming, Split
+from rlhf.settings.types import PathName, Renaming, Split, StopText
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
 from rlhf.utils.paths import local_path
@@ -115,6 +115,7 @@ class CalibrationSampling(SamplingSettings):
     temperature: float = repeated(SamplingSettings, "temperature", ("actor_model",))
     top_k: int = repeated(SamplingSettings, "top_k", ("actor_model",))
     top_p: float = repeated(SamplingSettings, "top_p", ("actor_model",))
+    stop: tuple[StopText, ...] | None = repeated(SamplingSettings, "stop", ("actor_model",))
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from rlhf.algorithms.table import label_of
+from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, PathName, Renaming, Split, SweepWord
+from rlhf.settings.types import (
+    FROM_TRL,
+    CriticName,
+    HubName,
+    KLTarget,
+    MemorySize,
+    PathName,
+    Renaming,
+    Split,
+    StopText,
+    SweepWord,
+)
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
+CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
@@ -133,6 +146,11 @@ class DataSettings:
         "do not apply the start model's chat template: the completion continues the text of the prompt, as with a "
         "base model",
     )
+    few_shot: PathName | None = setting(
+        None,
+        "file with worked examples (prompt, and chosen, completion or answer), which precede each prompt in training "
+        "and evaluations; reward functions receive the prompt without them",
+    )
     max_prompts: int = setting(10_000, "largest number of training prompts", ge=1)
     keep_pass_rate: tuple[float, ...] | None = setting(
         None,
@@ -176,6 +194,19 @@ class SamplingSettings:
         le=1,
     )
 
+    stop: tuple[StopText, ...] | None = setting(
+        None,
+        r"texts that end a completion, in addition to EOS, for a base model: `--stop '\n\n' Question:`; \n is a line "
+        "break. The tokens of the text belong to the completion, but reward functions receive it without the text; "
+        "unset: only EOS",
+        aliases=("stop_strings", "stop_sequences"),
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return tuple(stop.text for stop in self.stop or ())
+
     @property
     def filters(self) -> bool:
         """True if some tokens are never sampled."""
@@ -184,6 +215,7 @@ class SamplingSettings:
     def __str__(self) -> str:
         limits = [f"top-k {self.top_k}"] if self.top_k else []
         limits += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        limits += [f"stop {' '.join(map(repr, self.stops))}"] if self.stop else []
         return ", ".join([f"at most {self.max_new_tokens} tokens", f"temperature {self.temperature:g}", *limits])
 
 
@@ -193,10 +225,18 @@ class BatchSettings:
 
     batch_size: int = setting(
         4,
-        "prompts per update; GRPO and RLOO sample K completions for each",
+        "prompts per update; K completions are sampled for each",
         ge=1,
         aliases=("per_device_train_batch_size",),
         brief="prompts per update",
+    )
+    K: int | None = setting(
+        None,
+        "completions per prompt. GRPO and RLOO compare their scores and need at least 2 (default: 8); unset in other "
+        "algorithms: 1",
+        ge=1,
+        aliases=("num_generations", "group_size"),
+        brief="completions per prompt",
     )
     ppo_epochs: int = setting(
         4, "passes over each rollout; every algorithm uses it", ge=1, aliases=("num_ppo_epochs",)
@@ -301,12 +341,18 @@ FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim"
 class CriticSettings:
     """Critic and generalized advantage estimation, GAE (Schulman et al. 2016, arXiv 1506.02438)"""
 
-    critic: str = setting(
-        "shared",
+    critic: CriticName = setting(
+        CriticName("shared"),
         "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
         "doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts "
-        "from the reward model (--rm-model), which must have the start model's tokenizer",
-        choices=("shared", "separate", "reward-model"),
+        "from the reward model (--rm-model), which must have the start model's tokenizer; or the folder of a run: its "
+        "critic, shared or separate as it was there",
+    )
+    critic_learning_rate: float | None = setting(
+        None,
+        "learning rate of the critic: of the value head and, if the critic is a second network, of its weights; same "
+        "schedule as --learning-rate; unset: --learning-rate",
+        gt=0,
     )
     value_coef: float = setting(0.1, "weight of the value loss (0.5 x mean squared error)", ge=0, aliases=("vf_coef",))
     value_clip_range: float = setting(
@@ -317,12 +363,31 @@ class CriticSettings:
     )
     gamma: float = setting(1.0, "discount per token", ge=0, le=1, aliases=("gae_gamma",))
     lam: float = setting(0.95, "GAE lambda", ge=0, le=1, aliases=("gae_lambda",))
+    critic_lam: float | None = setting(
+        None,
+        "GAE lambda of the critic's targets, if it differs from that of the advantages (decoupled GAE, VC-PPO, arXiv "
+        "2503.01491: 1, so that the targets are the rewards to go); unset: --lam",
+        ge=0,
+        le=1,
+    )
     critic_warmup: int = setting(
         0,
         "updates at the start of the run in which only the critic is trained: the policy and beta do not change",
         ge=0,
         aliases=("value_warmup", "freezing_actor_steps"),
     )
+    critic_warmup_patience: int | None = setting(
+        None,
+        "end --critic-warmup early: as soon as the mean explained variance of this number of updates is not above "
+        "that of as many updates before them; unset: --critic-warmup has its full length",
+        ge=1,
+        needs="critic_warmup",
+    )
+
+    @property
+    def run(self) -> str | None:
+        """The folder of the run whose critic is loaded; None: the critic is a new one."""
+        return None if self.critic in CriticName.KINDS else self.critic
 
 
 @dataclass(frozen=True)
@@ -345,11 +410,8 @@ class PPOSettings:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Groups of completions (GRPO, RLOO)"""
+    """Groups of completions whose scores are compared (GRPO, RLOO)"""
 
-    K: int | None = setting(
-        None, "completions per prompt: a group, whose scores are compared with each other", ge=2,
-        aliases=("num_generations", "group_size"), brief="completions per prompt")  # fmt: skip
     dynamic_sampling: int = setting(
         0,
         "groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, at "
@@ -557,6 +619,8 @@ class OptimizerSettings:
         "(Dettmers et al. 2022, arXiv 2110.02861), about 2 bytes per weight; embeddings and small tensors keep 8",
         choices=("adamw", "adamw_8bit"),
     )
+    adam_beta1: float = setting(0.9, "beta1 of AdamW: decay of the mean of the gradients", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "beta2 of AdamW: decay of the mean of the squared gradients", ge=0, lt=1)
     max_grad_norm: float = setting(1.0, "gradient clipping: largest norm of the gradient", gt=0)
 
     def warmup_updates(self, updates: int) -> int:
@@ -618,6 +682,12 @@ class RunSettings:
         ge=1,
         aliases=("num_generations_eval",),
     )
+    eval_temperature: float | None = setting(
+        None,
+        "sampling temperature of the evaluations during training; 0: greedy decoding, the most likely token. "
+        "Log-probabilities are still computed at --temperature; unset: that of --temperature",
+        ge=0,
+    )
     best_rule: str = setting(
         "score",
         "how the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if "
@@ -678,6 +748,11 @@ class RunSettings:
         "fails. Nothing is written to the output folder",
         brief="load everything, try one update, print the results, and stop",
     )
+    check_reward: bool = setting(
+        False,
+        "score right answers and hacks on some training prompts, print what the reward pays for each, and stop; the "
+        "exit status is 2 if a function fails or a hack is paid as much as the right answer. Nothing is written",
+    )
     scan: bool = setting(
         False,
         "sample completions of some training prompts with the start model, print what can be learned from them and "
@@ -701,7 +776,7 @@ class RunSettings:
     @property
     def only_looks(self) -> bool:
         """True if the command prints something and trains nothing."""
-        return self.dry_run or self.check or self.scan
+        return self.dry_run or self.check or self.check_reward or self.scan
 
 
 @dataclass(frozen=True)
@@ -782,7 +857,8 @@ class Config(Command):
     @property
     def separate_critic(self) -> bool:
         """True if the critic is a second network."""
-        return self.critic.critic != "shared"
+        run = self.critic.run
+        return self.critic.critic != "shared" if run is None else (Path(run) / CRITIC_FILE).is_file()
 
     @property
     def critic_from_reward_model(self) -> bool:
@@ -792,7 +868,20 @@ class Config(Command):
     @property
     def group_size(self) -> int:
         """Completions per prompt."""
-        return self.group.K or 1
+        return self.batch.K or 1
+
+    @property
+    def eval_sampling(self) -> SamplingSettings:
+        """How evaluations during training sample. Greedy decoding is top-k 1."""
+        temperature = self.run.eval_temperature
+        if temperature is None:
+            return self.sampling
+        return replace(self.sampling, **({"temperature": temperature} if temperature else {"top_k": 1}))
+
+    @property
+    def compared(self) -> int:
+        """Completions of a prompt whose scores the algorithm compares; 1 if it compares none."""
+        return self.group_size if ALGORITHMS[self.algorithm].group_size > 1 else 1
 
     @property
     def episodes_per_update(self) -> int:

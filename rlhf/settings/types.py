@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.utils.errors import UserError
-from rlhf.utils.paths import local_path
+from rlhf.utils.paths import exists, is_path, local_path
 
 FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
 FROM_PYTHON = "python:"  # before the name of a function that a program or a notebook defines, in run.json only
@@ -101,6 +101,21 @@ class PathName(str):
     expects = "text; in a path, ~NAME is the home folder of a user of this machine, and ./~NAME is a file or folder"
 
 
+class CriticName(PathName):
+    """A kind of critic, or the folder of a run whose critic is loaded."""
+
+    KINDS = ("shared", "separate", "reward-model")
+
+    @classmethod
+    def parse(cls, text: str) -> CriticName:
+        name = super().parse(text)
+        if name not in cls.KINDS and not (is_path(name) or exists(name)):
+            raise ValueError(text)
+        return name
+
+    expects = f"{', '.join(KINDS)}, or the folder of a run with a critic, such as ./my_run"
+
+
 class Renaming(str):
     """A new name for a column of the data, NEW=OLD."""
 
@@ -120,6 +135,28 @@ class Renaming(str):
         return self.partition("=")[2]
 
     expects = "NEW=OLD, such as prompt=question"
+
+
+UNESCAPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+
+
+class StopText(str):
+    """A text that ends a completion, on one line: a line break in it is a backslash and an n."""
+
+    at_commas = False  # the text may contain commas
+
+    @classmethod
+    def parse(cls, text: str) -> StopText:
+        if not str(text):
+            raise ValueError(text)
+        return cls(str(text).replace("\n", r"\n").replace("\t", r"\t"))
+
+    @property
+    def text(self) -> str:
+        """The text with its line breaks and tabs. Two backslashes are one."""
+        return re.sub(r"\\[nt\\]", lambda found: UNESCAPED[found[0]], self)
+
+    expects = r"a text that is not empty, such as '\n\nQuestion:'"
 
 
 class ArmName(str):

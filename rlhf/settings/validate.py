@@ -69,7 +69,7 @@ def _clip(config: Config) -> list[str]:
             f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio: --delta. "
             f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it"
         )
-    if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.group_size == 1:
+    if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.compared == 1:
         problems.append(
             "the penalty is for completions that are left out of the loss: --missing-eos-penalty with "
             "--mask-truncated-completions. Remove one of them"
@@ -104,6 +104,12 @@ def _warmup(config: Config) -> list[str]:
         return [
             f"warmup_steps {steps:g} is not a number of updates: --warmup-steps. Give a whole number, or a share of "
             "the run below 1"
+        ]
+    patience, longest = config.critic.critic_warmup_patience, config.critic.critic_warmup
+    if patience is not None and 2 * patience >= longest:
+        return [
+            f"a patience of {patience} needs {2 * patience} updates, so a warm-up of {longest} could not end early: "
+            "--critic-warmup-patience, --critic-warmup. Lower the first one or raise the second one"
         ]
     rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
     if rising and rising >= updates:
@@ -194,6 +200,11 @@ def _evaluation(config: Config) -> list[str]:
     problems, rules = name_problems(names, "--eval-func"), (*BEST_RULES, *names)
     if config.run.best_rule not in rules:
         problems.append(f"best_rule is {config.run.best_rule!r}: --best-rule. Give one of {', '.join(rules)}")
+    if config.run.eval_temperature == 0 and config.run.eval_samples > 1:
+        problems.append(
+            "greedy completions of one prompt are all equal: --eval-samples with --eval-temperature 0. Remove one of "
+            "them"
+        )
     return problems
 
 
@@ -219,10 +230,12 @@ def _scan(config: Config) -> list[str]:
         "--resume": run.resume,
         "--replay": run.replay is not None,
     }
+    looks = {"--check-reward": run.check_reward, "--scan": run.scan}
+    look = next((flag for flag, given in looks.items() if given), None)  # if both are given, the other one is refused
     problems += [
-        f"a scan looks at the start model before a run and then stops: --scan with {flag}. Remove one of them"
-        for flag, given in others.items()
-        if run.scan and given
+        f"this command stops before a run: {look} with {flag}. Remove one of them"
+        for flag, given in (others | looks).items()
+        if given and look not in (None, flag)
     ]
     if limits is not None and (len(limits) != 2 or limits[0] > limits[1]):
         problems.append(
@@ -247,7 +260,8 @@ def _whole_commands(config: Config) -> list[str]:
     run = config.run
     if not run.sweep:
         return []
-    others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}
+    others = {"--check": run.check, "--check-reward": run.check_reward, "--scan": run.scan}
+    others |= {"--replay": run.replay is not None}
     problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
     if size() > 1:
         problems.append(

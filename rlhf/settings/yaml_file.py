@@ -14,7 +14,8 @@ from rlhf.utils.paths import local_path
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 DEEPEST = 20  # blocks in blocks
 MAPPINGS = ("columns",)  # settings whose value may be a mapping
-KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"  # keys that only recipes have
+# keys that only recipes have
+RECIPE_KEYS = KIND, ALGORITHMS, PUBLISHED, REWARD_MODEL = "kind", "algorithms", "published", "reward_model_training"
 
 
 def read_settings(path: str, flag: str = "--config") -> Layer:
@@ -22,7 +23,7 @@ def read_settings(path: str, flag: str = "--config") -> Layer:
     depth. The name of each block is included, too, with a colon at its end. Raises UserError with all errors of the
     file."""
     tree = read_tree(path, flag)
-    for key in [key for key, _ in tree.value if key.value in (KIND, ALGORITHMS, REWARD_MODEL)]:
+    for key in [key for key, _ in tree.value if key.value in RECIPE_KEYS]:
         where = f"{path}:{key.start_mark.line + 1}"
         raise UserError(
             f"{key.value} is allowed in recipes only: {where}. Remove it, or pass the file with --recipe {path}"

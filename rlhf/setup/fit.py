@@ -96,7 +96,7 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     if estimate(chosen).peak > room:
         raise UserError(
             f"no settings fit: --fit {config.speed.fit}. The smallest predicted peak is {gib(estimate(chosen).peak)} "
-            f"GiB ({_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin of a tenth"
+            f"GiB ({changed_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin of a tenth"
             f"{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a smaller start model, "
             "--max-new-tokens or --batch-size"
         )
@@ -183,7 +183,8 @@ def _flag(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 
-def _flags(config: Config, chosen: Config) -> str:
+def changed_flags(config: Config, chosen: Config) -> str:
+    """Return the flags of the settings that --fit changed."""
     return " ".join(_flag(name, value) for name, value in _changes(config, chosen).items())
 
 

@@ -15,7 +15,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import GivenPrompt
+from rlhf.data.examples import GivenPrompt, worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
@@ -29,6 +29,7 @@ from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
+from rlhf.setup.run_critic import check_critic_of_run
 from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen, counted
 from rlhf.utils.errors import UserError, raise_if
@@ -110,7 +111,7 @@ def load_inputs(
         paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
         check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
-    if config.critic_from_reward_model:
+    if config.critic_from_reward_model or config.critic.run is not None:
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
@@ -142,11 +143,14 @@ def check_device(config: Config, start: StartModel, device: torch.device) -> Non
 
 
 def check_critic(config: Config, folder: str | None, start: StartModel, prompts: PromptSets) -> None:
-    """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none).
+    """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none), or from the
+    run of --critic.
 
     The critic reads the policy's ids in the same micro-batches, and its value head is the reward model's head: one
     linear layer on the hidden states of a causal model.
     """
+    if config.critic.run is not None:
+        return check_critic_of_run(config, config.critic.run, start.folder)
     m = config.model
     place = f"--critic reward-model, --rm-model {m.rm_model}"
     if folder is None:
@@ -156,8 +160,8 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
         raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
     own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
     same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
-    some = prompts.train[:PROMPTS_TO_COMPARE]
-    if not same or any(encode_prompt(tokenizer, p.example.messages) != list(p.ids) for p in some):
+    some, shots = prompts.train[:PROMPTS_TO_COMPARE], worked_examples(config.data.few_shot)
+    if not same or any(encode_prompt(tokenizer, p.example.messages, shots) != list(p.ids) for p in some):
         raise UserError(
             f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
             "model that was trained from the start model's family, or --critic separate"

@@ -19,7 +19,7 @@ from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
 from rlhf.rollout.choice import choose_engine
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.shape import FLOAT, Row, Shape
 from rlhf.utils.console import gib
 
@@ -173,22 +173,26 @@ class _Run:
         reused = self.config.minibatch_size == row.episodes == len(prompts)
         kept = self.activations(row) if reused and not (m.gradient_checkpointing or m.has_adapter_dropout) else {}
         update = {
-            "rollout": self.rollout(prompts),
+            "rollout": self.rollout(prompts, self.config.sampling),
             "log-probs": self.forward(row.tokens, row.completion) | kept,
             "scoring": self.scoring(prompts, kept),
             "backward pass": self.backward(row),
             "optimizer step": {"gradients": self.every_trained},
         }
         every = sorted([*self.given.evaluation] * self.config.run.eval_samples)
-        rows, length = every[-self.budget.eval_batch_size :], self.config.sampling.max_new_tokens
+        rows, sampling = every[-self.budget.eval_batch_size :], self.config.eval_sampling
+        length, masked = sampling.max_new_tokens, rows if self.config.run.eval_temperature == 0 else every
         evaluation = {
-            "evaluation rollout": self.rollout(rows),
+            "evaluation rollout": self.rollout(rows, sampling),
             "evaluation scoring": self.scoring(every, {}),
             "evaluation perplexity": self.forward(sum(rows) + len(rows) * length, len(rows) * length),
         }
         phases = [
-            Phase(name, parts | {"token masks": self.token_masks(len(sampled))})
-            for sampled, named in ((prompts, update), (every, evaluation if every else {}))
+            Phase(name, parts | {"token masks": self.token_masks(len(sampled), how)})
+            for sampled, how, named in (
+                (prompts, self.config.sampling, update),
+                (masked, sampling, evaluation if every else {}),
+            )
             for name, parts in named.items()
             if parts
         ]
@@ -207,14 +211,13 @@ class _Run:
                 return row
             size -= 1
 
-    def token_masks(self, completions: int) -> int:
+    def token_masks(self, completions: int, sampling: SamplingSettings) -> int:
         """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position."""
-        sampling = self.config.sampling
         return completions * sampling.max_new_tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
 
-    def rollout(self, prompts: list[int]) -> dict[str, int]:
+    def rollout(self, prompts: list[int], sampling: SamplingSettings) -> dict[str, int]:
         """Return purpose -> bytes for sampling one completion per prompt."""
-        policy, sampling, speed = self.given.policy, self.config.sampling, self.config.speed
+        policy, speed = self.given.policy, self.config.speed
         plain = self.engine == "plain"
         if self.engine == "vllm" or not prompts:
             return {}  # vLLM's memory is held throughout the run

@@ -77,6 +77,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     if ALGORITHMS[config.algorithm].has_critic:
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
+        own += f", from the run {config.critic.run}" if config.critic.run is not None else ""
         rows.insert(3, ("critic", own))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
@@ -134,9 +135,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
 
 
 def evaluation_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
-    """Return the plan's row of evaluation functions and completions per evaluation prompt; no row for the defaults."""
-    count = config.run.eval_samples
-    parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else ""]
+    """Return the plan's row of evaluation functions and of how evaluations sample; no row for the defaults."""
+    count, temperature = config.run.eval_samples, config.run.eval_temperature
+    sampled = "" if temperature is None else f"temperature {temperature:g}" if temperature else "greedy completions"
+    parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else "", sampled]
     return [("evaluation", "; ".join(filter(None, parts)))] if any(parts) else []
 
 
@@ -175,12 +177,15 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
 def optimizer_line(config: Config, updates: int) -> str:
     """Return learning rate and schedule, and how completions are sampled."""
     o, sampling = config.optimizer, config.sampling
+    stop = f", stop {' '.join(map(repr, sampling.stops))}" if sampling.stop else ""
     warmup = o.warmup_updates(updates)
     rises = f" after a warm-up of {counted(warmup, 'update')}" if warmup else ""
     top_k = f", top-k {sampling.top_k}" if sampling.top_k else ""
+    own = f" (critic {critic:g})" if (critic := config.critic.critic_learning_rate) is not None else ""
     return (
-        f"{o.optim}, learning rate {o.learning_rate:g}, {o.lr_schedule} schedule{rises}; sampling: temperature "
-        f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} tokens"
+        f"{o.optim}, learning rate {o.learning_rate:g}{own}, {o.lr_schedule} schedule{rises}; sampling: temperature "
+        f"{sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, at most {sampling.max_new_tokens} "
+        f"tokens{stop}"
     )
 
 

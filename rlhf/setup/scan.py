@@ -38,7 +38,7 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
 OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
-OF_A_START = ("dry_run", "check")  # not in any recommended command
+OF_A_START = ("dry_run", "check", "check_reward")  # not in any recommended command
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
 
 def results_of(config: Config, sampled: Sequence[Sampled], available: int, samples: int) -> Scan:
     """Return the results of a scan. `available`: number of training prompts; `samples`: completions per prompt."""
-    size = config.group_size if config.group_size > 1 else FEWEST
+    size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
     if not complete:
         raise RunError(
             f"no prompt has {size} completions with a score: --scan. Use prompts to which a reward function applies, "
             "or another function"
         )
-    group = config.group_size if config.group_size > 1 else min(len(one.shaped) for one in complete)
+    group = config.compared if config.compared > 1 else min(len(one.shaped) for one in complete)
     topics: dict[str, list[Sampled]] = {}
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
@@ -116,9 +116,9 @@ def results_of(config: Config, sampled: Sequence[Sampled], available: int, sampl
     limits = config.data.keep_pass_rate or IN_REACH
     # pass rates of unfinished completions select the wrong prompts
     rates = raw if in_unit_range(raw) and "cut_off" not in names else None
-    found = recommend(scores, rates, config.group_size, config.batch.batch_size, available, limits)
+    found = recommend(scores, rates, config.compared, config.batch.batch_size, available, limits)
     return Scan(
-        overall, parts, config.group_size, samples, is_binary(scores), None if "nothing" in names else found, findings,
+        overall, parts, config.compared, samples, is_binary(scores), None if "nothing" in names else found, findings,
         [(one.texts[0], one.raw[0]) for one in complete[:EXAMPLES]],
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> Sa
         of=counted(len(rows), "prompt"),
         where="--scan",
         truncated=overall.truncated,
-        equal_groups=figures.no_difference if config.group_size > 1 else None,
+        equal_groups=figures.no_difference if config.compared > 1 else None,
         scores=[score for one in rows for score in one.shaped],
         functions=values,
         signal=figures.signal,
@@ -164,10 +164,7 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
         f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
         f"{groups} (columns: docs/before_a_run.md)"
     )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:  # a grid would wrap its cells if the output is a file
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        screen.say("  ".join([f"  {name.ljust(widths[0])}", *right]))
+    screen.columns(rows)
     show_findings([finding for finding in scan.findings if finding.name != "nothing"], scan.examples, screen)
     if scan.recommendation is not None:
         show_recommendation(config, scan, scan.recommendation, screen)

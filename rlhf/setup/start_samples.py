@@ -14,6 +14,7 @@ from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 from rlhf.utils.rng import rng_for
@@ -28,7 +29,7 @@ class Sampled:
     prompt: Prompt
     raw: list[float]  # the weighted sum of the rewards
     shaped: list[float]  # after the missing-EOS penalty, as training uses them; without normalization
-    ended: list[bool]  # per completion: EOS was sampled
+    ended: list[bool]  # per completion: EOS was sampled, or a stop string
     distinct: int  # number of distinct texts
     texts: list[str]  # of the completions with a score
     by_function: dict[str, list[float]]  # the values of each reward function, before its weight
@@ -80,8 +81,8 @@ def _scored(
     policy.eval()
     with torch.no_grad(), autocast(device, autocast_dtype(config.model.bf16, device)):
         completions = sample_completions(
-            policy, prompts, uniform, config.sampling, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
-            device=device, engine=speed.own_engine, slots=speed.rollout_slots,
+            policy, prompts, uniform, config.sampling, eos=stopping_criterion(tokenizer, config.sampling.stops),
+            pad=tokenizer.pad_token_id, device=device, engine=speed.own_engine, slots=speed.rollout_slots,
         )  # fmt: skip
     policy.train(was_training)
     texts, ended = completions.texts(tokenizer), completions.ended.tolist()

@@ -30,6 +30,7 @@ from rlhf.setup.preflight import (
     padding_changes_no_score,
     prompt_is_rendered,
 )
+from rlhf.setup.reward_probes import reward_is_checked
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
@@ -87,6 +88,7 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield padding_changes_no_score(
         components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)
     )
+    yield reward_is_checked(config, components.rewards, components.prompts.train, components.tokenizer)
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 

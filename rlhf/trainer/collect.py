@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +17,9 @@ from rlhf.rollout.completions import Completions, Rollout
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import stopping_criterion
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
@@ -40,50 +42,70 @@ class RolloutCollector:
         self.rewards, self.passes = rewards, passes
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
+        self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
             self.vllm = VLLMEngine(*parts)
 
-    def collect(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout") -> Rollout:
+    def collect(
+        self,
+        episodes: Sequence[tuple[int, Prompt]],
+        update: int,
+        purpose: str = "rollout",
+        sampling: SamplingSettings | None = None,
+    ) -> Rollout:
         """Sample one completion per episode, and compute log-probs, reference log-probs and values.
 
         Args:
             episodes: (number of the episode in the run, prompt) of each completion.
             update: number of the update, from 1; 0 for evaluations.
             purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
+            sampling: other settings than those of training. Log-probs are computed at training's temperature.
         """
         prompts = [prompt for _, prompt in episodes]
         self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
-        completions = self.sample(episodes, update, purpose)
+        completions = self.sample(episodes, update, purpose, sampling)
+        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
+            completions = replace(completions, allowed_tokens=None)
         release_gpu_cache()  # of sampling
         texts = completions.texts(self.tokenizer)
         return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, purpose == "rollout"))
 
-    def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
+    def sample(
+        self,
+        episodes: Sequence[tuple[int, Prompt]],
+        update: int,
+        purpose: str,
+        sampling: SamplingSettings | None = None,
+    ) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
         prompts = [prompt for _, prompt in episodes]
         shares = by_group([prompt.ids for prompt in prompts])
-        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose))
-        return exchange_completions(own, rows, prompts, self.tokenizer, self.sampling.max_new_tokens, self.device)
+        how = sampling or self.sampling
+        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose, how))
+        pad, length = self.tokenizer.pad_token_id, self.sampling.max_new_tokens
+        return exchange_completions(own, rows, prompts, self.criterion, pad, length, self.device)
 
-    def _sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
+    def _sample(
+        self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str, sampling: SamplingSettings
+    ) -> Completions:
         """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
         evaluations need the same random numbers every time."""
-        prompts, length = [prompt for _, prompt in episodes], self.sampling.max_new_tokens
+        prompts, length = [prompt for _, prompt in episodes], sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
-        tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
+        pad, device = self.tokenizer.pad_token_id, self.device
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
         training = purpose != "evaluate"
         phase = "the rollout" if training else "an evaluation"
         with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
             if self.vllm is not None and training:
-                return self.vllm.sample(prompts, **tokens)
+                return self.vllm.sample(prompts, pad, device)
             speed = self.config.speed
             return sample_completions(
-                self.host.actor.policy, prompts, uniform, self.sampling, **tokens, engine=speed.own_engine,
-                slots=speed.rollout_slots,
+                self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
+                engine=speed.own_engine, slots=speed.rollout_slots,
             )  # fmt: skip
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_completion
-from rlhf.data.examples import GivenPrompt, examples_of
+from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts, ids_alone, paragraphs_of
 from rlhf.demo.tasks import Gold
 from rlhf.distributed.group import gather
@@ -226,7 +226,8 @@ class PolicyEvaluator:
         examples = examples_of(given)
         if not examples:
             raise UserError("an empty list: evaluate(). Pass texts or chats")
-        kept, _ = encode_prompts(self.tokenizer, examples, longest)
+        shots = worked_examples(self.config.data.few_shot)
+        kept, _ = encode_prompts(self.tokenizer, examples, longest, shots)
         if not kept:
             raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
         return kept
@@ -236,7 +237,8 @@ class PolicyEvaluator:
         self.fix_text()
         batches = self._batches(prompts, self.config.run.eval_samples)
         # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
-        rollouts = [self.collector.collect(rows, 0, "evaluate") for rows in batches]
+        how = None if self.config.run.eval_temperature is None else self.config.eval_sampling
+        rollouts = [self.collector.collect(rows, 0, "evaluate", how) for rows in batches]
         with self.collector.passes.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)
 

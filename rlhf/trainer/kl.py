@@ -21,7 +21,6 @@ class KLControl:
         """`updates` is the number of updates in the run."""
         self.controller = kl_controller(config, updates)
         self.steered, self.episodes = config.kl.steered, config.episodes_per_update
-        self.held = config.critic.critic_warmup  # the policy is frozen, so its KL of 0 has no information about beta
         self.requested: float | None = None
         self.runaways = 0  # updates in a row with a KL far above the target
 
@@ -43,11 +42,12 @@ class KLControl:
         """The target of an update, counted from 1."""
         return self.controller.target_of(update)
 
-    def after_update(self, update: int, metrics: dict[str, float]) -> Iterator[str]:
-        """Set the next beta from an update's KL, if beta is adaptive. Yields a warning if the KL is far too high."""
+    def after_update(self, update: int, metrics: dict[str, float], frozen: bool) -> Iterator[str]:
+        """Set the next beta from an update's KL, if beta is adaptive. Yields a warning if the KL is far too high.
+        `frozen`: the update has not trained the policy."""
         if not self.steered:
             return
-        if update <= self.held:
+        if frozen:  # the KL of 0 has no information about beta
             self.controller.skip()
         else:
             self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes)

@@ -234,8 +234,10 @@ class OnPolicyLoop:
         self.progress.count_update(scores, rollout.completions.tokens)
         require_finite_weights(self.model, update, self.session.advice)
         metrics = self.metrics_of(update, experience, scores, timer) | stats
-        # 5. next beta: towards the KL target
+        # 5. next beta: towards the KL target; and the end of the value warm-up
         self.adjust_beta(update, metrics)
+        for line in self.policy_optimizer.warmup.after_update(update, metrics):
+            self.session.say(line)
         self.end_update(update, metrics)
         return metrics
 
@@ -251,7 +253,7 @@ class OnPolicyLoop:
     def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
         """Let the KL control set the next beta. After several updates with a KL far above the target,
         --rollback-on-kl loads the weights from before them."""
-        for warning in self.kl.after_update(update, metrics):
+        for warning in self.kl.after_update(update, metrics, self.policy_optimizer.warmup.covers(update)):
             self.session.say(warning)
         if self.config.run.rollback_on_kl and self.kl.runaways >= MAX_CONSECUTIVE_SKIPS:
             self.session.roll_back(update - self.kl.runaways)
@@ -279,7 +281,7 @@ class OnPolicyLoop:
         sampler, kl, tokens = self.dynamic_sampler, self.config.kl, experience.completions.tokens
         episodes, tag = self.config.episodes_per_update, self.topic_tags.get(self.sampler.topic_of(update))
         return {
-            **rollout_metrics(experience, scores, self.config.group_size, tag),
+            **rollout_metrics(experience, scores, self.config.compared, tag),
             **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),
             **sampler.metrics(update),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,

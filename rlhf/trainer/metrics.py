@@ -16,9 +16,9 @@ from rlhf.trainer.scores import Scores, equal_groups
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
     """Returns the metrics of a rollout: scores, KL, advantages, lengths.
 
-    `group_size` is the number of completions per prompt. Completions without a score are left out of the metrics of
-    scores and advantages. These metrics are missing if no completion has a score. If the whole batch is on one
-    `topic`, the mean score and the KL are also returned under its name.
+    `group_size` is the number of completions of a prompt that are compared with each other. Completions without a
+    score are left out of the metrics of scores and advantages. These metrics are missing if no completion has a score.
+    If the whole batch is on one `topic`, the mean score and the KL are also returned under its name.
     """
     mask, scored, raw = batch.mask, batch.scored_mask, scores.raw[~scores.raw.isnan()]
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)

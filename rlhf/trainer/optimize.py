@@ -20,6 +20,7 @@ from rlhf.trainer.passes import ForwardPasses, Pass
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
+from rlhf.trainer.warmup import CriticWarmup
 from rlhf.utils.processes import rank
 from rlhf.utils.rng import rng_for
 
@@ -29,6 +30,7 @@ class PolicyOptimizer:
 
     def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
         self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
+        self.warmup = CriticWarmup(config, progress)
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -36,14 +38,15 @@ class PolicyOptimizer:
         Returns the statistics averaged over the optimizer steps. Raises SkipUpdate as `step` does.
         """
         self.host.model.train()  # for gradient checkpointing and LoRA dropout; the model's other dropout is disabled
-        learning_rate, steps = self.host.lr_scheduler.get_last_lr()[0], []
+        (rate, *_, last_rate), steps = self.host.lr_scheduler.get_last_lr(), []
         for epoch in range(self.config.batch.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 self.seed_dropout(update, len(steps))
                 steps.append(self.step(experience, rows))
         self.host.lr_scheduler.step()
         means = torch.stack([torch.stack(list(stats.values())) for stats in steps]).mean(0).tolist()
-        return {**dict(zip(steps[0], means, strict=True)), "learning_rate": learning_rate}
+        own = {"learning_rate/critic": last_rate} if self.config.critic.critic_learning_rate is not None else {}
+        return {**dict(zip(steps[0], means, strict=True)), "learning_rate": rate, **own}
 
     def seed_dropout(self, update: int, step: int) -> None:
         """Seed the adapters' dropout by (seed, update, number of the optimizer step in the update)."""
@@ -91,7 +94,7 @@ class PolicyOptimizer:
         except Exception as found:
             error = found
         stats = add_up_gradients(self.host.model.parameters(), stats, error)
-        if self.host.state.global_step < self.config.critic.critic_warmup:
+        if self.warmup.covers(self.host.state.global_step + 1):
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         # detail 34: clipped (37 details, 11). Otherwise one bad minibatch can move the weights far.

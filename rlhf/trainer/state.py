@@ -93,10 +93,11 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
             # cloned, because Windows cannot delete a checkpoint file that is still memory-mapped
             by_number.setdefault(int(number), {})["/".join(rest)] = _number(value.clone())
     _check_optimizer(trainer, by_number)
-    decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]  # --resume-anyway may change them
+    # --resume-anyway may change these
+    kept = [{name: group[name] for name in ("weight_decay", "betas")} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
-    for group, decay in zip(trainer.optimizer.param_groups, decays, strict=True):
-        group["weight_decay"] = decay
+    for group, values in zip(trainer.optimizer.param_groups, kept, strict=True):
+        group.update(values)
     set_learning_rates(trainer)
     return state, tensors
 

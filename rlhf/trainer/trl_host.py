@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -24,6 +25,7 @@ from rlhf.models.actor_critic import Actor, ActorCritic, critic_backbone, with_v
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.reference import Reference
 from rlhf.models.reward_critic import critic_of_reward_model, set_value_head
+from rlhf.models.save import check_adapter, load_critic
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
@@ -50,6 +52,8 @@ def shared_arguments(config: Config) -> dict[str, Any]:
         "lr_scheduler_type": "constant_with_warmup" if warms_up else settings.lr_schedule,
         "warmup_steps": settings.warmup_steps,
         "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.adam_beta1,
+        "adam_beta2": settings.adam_beta2,
         # detail 35: AdamW as in transformers (37 details, 3). torch's weight decay of 0.01 would shrink the weights.
         **({} if settings.optim == "adamw" else {"optim": settings.optim}),
     }
@@ -69,6 +73,16 @@ def separate_overrides(optimizer: Optimizer, optim: str) -> None:
         shared.initialize()
 
 
+def separate_critic_groups(optimizer: Optimizer, actor: ActorCritic, rate: float | None) -> None:
+    """Move the critic's weights to parameter groups of their own, with learning rate `rate` (None: the policy's). The
+    steps are those of two Adam optimizers, as in verl and OpenRLHF, but the gradients are clipped together."""
+    own = {id(weight) for name, weight in actor.named_parameters() if not name.startswith("policy.")}
+    for group in list(optimizer.param_groups):
+        moved = [weight for weight in group["params"] if id(weight) in own]
+        group["params"] = [weight for weight in group["params"] if id(weight) not in own]
+        optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] if rate is None else rate})
+
+
 class _SharedBackboneCritic(nn.Module):
     """The value model that TRL's __init__ requires. It shares the actor's backbone and value head."""
 
@@ -83,9 +97,14 @@ def second_network(
     config: Config, policy: PreTrainedModel | PeftModel, value_head: nn.Module, rewards: Rewards
 ) -> PreTrainedModel | None:
     """Return the critic's own backbone, a copy of the policy's or of the reward model's; None if the critic shares the
-    policy's. With the reward model, `value_head` becomes its head."""
+    policy's. With the reward model or a run, `value_head` becomes its head."""
     if not config.critic_from_reward_model:
-        return critic_backbone(policy) if config.separate_critic else None
+        critic, run = critic_backbone(policy) if config.separate_critic else None, config.critic.run
+        if run is not None and critic is not None and isinstance(policy, PeftModel):
+            check_adapter(policy, Path(run))
+        if run is not None:
+            load_critic(value_head, critic, Path(run))
+        return critic
     if rewards.learned is None:
         raise UserError("no reward model among the rewards: critic reward-model. Use critic separate")
     model, weight = rewards.learned
@@ -129,6 +148,12 @@ class PPOHost(PPOTrainer):
         self.model = ActorCritic(self._container, self._critic)
         super().create_optimizer_and_scheduler(num_training_steps)
         separate_overrides(self.optimizer, self._config.optimizer.optim)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Called before the schedule is created, which scales the learning rate of each parameter group."""
+        optimizer = super().create_optimizer(model)
+        separate_critic_groups(optimizer, self.model, self._config.critic.critic_learning_rate)
+        return optimizer
 
     @cached_property
     def actor(self) -> ActorCritic:

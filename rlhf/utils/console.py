@@ -173,6 +173,13 @@ class Screen:
             grid.add_row(*(shown(str(cell)) for cell in row))
         self.console.print(grid)
 
+    def columns(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print aligned rows of cells, the first column to the left. Unlike in a table, cells are never wrapped."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *cells in rows:
+            right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            self.say("  ".join([f"  {name.ljust(widths[0])}", *right]).rstrip())
+
     def progress(self, text: str, last: bool = False) -> None:
         """Show a progress line. A terminal redraws it in place, and a notebook replaces one output. Otherwise it is
         printed every few seconds, and the last one always."""

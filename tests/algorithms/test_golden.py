@@ -382,8 +382,8 @@ def half_end(monkeypatch) -> None:
 
     def sample_with_eos(policy, prompts, uniform, sampling, *, eos, pad, **rest):
         ids = sample(policy, prompts, uniform, sampling, eos=eos, pad=pad, **rest).completion_ids
-        ids = torch.where((ids == eos) | (ids == pad), pad + 1, ids)
-        ids[1, 2] = ids[3, 5] = eos
+        ids = torch.where((ids == eos.eos) | (ids == pad), pad + 1, ids)
+        ids[1, 2] = ids[3, 5] = eos.eos
         return Completions.of(prompts, ids, eos=eos, pad=pad, vocabulary=policy.config.vocab_size)
 
     monkeypatch.setattr(collect, "sample_completions", sample_with_eos)

@@ -142,7 +142,7 @@ def test_loss_types_match_values_computed_by_hand_on_the_first_step(grpo, loss_t
     trainer = grpo("--loss-type", loss_type, "--kl-placement", "none", "--max-new-tokens", 12)
     rollout = collect_rollout(trainer)
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
-    advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), rollout.completions.lengths.float()
+    advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), torch.tensor(rollout.completions.completion_lengths)
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     expected = {

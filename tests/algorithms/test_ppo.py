@@ -1,7 +1,8 @@
-"""Tests of PPO: full batches of prompts, logged metrics and whitened rewards."""
+"""Tests of PPO: full batches of prompts, logged metrics, whitened rewards, and several completions per prompt."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -40,3 +41,78 @@ def test_whitened_rewards_keep_their_mean(build):
     rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4])
     mean, std = rewards.mean(), rewards.std()
     assert_close(batch.raw_advantages[:, 1], (torch.tensor([1.0, 2, 3, 4]) - mean) / std + mean)
+
+
+def by_hand(trainer):
+    """Returns a rollout of 2 prompts x 2 completions with 2, 1, 1 and 2 tokens, KL 0 and given values."""
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
+    rollout.completions.mask = torch.zeros_like(rollout.mask)
+    rollout.completions.mask[:, 0] = True
+    rollout.completions.mask[[0, 3], 1] = True
+    rollout.values = torch.zeros_like(rollout.values)
+    rollout.values[:, :2] = torch.tensor([[0.5, 1.0], [0.5, 0.0], [0.0, 0.0], [0.0, 0.5]])
+    rollout.ref_logprobs = rollout.logprobs.clone()
+    return rollout
+
+
+def test_advantages_of_several_completions_per_prompt_match_values_computed_by_hand(build):
+    """gamma 1, lambda 1/2, scores 2, 0, 1, 0 at the last tokens.
+
+    First completion: delta_2 = 2 - 1 = 1, delta_1 = 1 - 1/2 = 1/2, so A_2 = 1 and A_1 = 1/2 + 1/2 = 1. Last one:
+    delta_2 = -1/2, delta_1 = 1/2, so A_1 = 1/2 - 1/4 = 1/4.
+
+    The six advantages 1, 1, -1/2, 1, 1/4, -1/2 have mean 3/8 and variance 2.71875 / 5: all tokens of the batch are
+    whitened together, not those of a prompt.
+    """
+    trainer = build("--batch-size", 2, "--K", 2, "--gamma", "1", "--lam", "0.5")
+    batch = trainer.advantages(by_hand(trainer), torch.tensor([2.0, 0, 1, 0]))
+    expected = torch.tensor([[1, 1], [-0.5, 0], [1, 0], [0.25, -0.5]])
+    assert_close(batch.raw_advantages[:, :2], expected)
+    assert_close(batch.returns[:, :2], torch.tensor([[1.5, 2.0], [0.0, 0.0], [1.0, 0.0], [0.25, 0.0]]))
+    whitened = torch.where(batch.mask[:, :2], (expected - 0.375) / 0.54375**0.5, 0.0)
+    assert_close(batch.advantages[:, :2], whitened)
+
+
+def test_scores_of_the_other_completions_of_a_prompt_do_not_change_an_advantage(build):
+    trainer = build("--batch-size", 2, "--K", 2)
+    rollout = by_hand(trainer)
+    first, other = (
+        trainer.advantages(rollout, torch.tensor(s)).raw_advantages for s in ([2.0, 0, 1, 0], [2.0, 9, 1, 0])
+    )
+    assert_close(first[[0, 2, 3]], other[[0, 2, 3]])
+    assert not torch.equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_k_completions_per_prompt_are_k_copies_of_the_prompt(build, critic):
+    """Two prompts with four completions each, against eight prompts that are computed one by one, padded."""
+    one = build("--batch-size", 2, "--K", 4, "--critic", critic)
+    copies = build("--batch-size", 8, "--critic", critic, "--no-packed", "--rollout-engine", "plain")
+    sampled = one.sampler.prompts_of
+    copies.sampler.prompts_of = lambda update: [prompt for prompt in sampled(update) for _ in range(4)]
+    rollouts = [trainer.collector.collect(trainer.episodes_of(1), 1) for trainer in (one, copies)]
+    assert rollouts[0].completions.rows() == rollouts[1].completions.rows()
+    assert len({tuple(row) for row in rollouts[0].completions.rows()[:4]}) > 1, "a prompt's completions differ"
+    metrics = [trainer.update_step(1) for trainer in (one, copies)]
+    for name in ("rewards/mean", "advantage/std", "value/loss", "policy/loss", "kl_divergence"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
+    weights = [torch.cat([w.detach().flatten() for w in trainer.model.parameters()]) for trainer in (one, copies)]
+    # a wrong gradient moves weights by the learning rate, 1e-3
+    assert float((weights[0] - weights[1]).abs().max()) < 3e-5
+
+
+def test_a_prompt_is_computed_once_for_its_completions(build):
+    trainer, seen = build("--batch-size", 2, "--K", 4), []
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
+    batch = trainer.advantages(rollout, torch.arange(8.0))
+    trainer.passes.clear()
+    trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda _m, inputs, _o: seen.append(inputs[0].numel() // inputs[0].shape[-1])
+    )
+    trainer.policy_optimizer.run(batch, 1)
+    prompts = sum(len(prompt.ids) for prompt in rollout.prompts[::4])
+    assert set(seen) == {prompts + rollout.completions.tokens - 8}, "without the last token of each completion"
+
+
+def test_equal_groups_are_not_logged_because_the_critic_is_the_baseline(build):
+    assert "rewards/equal_groups" not in build("--batch-size", 2, "--K", 2).update_step(1)

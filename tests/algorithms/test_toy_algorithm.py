@@ -108,7 +108,7 @@ def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
     record = json.loads((whole / "run.json").read_text())
     assert (record["algorithm"], record["status"], record["spent"]["episodes"]) == ("toy", "finished", 16)
     model_card = (whole / "README.md").read_text(encoding="utf-8")
-    assert "TOY (Toy REINFORCE)" in model_card and "| gamma" not in model_card and "| K " not in model_card
+    assert "TOY (Toy REINFORCE)" in model_card and "| gamma" not in model_card
 
     evaluate_generations.main(["--model-path", str(whole), "--num-prompts", "4"])
     (model,) = json.loads(Path("evaluation_output/evaluation.json").read_text())["models"]
@@ -158,7 +158,7 @@ def test_toy_algorithm_trains_from_python(toy, start_model, tmp_path):
 
 def test_script_rejects_flags_of_other_algorithms(toy, run_flags, user_error):
 
-    with user_error("--K", "train_grpo.py", "train_rloo.py"):
-        train_command("toy", run_flags("--K", 4))
+    with user_error("--dynamic-sampling", "train_grpo.py", "train_rloo.py"):
+        train_command("toy", run_flags("--dynamic-sampling", 4))
     with user_error("--gamma", "train_ppo.py"):
         train_command("toy", run_flags("--gamma", 0.9))

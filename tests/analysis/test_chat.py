@@ -8,15 +8,16 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 import evaluate_generations
 import train_grpo
 from rlhf.analysis import chat
-from rlhf.analysis.chat import StreamingGenerator, newest_turns
+from rlhf.analysis.chat import ReplyGenerator, newest_turns
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
@@ -32,14 +33,14 @@ def talk(monkeypatch, capsys):
     """Returns a function that pipes lines into `--chat` and returns the console output and the prompts (token ids)."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
-        prompts, generate = [], StreamingGenerator.generate
+        prompts, generate = [], ReplyGenerator.generate
         monkeypatch.setattr(
-            StreamingGenerator, "generate", lambda generator, ids: prompts.append(ids) or generate(generator, ids)
+            ReplyGenerator, "generate", lambda generator, ids: prompts.append(ids) or generate(generator, ids)
         )
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
         evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--max-new-tokens", 5, *flags]])
-        monkeypatch.setattr(StreamingGenerator, "generate", generate)
+        monkeypatch.setattr(ReplyGenerator, "generate", generate)
         return capsys.readouterr().out, prompts
 
     return make
@@ -55,7 +56,7 @@ def test_bad_logits_end_the_chat_in_one_line(start_model, talk, monkeypatch, val
         return policy
 
     monkeypatch.setattr(chat, "load_model_ref", with_bad_logits)
-    with pytest.raises(RunError, match="NaN or infinity in the logits: --chat") as error:
+    with pytest.raises(RunError, match="NaN or infinity in the logits of 1 of 1 completions") as error:
         talk(start_model, "Hello\n")
     assert len(error.value.problems) == 1
 
@@ -71,7 +72,7 @@ def test_chat_in_a_separate_process(runs):
     assert done.returncode == 0 and done.stderr == ""
     output = [line for line in done.stdout.splitlines() if not line.startswith("loading the libraries: ")]
     assert output[0].startswith("evaluation: checking the models")
-    assert output[1].endswith("(final, after update 2)") and output[2].startswith("  base ")
+    assert output[1].endswith("(final, after update 2)") and output[2].startswith("  sampling ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout), (
         "random weights generate control characters, which must be escaped"
@@ -128,6 +129,25 @@ def test_base_model_without_chat_template_has_no_history(tmp_path, talk):
     assert "memory    none: the model has no chat template" in output
 
 
+def test_reply_ends_before_a_stop_string(tmp_path, talk):
+    """Of 40 random tokens, some contain one of these letters. The console has the text before the first one."""
+    base = make_base_model(tmp_path / "base")
+    whole, short = (
+        talk(base, "the cat\n", "--max-new-tokens", 40, *flags)[0].split("input\n")[1]
+        for flags in ((), ("--stop", *"aeiou"))
+    )
+    assert set("aeiou") & set(whole)
+    assert short.rstrip("\n") == re.split("[aeiou]", whole)[0].rstrip("\n")
+
+
+def test_worked_examples_precede_each_line_of_a_base_model(tmp_path):
+    base, shots = make_base_model(tmp_path / "base"), [user("1 + 1 ="), {"role": "assistant", "content": "2"}]
+    tokenizer = load_tokenizer(str(base))
+    ids, turns = newest_turns(tokenizer, [user("2 + 2 =")], None, shots)
+    assert tokenizer.decode(ids) == "1 + 1 = 2\n\n2 + 2 ="
+    assert turns == [user("2 + 2 =")]
+
+
 def test_oldest_messages_are_dropped_when_the_context_is_full(start_model, talk):
     """The context has 512 tokens, a reply has 5, and each line has about 100."""
     tokenizer, long = load_tokenizer(str(start_model)), "is the river "
@@ -166,14 +186,7 @@ def test_special_tokens_in_a_line_or_a_reply_are_encoded_as_text(start_model):
 
 def test_control_characters_in_a_reply_are_escaped(start_model, talk, monkeypatch):
     tokens = load_tokenizer(str(start_model))("\x1b[31mred\u202e", split_special_tokens=True).input_ids
-
-    def generate(model, prompt, *, streamer, **_):
-        for token in (prompt[0], *map(torch.tensor, [[t] for t in tokens])):
-            streamer.put(token)
-        streamer.end()
-        return torch.cat([prompt, torch.tensor([tokens])], dim=1)
-
-    monkeypatch.setattr("transformers.GenerationMixin.generate", generate)
+    monkeypatch.setattr(chat, "sample_completions", lambda *_, **__: SimpleNamespace(rows=lambda: [tokens]))
     output, _ = talk(start_model, "Hello\n")
     assert output.endswith("<U+001B>[31mred<U+202E>\n")
 
@@ -182,18 +195,13 @@ def test_chat_uses_the_sampling_settings_of_the_run_only(runs, tmp_path, talk, m
     """The values of generation_config.json are ignored, and flags override the settings of the run."""
     folder = Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
     (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 9.0, "top_k": 3}))
-    used = []
-    original = AutoModelForCausalLM.from_pretrained(folder).__class__._sample
-    monkeypatch.setattr(
-        "transformers.GenerationMixin._sample",
-        lambda self, *a, generation_config, **k: (
-            used.append(generation_config) or original(self, *a, generation_config=generation_config, **k)
-        ),
-    )
-    talk(folder, "Hello\n", "--top-p", 0.5)
-    (config,) = used
-    assert (config.temperature, config.top_p, config.max_new_tokens) == (0.7, 0.5, 5)
-    assert (config.top_k, config.repetition_penalty) == (0, GenerationConfig().repetition_penalty or 1.0)
+    used, sample = [], chat.sample_completions
+    monkeypatch.setattr(chat, "sample_completions", lambda *a, **k: used.append(a[3]) or sample(*a, **k))
+    changed, _ = talk(folder, "Hello\n", "--top-p", 0.5)
+    [sampling] = used
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.7, 0.5, 0, 5)
+    unchanged, _ = talk(runs["ppo", 1], "Hello\n", "--top-p", 0.5)
+    assert changed.split("input\n")[1] == unchanged.split("input\n")[1]
 
 
 def test_reply_at_low_temperature_is_greedy_decoding(runs, talk):
@@ -212,7 +220,7 @@ def test_ctrl_c_ends_the_chat_without_a_traceback(runs, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(StreamingGenerator, "generate", interrupted)
+    monkeypatch.setattr(ReplyGenerator, "generate", interrupted)
     run_command(lambda: evaluate_generations.main(["--chat", "--model-path", str(runs["ppo", 1])]))
     assert capsys.readouterr().err == ""
 

@@ -60,10 +60,10 @@ def test_settings_are_in_the_names_only_of_groups_of_one_algorithm():
 
 def test_an_algorithms_own_setting_is_a_difference_only_between_algorithms_that_read_it():
     alone = group_runs([run(lam=0.9), run("grpo")])
-    assert not any(group.settings.keys() & {"lam", "K"} for group in alone)
+    assert not any("lam" in group.settings for group in alone)
     assert labels(run(lam=0.9), run("grpo"), run(lam=0.8)) == ["PPO lam 0.9", "GRPO", "PPO lam 0.8"]
     own = group_runs([run("grpo", K=2, batch_size=32), run("rloo", K=4, batch_size=16)])
-    assert [group.settings["K"] for group in own] == ["2", "4"], "both read K"
+    assert [group.settings["K"] for group in own] == ["2", "4"], "all read K"
 
 
 def test_the_same_planned_episodes_are_no_difference_however_the_length_was_set():

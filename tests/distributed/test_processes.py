@@ -74,12 +74,14 @@ def test_four_processes_make_the_same_updates_as_one(tmp_path, names):
 def test_every_loss_and_critic_is_a_case():
     from rlhf.settings.fields import settings_of
     from rlhf.settings.training import Config
+    from rlhf.settings.types import CriticName
 
     flags = [[str(word) for word in case] for case in CASES.values()]
-    for name, flag in (("loss_type", "--loss-type"), ("critic", "--critic"), ("scale_rewards", "--scale-rewards")):
+    choices = {name: settings_of(Config)[name].choices for name in ("loss_type", "scale_rewards")}
+    for name, values in {**choices, "critic": CriticName.KINDS}.items():
+        flag = "--" + name.replace("_", "-")
         tested = {one[one.index(flag) + 1] for one in flags if flag in one}
-        choices = set(settings_of(Config)[name].choices)
-        assert choices - tested <= {"shared", "none", "group"}, name  # the defaults, and a scale within groups
+        assert set(values) - tested <= {"shared", "none", "group"}, name  # the defaults, and a scale within groups
 
 
 @pytest.mark.parametrize(

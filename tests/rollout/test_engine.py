@@ -21,6 +21,7 @@ from rlhf.rollout.cpu_weights import prepacked_weights, supports_prepacking
 from rlhf.rollout.decoder import FusedDecoder, ModelDecoder
 from rlhf.rollout.engine import default_engine, sample_completions
 from rlhf.rollout.sampling import BadLogits, uniform_noise
+from rlhf.rollout.stopping import StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RunError
 from tests.models.test_packing import CONFIGS, make_model
@@ -286,7 +287,9 @@ def test_a_failed_capture_ends_the_run(monkeypatch, error, kind):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", FailedCapture)
     small, noise = make_model(next(iter(CONFIGS)), seed=3), uniform_noise(1, 2, "rollout", range(9), 14)
-    batcher = ContinuousBatcher(small, batch, noise, SamplingSettings(14, 1.0), EOS, 9, graph=True)
+    batcher = ContinuousBatcher(
+        small, batch, noise, SamplingSettings(14, 1.0), StoppingCriterion([EOS]), 9, graph=True
+    )
     with pytest.raises(kind or torch.OutOfMemoryError) as found, torch.no_grad():
         batcher.run()
     assert len(steps) == 2, "no step after the capture"

@@ -15,7 +15,6 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.packing import PackedMicroBatch
 from rlhf.models.reference import Reference
-from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import (
     pack_bits,
@@ -25,6 +24,7 @@ from rlhf.rollout.sampling import (
     uniform_noise,
     unpack_bits,
 )
+from rlhf.rollout.stopping import StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 
@@ -62,7 +62,7 @@ def test_completion_does_not_depend_on_its_batch(policy, tokenizer):
     together = sample(policy, tokenizer, prompts, [7, 8], sampling)
     for i, episode in enumerate((7, 8)):
         alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
-        length = int(alone.lengths[0])
+        length = alone.completion_lengths[0]
         assert together.completion_ids[i, :length].tolist() == alone.completion_ids[0, :length].tolist()
 
 
@@ -115,14 +115,14 @@ def test_unpack_bits_reverses_pack_bits(size):
 
 
 def test_mask_ends_with_the_first_eos():
-    mask, ended = completion_mask(torch.tensor([[5, 2, 0, 2], [5, 5, 5, 5], [2, 0, 0, 0]]), eos=2)
+    mask, ended = StoppingCriterion([2]).mask(torch.tensor([[5, 2, 0, 2], [5, 5, 5, 5], [2, 0, 0, 0]]))
     assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
     assert ended.tolist() == [True, False, True]
 
 
 def test_sampled_pad_token_does_not_end_a_completion():
     """The pad token is in the vocabulary and can be sampled, so masks must not be computed as `ids != pad`."""
-    mask, _ = completion_mask(torch.tensor([[5, 0, 5, 2]]), eos=2)
+    mask, _ = StoppingCriterion([2]).mask(torch.tensor([[5, 0, 5, 2]]))
     assert mask.all()
 
 

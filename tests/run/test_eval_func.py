@@ -159,6 +159,7 @@ def test_an_evaluation_function_changes_nothing_that_is_learned(build, questions
         (["--eval-func", "a.py:f", "b.py:f"], ["2 ", "'f': --eval-func. "]),
         (["--eval-func", "a.py:f g"], ["'f g' ", ": --eval-func"]),
         (["--eval-samples", "0"], ["eval_samples"]),
+        (["--eval-samples", "2", "--eval-temperature", "0"], ["--eval-samples", "--eval-temperature 0"]),
     ],
 )
 def test_errors_of_the_settings(more, parts, user_error):

@@ -106,6 +106,25 @@ def test_resume_restores_a_separate_critic(words, tmp_path):
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
+def test_resume_with_stop_strings_and_worked_examples(words, tmp_path):
+    """The text of --stop is given with a line break; run.json has it on one line."""
+    (tmp_path / "shots.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n', encoding="utf-8")
+    more = ["--stop", "e", "\n", "--few-shot", tmp_path / "shots.jsonl", "--prompt-length", 200]
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", more=more)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+    assert RunRecord.read(output).flat_settings["stop"] == ["e", r"\n"]
+
+
+def test_resume_of_ppo_with_shared_prompts_and_greedy_evaluations(words, tmp_path):
+    more = ["--batch-size", 2, "--K", 2, "--eval-temperature", 0]
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", update=4, more=more)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, algorithm):
@@ -402,10 +421,10 @@ def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkey
     output = tmp_path / "run"
     original = KLControl.after_update
 
-    def with_signal(self, update, metrics):
+    def with_signal(self, update, metrics, frozen):
         if update == 6:
             signal.raise_signal(signal.SIGINT)
-        return original(self, update, metrics)
+        return original(self, update, metrics, frozen)
 
     monkeypatch.setattr(KLControl, "after_update", with_signal)
     train_ppo.main([*words("ppo"), "--output", str(output)])

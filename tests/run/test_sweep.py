@@ -90,7 +90,7 @@ def test_one_combination_is_counted_in_the_singular(capsys):
 
 
 def test_a_setting_of_one_algorithm():
-    assert [point.config.group.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
+    assert [point.config.batch.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_setting_of_one_algorithm():
         (["learning_rate=x"], ["learning_rate is 'x': --sweep learning_rate=x. "]),
         (["learning_rate=1e-5,-1"], ["learning_rate is -1: --sweep learning_rate=-1. "]),
         (["lerning_rate=1"], [" lerning_rate: --sweep lerning_rate=1. ", " learning_rate?"]),
-        (["K=2,4"], ["train_grpo.py", "train_rloo.py: --sweep K=2,4. "]),
+        (["dynamic_sampling=1,2"], ["train_grpo.py", "train_rloo.py: --sweep dynamic_sampling=1,2. "]),
         (["seed=1,2"], ["seed ", ": --sweep seed=1,2. "]),
         (["seeds=1,2"], ["seeds ", ": --sweep seeds=1,2. "]),
         (["output=a,b"], ["output ", ": --sweep output=a,b. "]),

@@ -450,10 +450,19 @@ CONFIGURATION = [
     Row(19, "lambda below 0", "--lam -0.5", "lam -0.5 --lam 0 1"),
     Row(19, "no update after the value warm-up", "--freezing-actor-steps 2", "2 --critic-warmup"),
     Row(19, "value warm-up without a critic", "--critic-warmup 2", "--critic-warmup train_ppo.py", main=GRPO),
+    Row(19, "a patience that cannot end the warm-up", "--critic-warmup 6 --critic-warmup-patience 3",
+        "3 6 --critic-warmup-patience --critic-warmup"),
+    Row(19, "a learning rate of the critic of 0", "--critic-learning-rate 0",
+        "critic_learning_rate 0 --critic-learning-rate"),
+    Row(19, "beta2 of 1", "--adam-beta2 1", "adam_beta2 1 --adam-beta2 0"),
     Row(15, "dynamic sampling without groups", "--dynamic-sampling 2",
         "--dynamic-sampling train_grpo.py train_rloo.py"),
     Row(15, "a negative number of draws", "--dynamic-sampling -1",
         "dynamic_sampling -1 --dynamic-sampling 0", main=GRPO),
+    Row(24, "critic of a missing run", lambda inputs: ["--critic", inputs.folder / "gone"], "--critic shared"),
+    Row(24, "an unknown kind of critic", "--critic seperate", "critic 'seperate' --critic shared"),
+    Row(24, "critic from a run without one, dry run",
+        lambda inputs: ["--critic", inputs.copy_of(inputs.start), "--dry-run"], "--critic value_head.safetensors"),
     Row(24, "critic from no reward model", "--critic reward-model --rm-model none --reward-func length_penalty",
         "--critic reward-model --rm-model none"),
     Row(24, "4-bit critic from the reward model", "--critic reward-model --use-lora --load-in-4bit",
@@ -707,6 +716,7 @@ MORE_ERRORS = [
     Row(87, "unknown names", "--learning-rat 1 --never-seen none",
         "--learning-rat --learning-rate --never-seen --help-all coming_from_trl.md", problems=2),
     Row(88, "a scan and a check", "--scan --check", "--scan --check"),
+    Row(88, "a check of the reward and a scan", "--check-reward --scan", "--check-reward --scan"),
     Row(88, "one pass rate", "--keep-pass-rate 0.2", "0.2 --keep-pass-rate 0 1"),
     Row(88, "pass rates in the wrong order", "--keep-pass-rate 0.8 0.2", "0.8 0.2 --keep-pass-rate"),
     Row(88, "a pass rate above 1", "--keep-pass-rate 20 80", "keep_pass_rate 20 --keep-pass-rate 0 1"),
@@ -739,7 +749,7 @@ LATE = {
 LATE |= {
     row.title
     for row in (*CONFIGURATION, *DATA)
-    if row.title.startswith(("critic from a reward model", "CUDA graphs on a CPU", "no paragraph in"))
+    if row.title.startswith(("critic from a r", "CUDA graphs on a CPU", "no paragraph in"))
 }
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
 

@@ -36,6 +36,7 @@ RUN_ELSEWHERE = {
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
     r"dpo_pairs": "tests/demo/test_small_demo.py",
     r"--recipe smollm2-sums": "tests/real/test_recipe.py",
+    r"gsm8k_data|qwen3-gsm8k|qwen3_gsm8k": "tests/examples/test_gsm8k_data.py",
     r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
 }
 # commands of packages: what python runs in their place, with the environment of the tests

@@ -237,7 +237,7 @@ def test_mlx_phased_kl_setting_names(tmp_path):
         "max_grad_norm: 0.5\nclip_range: 0.1\nvalue_coef: 0.5\nentropy_coef: 0.01\nppo_epochs: 1\ngroup_size: 6\n"
     )
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
-    assert parse_cli(["--config", str(tmp_path / "a.yaml")], "grpo").group.K == 6
+    assert parse_cli(["--config", str(tmp_path / "a.yaml")], "grpo").batch.K == 6
     expected = {"gamma": 0.99, "lam": 0.9, "score_ema": 0.9, "normalize_scores": True, "max_grad_norm": 0.5,
                 "clip_range": 0.1, "value_coef": 0.5, "entropy_coef": 0.01, "ppo_epochs": 1}  # fmt: skip
     assert values(config, expected) == expected

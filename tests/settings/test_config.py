@@ -101,13 +101,13 @@ def test_run_length_comes_from_the_latest_layer(tmp_path):
 def test_flags_of_another_algorithm_are_refused(tmp_path, user_error):
     with user_error("--lam", "train_ppo.py"):
         parse_cli(["--lam", "0.9"], "grpo")
-    with user_error("--num-generations", "train_grpo.py", "train_rloo.py"):
-        parse_cli(["--num-generations", "4"], "ppo")
-    (tmp_path / "both.yaml").write_text("lam: 0.5\nK: 3\n")
-    read = {"ppo": (0.5, None), "grpo": (0.95, 3), "rloo": (0.95, 3)}
-    for algorithm, (lam, completions) in read.items():
+    with user_error("--dynamic-sampling", "train_grpo.py", "train_rloo.py"):
+        parse_cli(["--dynamic-sampling", "4"], "ppo")
+    (tmp_path / "both.yaml").write_text("lam: 0.5\ndynamic_sampling: 3\n")
+    read = {"ppo": (0.5, 0), "grpo": (0.95, 3), "rloo": (0.95, 3)}
+    for algorithm, (lam, draws) in read.items():
         config = parse_cli(["--config", str(tmp_path / "both.yaml")], algorithm)
-        assert (config.critic.lam, config.group.K) == (lam, completions), (
+        assert (config.critic.lam, config.group.dynamic_sampling) == (lam, draws), (
             "all algorithms may use one file: each reads its own groups"
         )
     (tmp_path / "wrong.yaml").write_text("lam: 7\n")
@@ -118,8 +118,7 @@ def test_flags_of_another_algorithm_are_refused(tmp_path, user_error):
 @pytest.mark.parametrize(
     ("algorithm", "setting", "value", "script"),
     [
-        ("ppo", "K", 4, "train_grpo.py and train_rloo.py"),
-        ("ppo", "num_generations", 4, "train_grpo.py and train_rloo.py"),
+        ("ppo", "dynamic_sampling", 4, "train_grpo.py and train_rloo.py"),
         ("grpo", "gamma", 0.5, "train_ppo.py"),
         ("rloo", "loss_type", "cispo", "train_grpo.py"),
     ],
@@ -142,9 +141,16 @@ def test_the_settings_of_an_unknown_algorithm_are_refused(user_error):
 
 def test_an_algorithm_that_compares_completions_needs_a_group(user_error):
     for algorithm in ("grpo", "rloo"):
-        with user_error("2"):
-            parse_cli(["--K", "none"], algorithm)
+        for size in ("none", "1"):
+            with user_error("2"):
+                parse_cli(["--K", size], algorithm)
     assert parse_cli([], "ppo").group_size == 1 and parse_cli([], "rloo").group_size == 8
+
+
+@pytest.mark.parametrize(("algorithm", "compared"), [("ppo", 1), ("reinforce_pp", 1), ("grpo", 4), ("rloo", 4)])
+def test_every_algorithm_samples_k_completions_and_only_some_compare_their_scores(algorithm, compared):
+    for config in (parse_cli(["--num-generations", "4"], algorithm), make_config(algorithm=algorithm, K=4)):
+        assert (config.group_size, config.compared, config.episodes_per_update) == (4, compared, 16)
 
 
 def test_yaml_lists(tmp_path):
@@ -258,7 +264,8 @@ def test_missing_yaml_file(tmp_path, user_error):
 def test_errors_of_every_kind_are_reported_together(tmp_path):
     (tmp_path / "a.yaml").write_text("gama: 1\nlam: 7\n")
     with pytest.raises(UserError) as caught:
-        parse_cli(["--batch-sise", "1", "--K", "3", "--learning-rate", "abc", "--config", str(tmp_path / "a.yaml")])
+        file = ["--config", str(tmp_path / "a.yaml")]
+        parse_cli(["--batch-sise", "1", "--loss-type", "x", "--learning-rate", "abc", *file])
     assert len(caught.value.problems) == 5
     with pytest.raises(UserError) as caught:
         parse_cli(["--learning-rate", "abc", "--config", str(tmp_path / "none.yaml")])

@@ -27,19 +27,21 @@ ACT_ALWAYS = {
         *("actor_model", "rm_model", "use_lora", "bf16", "gradient_checkpointing"),
         "allow_weak_reward_model",  # a permission: without a reward model it is not used, and nobody misses it
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
-        *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text"),
+        *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
         *("dataset_config", "dataset_split"),  # refused for a file, when the data is read
-        *("max_new_tokens", "temperature", "top_k", "top_p"),
-        *("batch_size", "ppo_epochs", "minibatches", "micro_batch_size", "gradient_accumulation_steps"),
+        *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
+        *("batch_size", "K", "ppo_epochs", "minibatches", "micro_batch_size", "gradient_accumulation_steps"),
         *("clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
         *("rollout_engine", "packed", "fused_head", "fit"),
         *("critic", "value_coef", "value_clip_range", "gamma", "lam", "critic_warmup"),
-        *("whiten_rewards", "whiten_advantages", "K", "dynamic_sampling", "scale_rewards", "loss_type"),
+        *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
+        *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),
         *("reward_func", "eval_func", "reward_weights", "missing_eos_penalty", "normalize_scores", "control"),
         "kl_placement",
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
-        *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "sweep", "replay", "dry_run", "check", "scan"),
+        *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
+        *("best_rule", "output", "overwrite"),
+        *("save_every", "keep", "resume", "sweep", "replay", "dry_run", "check", "check_reward", "scan"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },
@@ -69,6 +71,7 @@ VALUES = {  # of settings whose type does not give one
     "kl_target": "3/sequence", "kl_boundaries": "0.3 0.6", "push_to_hub": "ada/model", "sweep": "gamma=0.9,1",
     "reward_func": "length_penalty", "keep_pass_rate": "0.2 0.8", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",
+    "critic": "separate", "critic_warmup": "9", "critic_lam": "1", "adam_beta1": "0.5", "adam_beta2": "0.5",
     "calibration_prompt_length": "9", "rollout_engine": "slots",
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.settings.fields import settings_of, to_dict
 from rlhf.settings.next_commands import reward_model_command
-from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, find_recipe, shipped_recipes
+from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, Published, find_recipe, published_values, shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.settings.translate import translate
@@ -61,6 +61,7 @@ def test_the_shipped_recipes():
         "demo",
         "demo-checker",
         "phased-kl",
+        "qwen3-gsm8k",
         "qwen3-tldr",
         "rank1-voice",
         "smollm2-sums",
@@ -88,7 +89,7 @@ def test_default_recipe_equals_the_declared_defaults():
 def test_custom_recipe(custom_recipe):
     ppo, grpo = parse_cli(["--recipe", custom_recipe]), parse_cli(["--recipe", custom_recipe], "grpo")
     assert (ppo.sampling.temperature, ppo.optimizer.learning_rate, ppo.critic.gamma) == (0.9, 1e-4, 0.5)
-    assert (grpo.optimizer.learning_rate, grpo.group.K, grpo.recipe) == (2e-4, 3, custom_recipe)
+    assert (grpo.optimizer.learning_rate, grpo.batch.K, grpo.recipe) == (2e-4, 3, custom_recipe)
     assert parse_cli(["--recipe", custom_recipe], "rloo").optimizer.learning_rate == 1e-4
     assert parse_cli(["--recipe", custom_recipe, "--learning-rate", "1e-3"]).optimizer.learning_rate == 1e-3
     assert make_config(custom_recipe, "grpo") == grpo
@@ -140,6 +141,18 @@ BAD = {
         r"ppo appears twice: .*bad.yaml:4. Keep one",
     ),
     "off for a model": ("kind: recipe\nrm_model: off\n", r"rm_model is False: .*bad.yaml:2. Give text"),
+    "published values without a source": (
+        "kind: recipe\npublished:\n  {metric: eval/right, start: 0.1, end: 0.2}\n",
+        r"source: published, .*bad.yaml:3",
+    ),
+    "a published value that is not a number": (
+        "kind: recipe\npublished: {metric: a, start: yes, end: 1, source: b}\n",
+        r"start: published, .*bad.yaml:2",
+    ),
+    "an unknown published value": (
+        "kind: recipe\npublished: {metric: a, start: 0, end: 1, source: b, middle: 0.5}\n",
+        r"middle: published, .*bad.yaml:2",
+    ),
     "a name twice": ("kind: recipe\ngamma: 1\ncritic:\n  gamma: 0\n", r"gamma is set twice: .*:4 and .*:2. Keep one"),
 }
 
@@ -180,6 +193,29 @@ def test_missing_recipe(tmp_path, user_error):
 def test_path_of_a_recipe_is_stored_normalized(custom_recipe, monkeypatch):
     monkeypatch.chdir(Path(custom_recipe).parent)
     assert parse_cli(["--recipe", "./mine.yaml"]).recipe == "mine.yaml" == make_config("./mine.yaml").recipe
+
+
+def test_published_values_of_a_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("kind: recipe\npublished: {metric: eval/right, start: 0.1, end: 1, source: a}\n")
+    assert published_values(str(tmp_path / "r.yaml")) == Published("eval/right", 0.1, 1, "a")
+    assert published_values("demo") is None
+    assert published_values(str(tmp_path / "deleted.yaml")) is None, "the plot of a run needs no recipe file"
+
+
+def test_published_values_are_allowed_in_recipes_only(tmp_path, user_error):
+    (tmp_path / "c.yaml").write_text("published: {metric: a, start: 0, end: 1, source: b}\n")
+    with user_error("c.yaml:1"):
+        parse_cli(["--config", str(tmp_path / "c.yaml")])
+
+
+def test_settings_of_qwen3_gsm8k_are_those_of_its_source():
+    """train.sh of josancamon19/rl-scaling-laws: 4 epochs of 7,473 // 512 updates, 512 x 3 completions in one step."""
+    config = parse_cli(["--recipe", "qwen3-gsm8k"], "grpo")
+    assert config.run.num_iterations == 4 * (7_473 // 512) == 56
+    assert (config.episodes_per_update, config.batch.minibatches, config.batch.ppo_epochs) == (1_536, 1, 1)
+    assert (config.sampling.max_new_tokens, config.data.prompt_length) == (512, 512)
+    assert (config.kl.kl_placement, config.kl.kl_coef, config.kl.steered) == ("loss", 0.001, False)
+    assert parse_cli(["--recipe", "qwen3-gsm8k"], "ppo").batch.batch_size == 1_536, "equally many completions"
 
 
 def test_recipe_can_switch_off_calibration(tmp_path):
@@ -228,7 +264,7 @@ def test_the_recipe_in_the_docs_works(tmp_path):
     (tmp_path / "docs.yaml").write_text(block_of_docs("yaml", "kind: recipe"))
     recipe = str(tmp_path / "docs.yaml")
     ppo, grpo = parse_cli(["--recipe", recipe]), parse_cli(["--recipe", recipe], "grpo")
-    assert (ppo.critic.gamma, grpo.group.K, ppo.model.actor_model) == (0.99, 4, "./my_start_model")
+    assert (ppo.critic.gamma, grpo.batch.K, ppo.model.actor_model) == (0.99, 4, "./my_start_model")
     assert parse_reward_cli(["--recipe", recipe]).training.base_model == "./my_start_model"
 
 

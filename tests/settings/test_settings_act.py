@@ -76,7 +76,9 @@ BY_RUN = {
     "temperature": (["--temperature", "0.9"], []),
     "top_k": (["--top-k", "5"], []),
     "top_p": (["--top-p", "0.5"], []),
+    "stop": (["--stop", "e", "\n"], []),
     "batch_size": (["--batch-size", "6"], []),
+    "K": (["--K", "4"], []),
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
     "clip_range": (["--clip-range", "0.01"], []),
@@ -89,7 +91,10 @@ BY_RUN = {
     "entropy_coef": (["--entropy-coef", "0.1"], []),
     "gamma": (["--gamma", "0.8"], []),
     "lam": (["--lam", "0.5"], []),
+    "critic_learning_rate": (["--critic-learning-rate", "3e-2"], []),
+    "critic_lam": (["--critic-lam", "1"], ["--lam", "0.5"]),
     "critic_warmup": (["--critic-warmup", "2"], []),
+    "critic_warmup_patience": (["--critic-warmup-patience", "1"], ["--critic-warmup", "5", "--num-iterations", "6"]),
     "whiten_rewards": (["--whiten-rewards"], []),
     "whiten_advantages": (["--no-whiten-advantages"], []),
     "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
@@ -115,17 +120,19 @@ BY_RUN = {
     "weight_decay": (["--weight-decay", "0.1"], []),
     "optim": (["--optim", "adamw_8bit"], []),
     "lr_schedule": (["--lr-schedule", "constant"], []),
+    "adam_beta1": (["--adam-beta1", "0.5"], []),
+    "adam_beta2": (["--adam-beta2", "0.9"], []),
     "max_grad_norm": (["--max-grad-norm", "0.01"], []),
     "seed": (["--seed", "7"], []),
     "num_iterations": (["--num-iterations", "2"], []),
     "episodes": (["--episodes", "8"], []),
     "eval_every": (["--eval-every", "1"], []),
     "eval_samples": (["--eval-samples", "2"], []),
+    "eval_temperature": (["--eval-temperature", "0"], []),
 }
 
 # the same for settings that only GRPO reads
 BY_GRPO_RUN = {
-    "K": (["--K", "4"], []),
     "dynamic_sampling": (["--dynamic-sampling", "2"], ["--rm-model", "none", "--reward-func", "keyword_bonus"]),
     "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
     "loss_type": (["--loss-type", "dr_grpo"], []),
@@ -291,6 +298,16 @@ def outcomes_plain_prompts(configured, tmp_path):
     return first("--plain-prompts"), first()
 
 
+def outcomes_few_shot(configured, tmp_path):
+    (tmp_path / "shots.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
+
+    def first(*flags):
+        parts = load_components(configured(*flags), CPU, Screen())
+        return [part[0].ids for part in (parts.prompts.train, parts.prompts.evaluation)]
+
+    return first("--few-shot", tmp_path / "shots.jsonl"), first()
+
+
 def outcomes_epochs(configured, tmp_path):
     def updates(epochs):
         return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
@@ -351,6 +368,7 @@ OUTCOMES = {
         outcomes_prompts,
         outcomes_eval_dataset,
         outcomes_plain_prompts,
+        outcomes_few_shot,
         outcomes_reward_timeout,
         outcomes_epochs,
         outcomes_overwrite,
@@ -487,6 +505,7 @@ RECORDED = {
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
+PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
 SWEPT = {"sweep"}  # tests/run/test_sweep.py
@@ -496,7 +515,8 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
+        *SAMPLER, *DATA,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
@@ -519,6 +539,7 @@ REWARD_SETTINGS = {
     "temperature": ["--temperature", "0.1"],
     "top_k": ["--top-k", "2"],
     "top_p": ["--top-p", "0.2"],
+    "stop": ["--stop", "e"],
 }
 
 
@@ -611,6 +632,7 @@ EVALUATION_SETTINGS = {
     "temperature": ["--temperature", "2"],
     "top_k": ["--top-k", "3"],
     "top_p": ["--top-p", "0.2"],
+    "stop": ["--stop", "e"],
     "reward_func": ["--reward-func", "length_penalty"],
     "reward_weights": ["--reward-weights", "3"],
 }

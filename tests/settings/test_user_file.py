@@ -147,9 +147,10 @@ def test_errors_of_file_and_flags_are_reported_together(write):
 
 def test_file_may_have_settings_of_several_algorithms(write):
     file = write("gamma = 0.5\nK = 4\nloss_type = 'dr_grpo'\n")
-    assert parse_cli([], "ppo", file).critic.gamma == 0.5 and parse_cli([], "ppo", file).group.K is None
+    ppo = parse_cli([], "ppo", file)
+    assert (ppo.batch.K, ppo.grpo.loss_type, ppo.critic.gamma) == (4, "dapo", 0.5)
     grpo = parse_cli([], "grpo", file)
-    assert (grpo.group.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
+    assert (grpo.batch.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
 
 
 def not_used(text: str) -> str:

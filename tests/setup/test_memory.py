@@ -111,6 +111,23 @@ def test_predicted_activations_match_autograd_for_every_critic_and_adapter(confi
     assert len(holes) == len(networks) and len(set(holes)) == 1, "both networks have one shape"
 
 
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_predicted_activations_of_ppo_count_a_shared_prompt_once(configured, build, critic):
+    """Two prompts with four completions each, in one micro-batch."""
+    flags = ["--batch-size", 2, "--K", 4, "--minibatches", 1, "--no-bf16", *CRITICS[critic]]
+    trainer, length = build(*flags), 8
+    prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
+    given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
+    given.groups = [number // 4 for number in range(8)]
+    micro_batch = PackedMicroBatch(given, range(8))
+    forecast = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)(trainer.config)
+    assert forecast.tokens == micro_batch.ids.numel() == sum(len(p.ids) for p in prompts[::4]) + 8 * (length - 1)
+    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    phases = {phase.name: phase.parts for phase in forecast.phases}
+    parts = phases["backward pass"] if "critic's activations" in phases["backward pass"] else phases["log-probs"]
+    assert sum(size for name, size in parts.items() if name.endswith("activations")) == pytest.approx(found, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 def test_numbers_of_weights_are_exact(tmp_path, kind):
     model = policy(tmp_path, 2, ALL, False, None, kind)

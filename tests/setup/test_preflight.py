@@ -16,13 +16,12 @@ from torch import nn
 import train_grpo
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.model_folder import WEIGHTS_FILE
+from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models import load
 from rlhf.models.load import check_nf4
-from rlhf.models.save import VALUE_HEAD_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import to_dict
 from rlhf.setup import preflight, trial
@@ -46,7 +45,7 @@ from rlhf.utils.errors import UserError, run_command
 from tests.conftest import BY_TIER
 
 CPU = torch.device("cpu")
-NAMES = ["free disk", "first prompt", "padding", "first KL", "first ratio", "memory", "save and reload"]
+NAMES = ["free disk", "first prompt", "padding", "reward", "first KL", "first ratio", "memory", "save and reload"]
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
 Usage = namedtuple("Usage", "total used free")
 
@@ -141,7 +140,7 @@ def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, mo
         run_command(lambda: SCRIPTS[algorithm].main(argv))
     printed = capsys.readouterr()
     assert raised.value.code == 2
-    assert printed.err.startswith("error: 1 of 7 ") and "(free disk): --check. " in printed.err
+    assert printed.err.startswith("error: 1 of 8 ") and "(free disk): --check. " in printed.err
     assert printed.err.count("\n") == 1
     snapshot(printed.err)
     lines = lines_of(printed.out)
@@ -194,7 +193,7 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(
         check_run(config, components, Screen())
         assert "CUDA graphs" not in capsys.readouterr().out
         return
-    with user_error("1 of 4", "CUDA graphs"):
+    with user_error("1 of 5", "CUDA graphs"):
         check_run(config, components, Screen())
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
     assert f"  FAILED  {hangs}. " in line and line.endswith("--rollout-engine slots")

@@ -91,7 +91,7 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
     assert changes(again, config) == {("sampling", "max_new_tokens")}
     assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
-    allowed = {("group", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
+    allowed = {("batch", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
     assert changes(command, config) <= allowed, "no filter: the pass rates are those of cut-off completions"
     assert command.episodes_per_update == config.episodes_per_update
     assert list(tmp_path.glob("run*")) == []
@@ -135,6 +135,16 @@ def test_scan_keeps_no_few_percent_of_the_prompts(configured, share, ended, avai
     assert (scan.recommendation and scan.recommendation.keep_pass_rate is not None) == filtered
     assert (scan.nothing is not None) == (share == 0)
     assert scan.examples == [("text 0", rows[0].raw[0])] + [("text 0", row.raw[0]) for row in rows[1:3]]
+
+
+def test_scan_of_ppo_recommends_no_group_size(configured):
+    """The critic is the baseline: groups with equal scores still teach."""
+    rows = [sampled(HALF if i < 30 else NEVER, True) for i in range(100)]
+    names = []
+    for algorithm in ("ppo", "grpo"):
+        scan = results_of(configured("--K", 2, "--batch-size", 8, algorithm=algorithm), rows, 1000, 8)
+        names.append(("equal_groups" in [finding.name for finding in scan.findings], scan.recommendation.K))
+    assert names == [(False, None), (True, 4)]
 
 
 def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys, snapshot):

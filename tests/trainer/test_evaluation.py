@@ -166,3 +166,48 @@ def test_skipped_updates_do_not_shift_the_phases():
     phases = [(1, 3, KLTarget(1, "sequence")), (4, 6, KLTarget(2, "sequence"))]
     assert [e["kl_last_10_updates"] for e in kl_of_phases(history, phases)] == pytest.approx([0.34, 1.7])
     assert last_kl(history, KLTarget(1, "sequence"), 3, 4) is None
+
+
+# --- --eval-temperature ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["plain", "slots"])
+def test_evaluations_at_temperature_0_are_greedy(build, engine):
+    """The same completions as those of a loop that takes the largest logit of a plain forward pass."""
+    trainer = build("--eval-temperature", 0, "--rollout-engine", engine)
+    policy, tokenizer = trainer.actor.policy, trainer.processing_class
+    expected = []
+    for prompt in trainer.evaluation_prompts:
+        ids = list(prompt.ids)
+        while len(ids) < len(prompt.ids) + 8 and tokenizer.eos_token_id not in ids[len(prompt.ids) :]:
+            with torch.no_grad():
+                ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
+        expected.append(decode_completion(tokenizer, ids[len(prompt.ids) :]))
+    trainer.evaluate()
+    assert trainer.evaluations[0].texts == expected
+
+
+def test_another_temperature_of_evaluations_is_that_of_the_sampling(build):
+    """With the same random numbers, so the completions are those of a run with this temperature."""
+    texts = []
+    for flags in (["--eval-temperature", 0.3], ["--temperature", 0.3], []):
+        trainer = build(*flags)
+        trainer.evaluate()
+        texts.append(trainer.evaluations[0].texts)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_log_ratios_of_greedy_completions_are_over_all_tokens(build):
+    """A mask with one allowed token would give log-probability 0 and a KL of 0."""
+    trainer = build("--eval-temperature", 0)
+    with torch.no_grad():
+        trainer.actor.policy.get_output_embeddings().weight.mul_(1.5)
+    trainer.evaluate()
+    assert max(map(abs, trainer.evaluations[0].kl)) > 0.01
+
+
+def test_the_rollout_and_the_text_of_the_perplexity_keep_the_temperature_of_training(build):
+    trainers = [build("--eval-temperature", 0), build()]
+    rows = [trainer.collector.collect(trainer.episodes_of(1), 1).completions.rows() for trainer in trainers]
+    starts = [trainer.evaluator._start_completions(trainer.evaluation_prompts) for trainer in trainers]
+    assert rows[0] == rows[1] and starts[0] == starts[1]

@@ -23,6 +23,12 @@ from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
 
+@pytest.fixture(autouse=True)
+def no_probes_before_the_first_update(monkeypatch):
+    """The functions of these tests count their calls."""
+    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)
+
+
 def run(words, status: int | None = None) -> None:
     """Runs `train_ppo.py` with these arguments. If `status` is given, the script must exit with it."""
     if status is None:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
 from rlhf.data.chat_template import Messages, decode_completion, encode_prompt
-from rlhf.data.examples import Example, examples_of, worked_examples
-from rlhf.data.prompts import Prompt
+from rlhf.data.examples import examples_of, worked_examples
+from rlhf.data.prompts import ids_alone
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.rollout.engine import sample_completions
@@ -101,7 +101,7 @@ class ReplyGenerator:
 
     @torch.no_grad()
     def generate(self, ids: list[int]) -> str:
-        prompts, sampling = [Prompt(tuple(ids), Example(()))], self.config.sampling
+        prompts, sampling = [ids_alone(ids)], self.config.sampling
         uniform = uniform_noise(self.seed, self.replies, "chat", [0], sampling.max_new_tokens)
         self.replies += 1
         end, pad = stopping_criterion(self.tokenizer, sampling.stops), self.tokenizer.pad_token_id

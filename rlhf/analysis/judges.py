@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.models import ModelRef
-from rlhf.checkpoints.model_folder import WEIGHTS_FILE, find_model
+from rlhf.checkpoints.model_folder import find_model, same_weights
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_completion
 from rlhf.data.examples import Example
@@ -30,7 +28,7 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, function_name
 from rlhf.utils.errors import UserError
-from rlhf.utils.paths import local_path, resolve_path
+from rlhf.utils.paths import resolve_path
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,12 @@ def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSet
     folder = find_model(settings.judge_model, "--judge-model")
     trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
     for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and _same_weights(Path(local_path(name), WEIGHTS_FILE), Path(folder, WEIGHTS_FILE)):
+        if name is not None and same_weights(name, folder):
             raise UserError(
                 f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
                 "Give a reward model that was not used in RL training"
             )
     return JudgeSources(folder, functions)
-
-
-def _same_weights(one: Path, other: Path) -> bool:
-    """True for the same file, which may be of a hub name, or a copy of it."""
-    copied = one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
-    return copied or one.resolve() == other.resolve()
 
 
 def load_judges(

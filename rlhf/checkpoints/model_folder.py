@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import math
 import re
@@ -170,6 +171,12 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"not a JSON object: {file}. Download or save the model again")
     return found
+
+
+def same_weights(one: str | Path, other: str | Path) -> bool:
+    """True if two names are of one model, or if the weights files in two folders are equal to the bit."""
+    a, b = (resolve_path(str(name)) / WEIGHTS_FILE for name in (one, other))
+    return a == b or (a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False))
 
 
 def tensors_of(folder: Path) -> dict[str, list[int]]:

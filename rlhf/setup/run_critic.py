@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import filecmp
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
+from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, same_weights
 from rlhf.settings.training import CRITIC_FILE, Config
 from rlhf.utils.errors import UserError
-from rlhf.utils.paths import resolve_path
 
 
 def check_critic_of_run(config: Config, run: str, start: str) -> None:
@@ -50,9 +48,3 @@ def _check_backbone(use_lora: bool, file: Path, start: str, place: str) -> None:
             f"the critic's adapters belong to another base model ({base}): {place}. Use a run whose critic started "
             "from this start model, or --critic separate"
         )
-
-
-def same_weights(one: str | Path, other: str | Path) -> bool:
-    """True if two names are of one model, or if the weights files in two folders are equal to the bit."""
-    a, b = (resolve_path(str(name)) / WEIGHTS_FILE for name in (one, other))
-    return a == b or (a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False))

@@ -4,7 +4,9 @@ python benchmarks/knobs.py --recipe demo-checker --folder knob_runs
 
 Every variant trains on the same number of episodes, those of dynamic sampling included. --keep-pass-rate samples more
 before the run. The change is that of the last evaluation's score, over seeds: the run with the knob minus the run
-without it.
+without it. The settings of PPO's critic, alone and together:
+
+python benchmarks/knobs.py --recipe demo --critics "all four" --seeds 42 123 777 1 2 --episodes 4800
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
+from rlhf.config import parse_cli
 from rlhf.settings.recipes import DEMOS
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
@@ -39,8 +42,6 @@ FOR_ALL = {
 ONLY = {
     "ppo": {
         "critic warm-up 5": "--critic-warmup 5",
-        "critic learning rate 1e-2": "--critic-learning-rate 1e-2",
-        "critic lambda 1": "--critic-lam 1",
         "separate critic": "--critic separate",
         "critic from reward model": "--critic reward-model",
     },
@@ -48,13 +49,24 @@ ONLY = {
     "rloo": {"dynamic sampling 2": "--dynamic-sampling 2"},
 }
 ONE_DEMO = {"critic from reward model": "demo", "keep pass rate 0.2 to 0.8": "demo-checker"}  # knob -> its demo
+# {rate}: 10 times the recipe's learning rate; {layout}: prompts and completions per prompt of the recipe's GRPO
+CRITICS = {
+    "critic rate x10": "--critic-learning-rate {rate}",
+    "critic lambda 1": "--critic-lam 1",
+    "warm-up, rate x10": "--critic-learning-rate {rate} --critic-warmup 8 --critic-warmup-patience 2",
+    "shared prompts": "{layout}",
+    "all four": "--critic-learning-rate {rate} --critic-lam 1 --critic-warmup 8 --critic-warmup-patience 2 {layout}",
+}
+CRITICS["all four, separate critic"] = CRITICS["all four"] + " --critic separate"
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     quiet_libraries()
     screen = Screen()
-    runs = knob_runs(arguments.recipe, arguments.algorithms, arguments.seeds, arguments.episodes)
+    knobs = critic_knobs(arguments.recipe, arguments.critics) if arguments.critics else all_knobs(arguments.algorithms)
+    length = ("--episodes", str(arguments.episodes), *arguments.more)
+    runs = knob_runs(arguments.recipe, knobs, arguments.seeds, length)
     root = arguments.folder / arguments.recipe
     run_all(runs, arguments.recipe, root, arguments.at_once, screen.say)
     show(runs, root, screen)
@@ -65,19 +77,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=DEMOS, default="demo-checker", help="the demo (demo-checker)")
     parser.add_argument("--folder", type=Path, default=Path("knob_runs"), help="folder of the runs (knob_runs)")
     parser.add_argument("--algorithms", nargs="+", choices=list(ONLY), default=["ppo", "grpo"], help="ppo grpo")
+    parser.add_argument(
+        "--critics", nargs="+", choices=CRITICS, help="these settings of PPO's critic; GRPO beside them"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (42 123 777)")
     parser.add_argument("--episodes", type=int, default=3200, help="length of each run (3200)")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time, with one thread each (2)")
+    parser.add_argument("more", nargs="*", help="after --: flags for every training command")
     return parser.parse_args(argv)
 
 
-def knob_runs(recipe: str, algorithms: list[str], seeds: list[int], episodes: int) -> list[DemoRun]:
-    """Return the training commands, all seeds of a variant together."""
-    length = ("--episodes", str(episodes))
+def all_knobs(algorithms: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the flags of every setting that is off by default: algorithm -> name of the knob -> flags."""
+    return {name: {**FOR_ALL, **ONLY[name]} for name in algorithms}
+
+
+def critic_knobs(recipe: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the flags of these settings of PPO's critic, and GRPO without any knob."""
+    rate = 10 * parse_cli(["--recipe", recipe], "ppo").optimizer.learning_rate
+    shared = parse_cli(["--recipe", recipe], "grpo").batch
+    layout = f"--batch-size {shared.batch_size} --K {shared.K}"
+    return {"ppo": {name: CRITICS[name].format(rate=rate, layout=layout) for name in names}, "grpo": {}}
+
+
+def knob_runs(
+    recipe: str, knobs: dict[str, dict[str, str]], seeds: Sequence[int], length: tuple[str, ...]
+) -> list[DemoRun]:
+    """Return the training commands, all seeds of a variant together. `length` has the flags of every command."""
     return [
         DemoRun(algorithm, seed, name, (*words.split(), *length))
-        for algorithm in algorithms
-        for name, words in {NONE: "", **FOR_ALL, **ONLY[algorithm]}.items()
+        for algorithm, variants in knobs.items()
+        for name, words in {NONE: "", **variants}.items()
         if ONE_DEMO.get(name, recipe) == recipe
         for seed in seeds
     ]
@@ -93,6 +123,13 @@ def change(with_knob: Sequence[float], without: Sequence[float]) -> Estimate:
     changes = np.subtract(with_knob, without)
     half = stats.t.ppf(0.975, len(changes) - 1) * stats.sem(changes)
     return Estimate(changes.mean(), changes.mean() - half, changes.mean() + half)
+
+
+def visible(with_knob: Sequence[float], without: Sequence[float]) -> float:
+    """Return the true mean change whose interval excludes 0 in 80% of comparisons with as many seeds."""
+    changes = np.subtract(with_knob, without)
+    freedom = len(changes) - 1
+    return float(special.nctdtrinc(freedom, 0.2, stats.t.ppf(0.975, freedom)) * stats.sem(changes))
 
 
 def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import demo_runs
 from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
 from benchmarks.demo_runs import SEEDS, DemoRun, run_all
-from benchmarks.knobs import NONE, ONLY, knob_runs
+from benchmarks.knobs import CRITICS, NONE, ONLY, all_knobs, critic_knobs, knob_runs
 from benchmarks.real_smollm2_report import draw, tables
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
@@ -29,7 +29,9 @@ def config_of(run: DemoRun, recipe: str) -> Config:
 
 @pytest.mark.parametrize("recipe", DEMOS)
 def test_every_knob_is_a_valid_command_that_changes_a_setting(recipe):
-    runs = knob_runs(recipe, list(ONLY), [1], 640)
+    knobs = all_knobs(ONLY)
+    knobs["ppo"] |= critic_knobs(recipe, list(CRITICS))["ppo"]
+    runs = knob_runs(recipe, knobs, [1], ("--episodes", "640"))
     plain = {run.algorithm: config_of(run, recipe) for run in runs if run.name == NONE}
     for run in runs:
         assert (config_of(run, recipe) == plain[run.algorithm]) == (run.name == NONE), run.name

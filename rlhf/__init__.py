@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf.api import check_reward, make_trainer, scan
+    from rlhf.api import make_trainer, scan
     from rlhf.config import make_config
 
-__all__ = ["check_reward", "make_config", "make_trainer", "scan"]
+__all__ = ["make_config", "make_trainer", "scan"]
 _MODULES = dict.fromkeys(__all__, "rlhf.api") | {"make_config": "rlhf.config"}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.distributed.group import agree
 from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.training import Config
-from rlhf.utils.console import Screen, quiet_in_program
+from rlhf.utils.console import quiet_in_program
 from rlhf.utils.libraries import check_trackers
 from rlhf.utils.paths import local_path
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rlhf.data.examples import GivenPrompt
     from rlhf.rewards.functions import RewardFunction
-    from rlhf.setup.reward_probes import RewardReport
     from rlhf.setup.scan import Scan
     from rlhf.trainer.loop import OnPolicyLoop
 
@@ -86,19 +85,3 @@ def scan(
 
     check_given(config)
     return agree(lambda: scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights))
-
-
-def check_reward(
-    config: Config,
-    prompts: Prompts,
-    rewards: Functions | None = None,
-    reward_weights: Sequence[float] | None = None,
-) -> RewardReport:
-    """Return what the rewards pay for right answers and for hacks, as --check-reward prints it. Loads no policy, and
-    writes nothing. Raises UserError. The arguments are those of `make_trainer`."""
-    from rlhf.run.python_run import check_given
-    from rlhf.setup.reward_probes import check_reward as score_probes
-
-    check_given(config)
-    given = {"prompts": prompts, "rewards": rewards, "reward_weights": reward_weights}
-    return agree(lambda: score_probes(config, Screen(), **given))

@@ -40,7 +40,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop | None:
     """Return the trainer of a run. With --check, --check-reward and --scan, do what they ask for and return None."""
     if config.run.check_reward:
-        return show_reward_report(check_reward(config, screen, selection=selection), screen)
+        return show_reward_report(check_reward(config, screen, selection), screen)
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     asked, components, pass_rates = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))

@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.callbacks.base import Callback
 from rlhf.data.chat_template import decode_completion, encode_completion
 from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt
+from rlhf.data.prompts import Prompt, Selection
 from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.answers import final_answer
@@ -44,8 +44,6 @@ RIGHT = {
     "right answer in a sentence": SENTENCE,
     "right answer in a box": "\\boxed{{{}}}",
     "right answer in tags": TAGS,
-    "right answer in tags and a box": TAGS.format("\\boxed{{{}}}"),
-    "right answer in JSON": '{{"result": ["{}"]}}',
 }
 CUT_OFF, TOTAL = "right answer cut off", "total"
 EQUAL = 1e-6  # scores that differ by less are equal: rounding depends on the other completions of a batch
@@ -173,12 +171,11 @@ def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: 
     return [score for probe in probes for score in scores_of(one, [probe], report, end)]
 
 
-def check_reward(config: Config, screen: Screen, **given: Any) -> RewardReport:
-    """Load the rewards of a run, but no policy, and score the probes. `given` as `load_inputs` takes it."""
+def check_reward(config: Config, screen: Screen, selection: Selection | None) -> RewardReport:
+    """Load the rewards of a run, but no policy, and score the probes."""
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    if "prompts" not in given:  # a command's
-        prepare_demo_components(config, screen, device)
-    inputs = load_inputs(config, screen, **given)
+    prepare_demo_components(config, screen, device)
+    inputs = load_inputs(config, screen, selection=selection)
     rewards, _ = make_rewards(config, inputs.rewards, inputs.start.tokenizer, device)
     return from_first(lambda: probe_rewards(config, rewards, inputs.prompts.train, inputs.start.tokenizer))
 

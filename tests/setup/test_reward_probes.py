@@ -10,7 +10,7 @@ import torch
 
 import train_grpo
 import train_ppo
-from rlhf.api import check_reward, make_trainer
+from rlhf.api import make_trainer
 from rlhf.config import make_config
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -156,7 +156,7 @@ def test_hacks_of_hand_made_scores():
     totals = {
         "right answer": [1.0, 1.0],
         "right answer in a box": [1.0, 2.0],
-        "right answer in JSON": [math.nan, 9.0],  # a function fails: no form to compare with
+        "right answer in tags": [math.nan, 9.0],  # a function fails: no form to compare with
         "empty": [2.0, 0.9],  # less on average
         "prompt copied": [0.0, 3.0],  # as much on average
         "markup only": [1.0, 2.0],  # as much for each prompt
@@ -324,15 +324,6 @@ def config_of_program(start_model):
         return make_config("smollm2-orca", **{**usual, **settings})
 
     return make
-
-
-def test_program_receives_the_report(config_of_program, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"What is {i} + 10?", "answer": str(i + 10)} for i in range(8)]
-    report = check_reward(config_of_program(), rows, ["last_number", "length_penalty"], [1.0, 0.01])
-    assert report.formula == "1 x last_number + 0.01 x length_penalty" and report.prompts == 8
-    assert report.mean("right answer", "last_number") == 1 and report.mean("empty", "length_penalty") == -1
-    assert report.best == "right answer" and report.hacks() == [] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("other", ["--dry-run", "--check", "--scan", "--resume"])

@@ -276,19 +276,14 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def config_of_run(run: RunRecord, **changed: Any) -> Config:
-    """Return the configuration of a run, with some settings `changed`."""
-    return config_of_settings(run.algorithm, run.settings, **changed)
-
-
-def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any) -> Config:
-    """Return the configuration for stored `settings`, with some of them `changed`. Settings that this version does not
-    have, or that the algorithm does not use, are ignored. Raises UserError for an unknown algorithm."""
-    row = algorithm_row(algorithm, RUN_FILE)
+    """Return the configuration of a run, with some settings `changed`. Settings that this version does not have, or
+    that the algorithm does not use, are ignored. Raises UserError for an unknown algorithm."""
+    row = algorithm_row(run.algorithm, RUN_FILE)
     if "eval_func" in changed:  # the run's best rule may be one of its evaluation functions
         changed = {"best_rule": "score", **changed}
     layer = {name: (value, "a changed setting") for name, value in changed.items()}
-    stored = stored_layer(settings)
-    return _built(row, [*lower_layers(DEFAULT_RECIPE, row, {}), stored, layer], settings["recipe"])
+    stored = stored_layer(run.settings)
+    return _built(row, [*lower_layers(DEFAULT_RECIPE, row, {}), stored, layer], run.settings["recipe"])
 
 
 def stored_layer(settings: dict[str, Any]) -> Layer:

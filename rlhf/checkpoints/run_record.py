@@ -24,7 +24,7 @@ FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
-    *("merge_lora", "export_from", "push_to_hub", "replay", "check_reward", "scan", "scan_prompts", "report_to"),
+    *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 # settings that change what is measured, not what is learned

@@ -25,7 +25,7 @@ INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  #
 
 
 def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
-    """Run a training command: train one run or several seeds, or with --replay repeat a skipped update.
+    """Run a training command: train one run or several seeds.
 
     `user_file` is the user's config.py. Installed commands have none.
     """
@@ -53,22 +53,16 @@ def run_sweep_command(config: Config, argv: list[str] | None) -> None:
 def run_training_command(config: Config) -> None:
     """Run a command without --sweep."""
     quiet_imports()
-    if looks_only(config) and leave_others():
+    if config.run.only_looks and leave_others():
         return None
     use_own_gpu()
     screen = Screen()
     screen.say(f"{config.title}: checking the settings and inputs")
-    if config.run.replay is not None:
-        check_libraries()
-        import_libraries(screen)
-        from rlhf.run.replay import replay_incident
-
-        return replay_incident(config, screen)
     selection = check_before_imports(config, screen)
     if (config.run.dry_run or config.run.check) and is_to_be_built(config):
         return note_missing_parts(config, screen)
     check_libraries()
-    if config.run.parallel and not looks_only(config):
+    if config.run.parallel and not config.run.only_looks:
         from rlhf.run.parallel_seeds import train_in_parallel
 
         return train_in_parallel(config, screen)
@@ -85,11 +79,6 @@ def run_training_command(config: Config) -> None:
 
     for_each_seed(partial(one_run, selection=selection), config, screen)
     leave()
-
-
-def looks_only(config: Config) -> bool:
-    """Return True for a command that trains nothing, so that one process is enough."""
-    return config.run.only_looks or config.run.replay is not None
 
 
 def check_before_imports(config: Config, screen: Screen) -> Selection | None:

@@ -36,13 +36,11 @@ def call_function(
     who: str,
     arguments: Arguments,
     limit_s: float | None,
-    finite: bool,
 ) -> list[float | None]:
     """Return one score per completion, None if the function does not apply to it.
 
     Raises RunError if the function fails, BadScore for an unusable score. `who` describes the function in these
-    errors. `limit_s` is the time limit in seconds (None: no limit). If `finite`, scores must be finite and at most
-    MAX_ABS_SCORE.
+    errors. `limit_s` is the time limit in seconds (None: no limit).
     """
     texts = arguments.texts
     these = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
@@ -66,23 +64,23 @@ def call_function(
         what = f"expected {len(texts)} scores, got {got}"
         raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number (or None) per completion")
     for score, text in zip(scores, texts, strict=True):
-        problem, kind = _score_problem(score, finite)
+        problem, kind = _score_problem(score)
         if problem is not None:
             raise failure(problem, f"completion {text!r:.80}", kind=kind)
     return [None if score is None else float(score) for score in scores]
 
 
-def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:
+def _score_problem(score: Any) -> tuple[str | None, type[RunError]]:
     """Return what is wrong with a score (None: nothing), and the type of the error."""
     if score is None:
         return None, RunError
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
     # detail 15: NaN skips the update (this project). Replaced or ignored, it would hide an error in the function.
-    if not isinstance(score, Real) or (finite and not math.isfinite(score)):
+    if not isinstance(score, Real) or not math.isfinite(score):
         none = " (None means that the function does not apply)" if score != score else ""
         return f"score {score!r} is not a finite number{none}", BadScore
-    if finite and abs(score) > MAX_ABS_SCORE:
+    if abs(score) > MAX_ABS_SCORE:
         return f"score {score!r} is too large (the limit is {MAX_ABS_SCORE:g})", BadScore
     return None, RunError
 

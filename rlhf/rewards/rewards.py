@@ -127,10 +127,9 @@ class Rewards:
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
-        finite: bool = True,
         log: RewardLog | None = None,
     ) -> dict[str, list[float | None]]:
-        """Return each function's scores before the weights. Raises like `score`; without BadScore if not `finite`.
+        """Return each function's scores before the weights. Raises like `score`.
 
         Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
         are as many prompts as processes. `log` receives what the functions log; None: it is ignored.
@@ -139,7 +138,7 @@ class Rewards:
         def call(rows: Sequence[int]) -> tuple[dict[str, list[float | None]], RewardLog]:
             given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
             own = RewardLog(len(rows))
-            return self._call_functions(*given, self.columns_of(prompts), finite, own), own
+            return self._call_functions(*given, self.columns_of(prompts), own), own
 
         shares = gather(own_share(by_group([prompt.ids for prompt in prompts]), call))
         parts = [(rows, *found) for rows, found in shares if found is not None]
@@ -155,7 +154,6 @@ class Rewards:
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
         columns: Sequence[str],
-        finite: bool,
         log: RewardLog,
     ) -> dict[str, list[float | None]]:
         """Call each function with completions of this process. The arguments are those of `scores_by_function`."""
@@ -170,7 +168,6 @@ class Rewards:
                 f"{self.kind} {name!r}",
                 Arguments(rows[is_of_trl(function)], per_call(self.trainer_state, log), list(texts)),
                 limit_s,
-                finite,
             )
             for function, name, limit_s in names
         }

@@ -65,11 +65,6 @@ def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, code: 
     return command(*script_words(algorithm), *words)
 
 
-def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
-    """Return the command that repeats a skipped update from its incident folder."""
-    return command(*script_words(algorithm), "--replay", folder, *code_words(rules))
-
-
 def reward_model_command(config: Config) -> str:
     """Return the command that trains the reward model of a training run."""
     usual, m, data = usual_reward_config(config.recipe, config.user_file), config.model, config.data

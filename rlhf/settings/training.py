@@ -735,9 +735,6 @@ class RunSettings:
         needs=STEERED,
         strict=True,
     )
-    replay: PathName | None = setting(
-        None, "folder of an incident (a skipped update): repeat that update, print where the error starts, and stop"
-    )
     resume_anyway: bool = setting(
         False, "accept settings, data or library versions that differ from those of the resumed run", needs="resume"
     )

@@ -228,7 +228,6 @@ def _scan(config: Config) -> list[str]:
         "--dry-run": run.dry_run,
         "--check": run.check,
         "--resume": run.resume,
-        "--replay": run.replay is not None,
     }
     looks = {"--check-reward": run.check_reward, "--scan": run.scan}
     look = next((flag for flag, given in looks.items() if given), None)  # if both are given, the other one is refused
@@ -261,7 +260,6 @@ def _whole_commands(config: Config) -> list[str]:
     if not run.sweep:
         return []
     others = {"--check": run.check, "--check-reward": run.check_reward, "--scan": run.scan}
-    others |= {"--replay": run.replay is not None}
     problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
     if size() > 1:
         problems.append(

@@ -98,7 +98,7 @@ def shaped(
     """
     # detail 17: 0 by default (N details). Without a penalty, only the reward can teach the policy to stop.
     scores = raw - missing_eos_penalty * (~ended).float()
-    known = scores.isfinite().nonzero().flatten()  # the scores of an update are finite, those of a replay may not be
+    known = scores.isfinite().nonzero().flatten()
     if normalizer is not None and len(known):
         normalize = normalizer.normalized if drawn_again and normalizer.batches else normalizer
         scores[known] = score_tensor(normalize(scores[known].tolist()), scores.device)

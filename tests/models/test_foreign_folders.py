@@ -136,7 +136,7 @@ def test_odd_values_of_known_keys_are_one_error(adapter, values):
 
 
 def test_saved_weights_are_read_with_the_same_check(build, adapter):
-    """load_policy_weights, which resumes and replays use."""
+    """load_policy_weights, which a resumed run uses."""
     actor = build("--use-lora", "--lora-targets", "q_proj", "v_proj").actor
     with pytest.raises(UserError, match=r"^megatron_config "):
         load_policy_weights(actor, adapter(megatron_config={"a": 1}))

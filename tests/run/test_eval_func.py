@@ -117,7 +117,7 @@ def check_resume(run: Path, rule: str, logged: dict, user_error) -> None:
     (other / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
     with user_error("--eval-func ", "checks.py:odd exact_match"):
         train_ppo.main(["--resume", "--output", str(other)])
-    without = config_of_run(RunRecord.read(other), eval_func=())  # as a replay does
+    without = config_of_run(RunRecord.read(other), eval_func=())
     assert (without.reward.eval_func, without.run.best_rule) == ((), "score")
     train_ppo.main(["--resume", "--eval-func", rule, "exact_match", "--output", str(other)])
     again = RunRecord.read(other)

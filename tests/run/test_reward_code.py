@@ -11,7 +11,6 @@ import pytest
 import compare_runs
 import evaluate_generations
 import train_ppo
-from rlhf.callbacks.incidents import Incident
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
@@ -32,7 +31,7 @@ def untrusted_run(runs, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare", "resume", "resume-seeds", "replay"])
+@pytest.mark.parametrize("command", ["evaluate", "compare", "resume", "resume-seeds"])
 def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, command):
     output = ["--output", str(tmp_path / "out")]
     rule = f"{tmp_path / 'notes.py'}:f"
@@ -44,7 +43,6 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
         "compare": lambda: compare_runs.main([str(untrusted_run), *output]),
         "resume": lambda: train_ppo.main(["--resume", "--output", str(untrusted_run)]),
         "resume-seeds": lambda: train_ppo.main(["--resume", "--seeds", "1", "--output", seeds_of(untrusted_run)]),
-        "replay": lambda: train_ppo.main(["--replay", incident(untrusted_run)]),
     }[command]
     with pytest.raises(UserError) as refused:
         call()
@@ -52,9 +50,9 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
     assert not (tmp_path / "mark").exists(), "the file was executed"
 
 
-@pytest.mark.parametrize("command", ["resume", "resume-seeds", "replay", "export"])
+@pytest.mark.parametrize("command", ["resume", "resume-seeds", "export"])
 def test_code_of_an_evaluation_function_is_not_executed_by_default(untrusted_run, tmp_path, command, user_error):
-    """A replay calls no evaluation function, and an export of a finished run needs none."""
+    """An export of a finished run needs none."""
     rule = f"{tmp_path / 'notes.py'}:f"
     record = json.loads((untrusted_run / "run.json").read_text())
     record["settings"]["reward"] |= {"reward_func": [], "eval_func": [rule]}
@@ -63,9 +61,6 @@ def test_code_of_an_evaluation_function_is_not_executed_by_default(untrusted_run
     (untrusted_run / "run.json").write_text(json.dumps(record))
     if command == "export":
         train_ppo.main(["--resume", "--output", str(untrusted_run)])
-    elif command == "replay":
-        config = Incident.read(incident(untrusted_run)).config(str(tmp_path / "out"))
-        assert (config.reward.eval_func, config.run.best_rule) == ((), "score")
     else:
         output = seeds_of(untrusted_run) if command == "resume-seeds" else str(untrusted_run)
         seeds = ["--seeds", "1"] if command == "resume-seeds" else []
@@ -78,20 +73,6 @@ def test_code_of_an_evaluation_function_is_not_executed_by_default(untrusted_run
 def seeds_of(untrusted_run) -> str:
     untrusted_run.rename(f"{untrusted_run}_seed1")
     return str(untrusted_run)
-
-
-def incident(untrusted_run) -> str:
-    """Returns the path of an incident folder with the files that --replay reads first."""
-    from safetensors.torch import save_file
-
-    folder = untrusted_run / "incidents" / "update-000001"
-    folder.mkdir(parents=True)
-    record = json.loads((untrusted_run / "run.json").read_text())
-    content = {"algorithm": "ppo", "settings": record["settings"], "update": 1}
-    (folder / "incident.json").write_text(json.dumps(content))
-    (folder / "batch.jsonl").write_text("")
-    save_file({}, folder / "tensors.safetensors")
-    return str(folder)
 
 
 @pytest.mark.parametrize("consent", ["--trust-reward-code", "--reward-func"])
@@ -138,8 +119,3 @@ def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path,
     nan_rule(tmp_path, 10**5)  # the user fixes the reward function
     run([*typed(printed), "--resume-anyway"])  # needed because the file has changed
     assert RunRecord.read(tmp_path / "run").status == "finished"
-    (replay,) = (
-        line.split("step by step with: ")[1] for line in output.out.splitlines() if "step by step with: " in line
-    )
-    run(typed(replay))
-    assert "found" in capsys.readouterr().out

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.config import config_of_settings, make_config, parse_cli
+from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli
 from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
+from tests.records import record_of
 from tests.settings.test_dependent_settings import flags_for
 
 
@@ -136,7 +137,7 @@ def test_an_unknown_algorithm_is_refused_in_python(name, user_error):
 
 def test_the_settings_of_an_unknown_algorithm_are_refused(user_error):
     with user_error("'toy'", "run.json"):
-        config_of_settings("toy", {"recipe": "demo"})
+        config_of_run(record_of(algorithm="toy"))
 
 
 def test_an_algorithm_that_compares_completions_needs_a_group(user_error):

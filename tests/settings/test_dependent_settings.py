@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.config import config_of_settings, make_config, parse_cli
+from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.run.sweep import points_of
 from rlhf.settings.evaluation import (
     ComparisonConfig,
@@ -15,11 +15,12 @@ from rlhf.settings.evaluation import (
     parse_evaluation_cli,
     parse_plot_cli,
 )
-from rlhf.settings.fields import Condition, Setting, settings_of, to_dict
+from rlhf.settings.fields import Condition, Setting, settings_of
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError
+from tests.records import record_of
 
 # settings without `needs`: they act in every command that has them
 ACT_ALWAYS = {
@@ -41,7 +42,7 @@ ACT_ALWAYS = {
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
         *("best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "sweep", "replay", "dry_run", "check", "check_reward", "scan"),
+        *("save_every", "keep", "resume", "sweep", "dry_run", "check", "check_reward", "scan"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },
@@ -217,8 +218,9 @@ def test_recipes_and_the_settings_of_a_run_are_accepted(recipe):
             ["--no-use-lora", "--no-load-in-4bit"],
         ):
             assert [e for e in errors(lambda w, a=algorithm: parse_cli(w, a), ["--recipe", recipe, *words])] == []
-        stored = to_dict(make_config(recipe, algorithm, kl_schedule="fixed"))
-        assert config_of_settings(algorithm, stored | {"kl": {**stored["kl"], "kl_horizon": 7}}).kl.kl_horizon == 7
+        run = record_of(make_config(recipe, algorithm, kl_schedule="fixed"))
+        run.settings["kl"]["kl_horizon"] = 7
+        assert config_of_run(run).kl.kl_horizon == 7
         assert config.recipe == recipe
 
 

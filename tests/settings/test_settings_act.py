@@ -498,7 +498,7 @@ SEPARATE = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpo
 DATA = {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # tests/data/test_readers.py
 SAMPLER = {"steps_per_topic"}  # tests/data/test_sampler.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py
-GUARDED = {"replay", "rollback_on_kl"}  # tests/trainer/test_safety.py
+GUARDED = {"rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {
     "record_tokens",
     "record_every",

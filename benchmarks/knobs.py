@@ -12,6 +12,7 @@ python benchmarks/knobs.py --recipe demo --critics "all four" --seeds 42 123 777
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds o
 from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
 from rlhf.config import parse_cli
 from rlhf.settings.recipes import DEMOS
+from rlhf.trainer.warmup import MEASURE
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
 from rlhf.utils.intervals import Estimate
@@ -133,7 +135,8 @@ def visible(with_knob: Sequence[float], without: Sequence[float]) -> float:
 
 
 def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:
-    """Print one row per algorithm and knob: rise of each seed, mean rise, and change by the knob."""
+    """Print one row per algorithm and knob: mean rise, change by the knob, difference to GRPO if it ran too, explained
+    variance, KL and CPU time. The last figure of a change is the smallest that would be seen."""
     variants: dict[tuple[str, str], list[DemoRun]] = {}
     for run in runs:
         variants.setdefault((run.algorithm, run.name), []).append(run)
@@ -141,20 +144,35 @@ def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:
     for (algorithm, name), seeds in variants.items():
         found = [figures(run, root) for run in seeds]
         rises = [one["score_after"] - one["score_before"] for one in found]
-        after = [one["score_after"] for one in found]
-        plain = [figures(run, root)["score_after"] for run in variants[algorithm, NONE]]
-        against = "" if name == NONE else _difference(change(after, plain))
+        others = [(algorithm, NONE), ("grpo", NONE)]
+        against = [
+            _difference(found, [figures(run, root) for run in variants[other]])
+            if other in variants and other != (algorithm, name)
+            else ""
+            for other in others
+        ]
+        explained = [value for run in seeds if (value := explained_variance(run, root)) is not None]
         rows.append(
-            [algorithm.upper(), name, *(f"{rise:+.3f}" for rise in rises), f"{fmean(rises):+.3f}", against,
-             f"{fmean(one['kl_after'] for one in found):.2f}"]
+            [algorithm.upper(), name, f"{fmean(rises):+.3f}", *against,
+             f"{fmean(explained):.2f}" if explained else "", f"{fmean(one['kl_after'] for one in found):.2f}",
+             f"{fmean(one['cpu_seconds'] for one in found):.0f}"]
         )  # fmt: skip
-    seeds = [f"seed {run.seed}" for run in next(iter(variants.values()))]
-    columns = ["algorithm", "knob", *seeds, "mean rise", "change by the knob", "KL, nats"]
-    screen.table(f"rise of the evaluation score, {root.name}", columns, rows, lines=False)
+    columns = ["algorithm", "knob", "mean rise", "change by the knob", "minus GRPO", "EV", "KL, nats", "CPU s"]
+    screen.say(f"evaluation score of {root.name}: changes with 95% intervals over seeds, and the smallest visible one")
+    screen.columns([columns, *rows])
 
 
-def _difference(found: Estimate) -> str:
-    return f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+def _difference(found: list[dict], others: list[dict]) -> str:
+    after, without = ([one["score_after"] for one in each] for each in (found, others))
+    by = change(after, without)
+    return f"{by.value:+.3f} ({by.low:+.3f} to {by.high:+.3f}), {visible(after, without):.3f}"
+
+
+def explained_variance(run: DemoRun, root: Path) -> float | None:
+    """Return the mean explained variance of a run's second half; None without a critic."""
+    lines = (run.folder(root) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    values = [line[MEASURE] for line in map(json.loads, lines) if MEASURE in line]
+    return fmean(values[len(values) // 2 :]) if values else None
 
 
 if __name__ == "__main__":

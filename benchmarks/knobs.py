@@ -66,7 +66,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     quiet_libraries()
     screen = Screen()
-    knobs = critic_knobs(arguments.recipe, arguments.critics) if arguments.critics else all_knobs(arguments.algorithms)
+    knobs = all_knobs(arguments.algorithms)
+    if arguments.critics:
+        knobs = {name: {} for name in arguments.algorithms} | {
+            "ppo": critic_knobs(arguments.recipe, arguments.critics)
+        }
     length = ("--episodes", str(arguments.episodes), *arguments.more)
     runs = knob_runs(arguments.recipe, knobs, arguments.seeds, length)
     root = arguments.folder / arguments.recipe
@@ -94,12 +98,12 @@ def all_knobs(algorithms: Sequence[str]) -> dict[str, dict[str, str]]:
     return {name: {**FOR_ALL, **ONLY[name]} for name in algorithms}
 
 
-def critic_knobs(recipe: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the flags of these settings of PPO's critic, and GRPO without any knob."""
+def critic_knobs(recipe: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the flags of these settings of PPO's critic, by name."""
     rate = 10 * parse_cli(["--recipe", recipe], "ppo").optimizer.learning_rate
     shared = parse_cli(["--recipe", recipe], "grpo").batch
     layout = f"--batch-size {shared.batch_size} --K {shared.K}"
-    return {"ppo": {name: CRITICS[name].format(rate=rate, layout=layout) for name in names}, "grpo": {}}
+    return {name: CRITICS[name].format(rate=rate, layout=layout) for name in names}
 
 
 def knob_runs(

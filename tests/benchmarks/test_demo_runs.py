@@ -30,7 +30,7 @@ def config_of(run: DemoRun, recipe: str) -> Config:
 @pytest.mark.parametrize("recipe", DEMOS)
 def test_every_knob_is_a_valid_command_that_changes_a_setting(recipe):
     knobs = all_knobs(ONLY)
-    knobs["ppo"] |= critic_knobs(recipe, list(CRITICS))["ppo"]
+    knobs["ppo"] |= critic_knobs(recipe, list(CRITICS))
     runs = knob_runs(recipe, knobs, [1], ("--episodes", "640"))
     plain = {run.algorithm: config_of(run, recipe) for run in runs if run.name == NONE}
     for run in runs:

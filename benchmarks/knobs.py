@@ -68,9 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     screen = Screen()
     knobs = all_knobs(arguments.algorithms)
     if arguments.critics:
-        knobs = {name: {} for name in arguments.algorithms} | {
-            "ppo": critic_knobs(arguments.recipe, arguments.critics)
-        }
+        of_ppo = critic_knobs(arguments.recipe, arguments.critics)
+        knobs = {name: of_ppo if name == "ppo" else {} for name in arguments.algorithms}
     length = ("--episodes", str(arguments.episodes), *arguments.more)
     runs = knob_runs(arguments.recipe, knobs, arguments.seeds, length)
     root = arguments.folder / arguments.recipe
@@ -83,9 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=DEMOS, default="demo-checker", help="the demo (demo-checker)")
     parser.add_argument("--folder", type=Path, default=Path("knob_runs"), help="folder of the runs (knob_runs)")
     parser.add_argument("--algorithms", nargs="+", choices=list(ONLY), default=["ppo", "grpo"], help="ppo grpo")
-    parser.add_argument(
-        "--critics", nargs="+", choices=CRITICS, help="these settings of PPO's critic; GRPO beside them"
-    )
+    parser.add_argument("--critics", nargs="+", choices=CRITICS, help="these only these settings of PPO's critic")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (42 123 777)")
     parser.add_argument("--episodes", type=int, default=3200, help="length of each run (3200)")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time, with one thread each (2)")

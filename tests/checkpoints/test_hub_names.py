@@ -8,16 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from rlhf.callbacks.incidents import Incident
 from rlhf.checkpoints.model_folder import base_of_adapter, find_model, find_on_hub
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, make_config
 from rlhf.data.examples import load_examples
 from rlhf.data.source import DataSource
 from rlhf.rewards.find import find_rewards
-from rlhf.settings.fields import to_dict
 from rlhf.utils import hub, paths
 from rlhf.utils.errors import UserError
 from tests.records import record_of
@@ -116,15 +113,3 @@ def test_a_base_that_is_no_text_is_one_error(tmp_path, base, user_error):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     with user_error("base_model_name_or_path ", "adapter_config.json"):
         base_of_adapter(tmp_path)
-
-
-def test_a_name_in_an_incident_is_printed_with_its_file(asked, tmp_path, user_error, snapshot):
-    content = {"algorithm": "ppo", "settings": to_dict(make_config("demo", **NAMES)), "update": 1}
-    (tmp_path / "incident.json").write_text(json.dumps(content))
-    (tmp_path / "batch.jsonl").write_text("")
-    save_file({}, tmp_path / "tensors.safetensors")
-    config = Incident.read(str(tmp_path)).config("out")
-    with user_error("owner/a-model", "incident.json"):
-        find_each(config)["actor_model"]()
-    assert "incident.json" in asked[0][1] and "owner/a-model" in asked[0][1]
-    snapshot(asked[0][1])

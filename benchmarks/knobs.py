@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=DEMOS, default="demo-checker", help="the demo (demo-checker)")
     parser.add_argument("--folder", type=Path, default=Path("knob_runs"), help="folder of the runs (knob_runs)")
     parser.add_argument("--algorithms", nargs="+", choices=list(ONLY), default=["ppo", "grpo"], help="ppo grpo")
-    parser.add_argument("--critics", nargs="+", choices=CRITICS, help="these only these settings of PPO's critic")
+    parser.add_argument("--critics", nargs="+", choices=CRITICS, help="only these settings of PPO's critic")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (42 123 777)")
     parser.add_argument("--episodes", type=int, default=3200, help="length of each run (3200)")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time, with one thread each (2)")

@@ -1,20 +1,20 @@
 """One decoding step of a policy: from the last token of each slot to the logits of the next one.
 
 `ModelDecoder` calls the model's own layers. `FusedDecoder` uses copies of the weights of Llama and its relatives, in
-half as many operators: q, k and v are one matrix, so are gate and up, adapters are merged, and the rotary embedding
-rotates queries and keys together, in place.
+half as many operators: q, k and v are one matrix, so are gate and up, and the rotary embedding rotates queries and keys
+together. Adapters are merged in float32, and stay apart in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from rlhf.models import llama
@@ -24,6 +24,7 @@ from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
 
 Product = Callable[[Tensor], Tensor]  # (S, in) -> (S, out)
+HAS_FLOAT_OUTPUT = "dtype" in torch.ops.aten.mm.overloads()  # a bfloat16 product with a float32 result, on CUDA
 
 
 class Decoder(Protocol):
@@ -39,9 +40,10 @@ class Decoder(Protocol):
         """Return the logits (S, V) of hidden states (S, H), divided by the temperature."""
 
 
-def make_decoder(policy: PreTrainedModel | PeftModel, slots: int, columns: int) -> Decoder:
-    """Return the decoder with the fewest operators for this policy. `columns` are the tokens of the longest text."""
-    return FusedDecoder(policy, slots, columns) if can_fuse(policy) else ModelDecoder(policy)
+def make_decoder(policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False) -> Decoder:
+    """Return the decoder with the fewest operators for this policy. `columns` are the tokens of the longest text;
+    `static` as in FusedDecoder."""
+    return FusedDecoder(policy, slots, columns, static) if can_fuse(policy) else ModelDecoder(policy)
 
 
 class ModelDecoder:
@@ -70,17 +72,19 @@ class ModelDecoder:
 
 
 def can_fuse(policy: PreTrainedModel | PeftModel) -> bool:
-    """True if a FusedDecoder can copy the weights of this policy.
-
-    Adapters are merged in float32 only: in bfloat16 the sum would lose most of a small update. 4-bit weights are not
-    copied.
-    """
+    """True if a FusedDecoder can copy the weights of this policy: not 4-bit weights, and of adapters only LoRA and
+    rsLoRA, not DoRA or other variants."""
     backbone = backbone_of(policy)
-    if not llama.supports(backbone):
+    layers = [m for layer in backbone.layers for m in _linears(layer)] if llama.supports(backbone) else [None]
+    return all(type(m) is nn.Linear or _is_plain_lora(m) for m in layers)
+
+
+def _is_plain_lora(layer: nn.Module | None) -> bool:
+    """True if the layer adds products with A and B to those of a linear layer that is stored in whole numbers of bits,
+    and does nothing else."""
+    if type(layer) is not LoraLinear or type(layer.get_base_layer()) is not nn.Linear:
         return False
-    exact = forward_dtype(policy.get_input_embeddings().weight) != torch.bfloat16
-    kinds = {type(m) for layer in backbone.layers for m in _linears(layer)}
-    return kinds <= ({nn.Linear, LoraLinear} if exact else {nn.Linear})
+    return not (layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()))
 
 
 def _linears(layer: nn.Module) -> list[nn.Module]:
@@ -89,37 +93,116 @@ def _linears(layer: nn.Module) -> list[nn.Module]:
     return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def merged_weight(layer: nn.Linear | LoraLinear) -> Tensor:
-    """Return the weight of a linear layer with its active adapters."""
-    if type(layer) is nn.Linear:
-        return layer.weight.detach()
-    weight = layer.get_base_layer().weight.detach()
-    if not layer.disable_adapters and not layer.merged:
-        for name in layer.active_adapters:
-            weight = weight + layer.get_delta_weight(name).detach()
+def adapters_of(layer: nn.Module) -> list[str]:
+    """Return the names of the adapters that are active and not merged."""
+    if type(layer) is nn.Linear or layer.disable_adapters or layer.merged:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def decoding_weight(layer: nn.Module, merge: bool) -> Tensor:
+    """Return the weight (out, in) of a linear layer, with its adapters if `merge`. A decoder takes the weights of all
+    its products from here."""
+    weight = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight.detach()
+    for name in adapters_of(layer) if merge else ():
+        weight = weight + layer.get_delta_weight(name).detach()
     return weight
 
 
-class FusedDecoder:
-    """Copies of the weights of a policy; on a GPU the weights themselves, where no copy is needed. The weights must
-    not change while the decoder is used."""
+Change = Callable[[Tensor], Tensor]  # of the order or the number of a matrix's rows or columns
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int):
+
+class _Product:
+    """Products of a row with the weights of linear layers that have the same input, as one matrix."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, slots: int, static: bool):
+        """`dtype` is the precision of the product, `slots` the number of rows; `static` as in FusedDecoder."""
+        self.layers, self.dtype, self.slots, self.static = layers, dtype, slots, static
+        # in bfloat16 a merged weight would lose most of a small update
+        self.apart = dtype == torch.bfloat16 and any(map(adapters_of, layers))
+        self.kept: dict[str, Tensor] = {}  # in `dtype`; a and b are those of all adapters of the layers
+        self.product: Product | None = None
+
+    def load(self, outputs: Change | None = None, inputs: Change | None = None) -> _Product:
+        """Copy the weights. A static product keeps the tensors of the first call, and copies into them.
+
+        Args:
+            outputs: changes the rows of matrices (out, ...).
+            inputs: changes the columns of matrices (..., in).
+        """
+        layers = self.layers
+        parts = {"weight": joined([decoding_weight(layer, not self.apart) for layer in layers])}
+        if self.apart:
+            parts["a"] = torch.cat([layer.lora_A[n].weight for layer in layers for n in adapters_of(layer)])
+            parts["b"] = torch.block_diag(*map(_scaled_b, layers))
+        if any(layer.bias is not None for layer in layers):
+            parts["bias"] = torch.cat([layer.bias for layer in layers])
+        for name, values in parts.items():
+            if inputs is not None and name in ("weight", "a"):
+                values = inputs(values)
+            if outputs is not None and name != "a":
+                values = outputs(values)
+            self.kept[name] = self.kept[name].copy_(values) if name in self.kept else values.detach().to(self.dtype)
+        if not self.static:
+            self.product = copied_product(self.kept.pop("weight"), self.kept.get("bias"), self.slots)
+        return self
+
+    def __call__(self, row: Tensor) -> Tensor:
+        """Return the products (S, out) with a row (S, in)."""
+        kept = self.kept
+        found = linear(row, kept["weight"], kept.get("bias")) if self.product is None else self.product(row)
+        return found.addmm_(linear(row, kept["a"]), kept["b"].t()) if self.apart else found
+
+    def floats(self, row: Tensor) -> Tensor:
+        """Return the products in float32 or float64."""
+        if row.is_cuda and row.dtype == torch.bfloat16 and self.kept.keys() == {"weight"} and HAS_FLOAT_OUTPUT:
+            return torch.mm(row, self.kept["weight"].t(), out_dtype=torch.float32)
+        return upcast(self(row))
+
+
+def _scaled_b(layer: nn.Module) -> Tensor:
+    """Return B (out, r) of all adapters of a layer, with their scaling factors; r is 0 without adapters."""
+    scaled = [layer.lora_B[name].weight * layer.scaling[name] for name in adapters_of(layer)]
+    return torch.cat(scaled, 1) if scaled else decoding_weight(layer, False)[:, :0].float()
+
+
+class FusedDecoder:
+    """Copies of the weights of a policy, which must not change while they are used.
+
+    On a GPU, and if `static`, `load` copies the weights again, into the same tensors, so that a CUDA graph stays valid.
+    On a CPU the copies have the layout that is fastest there. `slots` is the number of rows, `columns` the number of
+    positions.
+    """
+
+    def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False):
         self.policy, self.backbone = policy, backbone_of(policy)
         embeddings, head = policy.get_input_embeddings().weight, base_of(policy).get_output_embeddings()
-        self.dtype = forward_dtype(embeddings)
+        self.dtype, static = forward_dtype(embeddings), static or embeddings.is_cuda
 
-        def product(*layers: nn.Module) -> Product:
-            weight = joined([merged_weight(layer) for layer in layers]).to(self.dtype)
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            return copied_product(weight, torch.cat(biases) if biases else None, slots)
+        def product(*layers: nn.Module) -> _Product:
+            return _Product(layers, self.dtype, slots, static)
 
         self.norm = _Norm(self.backbone.norm)
-        self.layers = [_FusedLayer(layer, product) for layer in self.backbone.layers]
+        self.layers = [_FusedLayer(layer, product, static) for layer in self.backbone.layers]
         self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
         # cosines and signed sines of all positions, (columns, 2, 1, D)
         self.cos_sin = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
+        self.load()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the copies."""
+        every = [self.head, *(product for layer in self.layers for product in layer.products)]
+        return sum(tensor.nbytes for product in every if product is not None for tensor in product.kept.values())
+
+    def load(self) -> None:
+        """Copy the present weights of the policy."""
+        self.norm.load()
+        for layer in self.layers:
+            layer.load()
+        if self.head is not None:
+            self.head.load()
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
@@ -127,23 +210,28 @@ class FusedDecoder:
         cos, sin = self.cos_sin.index_select(0, at).unbind(1)  # (S, 1, D) each
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, layout, cache, number)
-        return self.norm(hidden, self.dtype)
+        return self.norm(hidden, self.cos_sin.dtype)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
         if self.head is None:
             return scaled_logits(self.policy, hidden, temperature)
-        logits = upcast(self.head(hidden.to(self.dtype)))
-        return logits if temperature == 1 else logits.div_(temperature)
+        # fewer numbers than the logits, and divided before they are rounded
+        hidden = hidden if temperature == 1 else hidden / temperature
+        return self.head.floats(hidden.to(self.dtype))
 
 
 class _Norm:
     """A norm of rlhf.models.llama in fewer operators, with precomputed constants."""
 
     def __init__(self, module: nn.Module):
-        gain = upcast(module.weight.detach())
-        self.module, width = module, gain.numel()
-        self.gain = gain * width**0.5
-        self.floor = torch.full((1,), (width * module.variance_epsilon) ** 0.5, dtype=gain.dtype, device=gain.device)
+        self.module, self.gain, gain = module, None, upcast(module.weight.detach())
+        eps = gain.numel() * module.variance_epsilon
+        self.floor = torch.full((1,), eps**0.5, dtype=gain.dtype, device=gain.device)
+
+    def load(self) -> None:
+        """Copy the gain."""
+        gain = upcast(self.module.weight.detach()) * self.module.weight.numel() ** 0.5
+        self.gain = gain if self.gain is None else self.gain.copy_(gain)
 
     def __call__(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of hidden states (..., H) in `dtype`."""
@@ -158,30 +246,58 @@ class _Norm:
 class _FusedLayer:
     """One transformer layer of a FusedDecoder."""
 
-    def __init__(self, layer: nn.Module, product: Callable[..., Product]):
-        self.attention = layer.self_attn
+    def __init__(self, layer: nn.Module, product: Callable[..., _Product], static: bool):
+        self.attention = attention = layer.self_attn
         self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         query, key, value, out, gate, up, down = _linears(layer)
         self.qkv, self.out = product(query, key, value), product(out)
         self.gate_up, self.down = product(gate, up), product(down)
-        self.kv_heads = key.out_features // self.attention.head_dim
-        self.window, self.kernel = llama.window_of(self.attention), Kernel(self.attention.scaling, None)
+        self.products = self.qkv, self.out, self.gate_up, self.down
+        self.kv_heads = key.out_features // attention.head_dim
+        self.turned = query.out_features // attention.head_dim + self.kv_heads  # heads of queries and keys
+        # products with exchanged halves of weights replace an exchange of halves in every step. Their weights are an
+        # eighth more to read, which takes longer than the exchange on a CPU.
+        self.exchanged = static and not hasattr(attention, "q_norm")
+        self.window, self.kernel = llama.window_of(attention), Kernel(attention.scaling, None)
+
+    def load(self) -> None:
+        """Copy the present weights."""
+        self.before.load()
+        self.between.load()
+        self.qkv.load(outputs=self._with_exchanged_halves if self.exchanged else None)
+        self.out.load(inputs=self._as_attended)
+        self.gate_up.load()
+        self.down.load()
+
+    def _with_exchanged_halves(self, rows: Tensor) -> Tensor:
+        """Return the rows (out, ...) of q, k and v, and after them those of q and k with exchanged halves of heads."""
+        size = self.attention.head_dim
+        halves = rows[: self.turned * size].unflatten(0, (-1, 2, size // 2))
+        return torch.cat([rows, halves.flip(1).flatten(0, 2)])
+
+    def _as_attended(self, columns: Tensor) -> Tensor:
+        """Return columns (..., heads * D) in the order in which attention returns the heads: the first query head of
+        every key head, then the second ones."""
+        return columns.unflatten(-1, (self.kv_heads, -1, self.attention.head_dim)).transpose(-3, -2).flatten(-3)
 
     def __call__(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DecodeLayout, cache: SlotKVCache, number: int
     ) -> Tensor:
         """Return the hidden states (S, H) after the layer."""
-        attention, count, dtype = self.attention, self.kv_heads, forward_dtype(hidden)
+        attention, count, turned, dtype = self.attention, self.kv_heads, self.turned, self.qkv.dtype
         row = self.before(hidden, dtype)
-        heads = upcast(self.qkv(row)).unflatten(-1, (-1, attention.head_dim))  # (S, heads + 2 KV heads, D)
+        heads = self.qkv(row).unflatten(-1, (-1, attention.head_dim))  # (S, heads + 2 KV heads, D), or more
         if hasattr(attention, "q_norm"):
-            heads[:, : -2 * count] = llama.norm(attention.q_norm, heads[:, : -2 * count])
-            heads[:, -2 * count : -count] = llama.norm(attention.k_norm, heads[:, -2 * count : -count])
-        rotated = heads[:, :-count]  # queries and keys
-        swapped = rotated.roll(attention.head_dim // 2, -1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
-        keys, values = cache.store(heads[:, -2 * count :].unflatten(1, (2, count)), number)
-        attended = layout.attend_row(heads[:, : -2 * count], keys, values, self.window, self.kernel)
-        hidden = hidden + self.out(attended.flatten(1))
+            heads = upcast(heads)
+            heads[:, : turned - count] = llama.norm(attention.q_norm, heads[:, : turned - count])
+            heads[:, turned - count : turned] = llama.norm(attention.k_norm, heads[:, turned - count : turned])
+        rotated = heads[:, :turned]  # queries and keys
+        other = heads[:, turned + count :] if self.exchanged else rotated.roll(attention.head_dim // 2, -1)
+        torch.addcmul(rotated * cos, other, sin, out=rotated)  # in the precision of cos
+        new = heads[:, turned - count : turned + count].unflatten(1, (2, count))
+        keys, values = cache.store(new, number)
+        grouped = heads[:, : turned - count].unflatten(1, (count, -1)).to(keys.dtype)
+        attended = self.kernel.as_given(grouped, keys, values, layout.mask(self.window, keys.dtype), False)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(1))  # the order in memory: no copy
         gate, up = self.gate_up(self.between(hidden, dtype)).chunk(2, -1)
         return hidden + self.down(silu(gate).mul_(up))

@@ -28,11 +28,13 @@ class ContinuousBatcher:
     """Samples completions in slots, one per slot at a time.
 
     The tensors that a decoding step reads and writes keep their memory addresses, so that the step can be a CUDA
-    graph, which later rollouts use, too. After its completion has ended, a slot writes into the idle row (row 0), which
-    is never read, until the next check.
+    graph, also of later rollouts. After its completion has ended, a slot writes into the idle row (row 0), which is
+    never read, until the next check.
     """
 
-    def __init__(self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool):
+    def __init__(
+        self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
+    ):
         """
         Args:
             policy: the causal LM.

@@ -1,8 +1,8 @@
 """One decoding step of a policy: from the last token of each slot to the logits of the next one.
 
 `ModelDecoder` calls the model's own layers. `FusedDecoder` uses copies of the weights of Llama and its relatives, in
-half as many operators: q, k and v are one matrix, so are gate and up, and the rotary embedding rotates queries and keys
-together. Adapters are merged in float32, and stay apart in bfloat16.
+half as many operators: q, k and v are one matrix, so are gate and up, and the rotary embedding rotates queries and
+keys together. Adapters are merged in float32, and stay apart in bfloat16.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ def _scaled_b(layer: nn.Module) -> Tensor:
 class FusedDecoder:
     """Copies of the weights of a policy, which must not change while they are used.
 
-    On a GPU, and if `static`, `load` copies the weights again, into the same tensors, so that a CUDA graph stays valid.
-    On a CPU the copies have the layout that is fastest there. `slots` is the number of rows, `columns` the number of
-    positions.
+    On a GPU, and if `static`, `load` copies into the same tensors, so that a CUDA graph stays valid. On a CPU the
+    copies have the layout that is fastest there. `slots` is the number of rows, `columns` the number of positions.
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False):

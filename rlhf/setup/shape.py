@@ -124,8 +124,8 @@ class Shape:
         return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
     def copied_by_decoder(self, targets: Collection[str]) -> int:
-        """Return the weights of a layer that FusedDecoder copies on a GPU if it computes in their precision: those that
-        it joins or puts in another order, q and k once more, and those with adapters that it merges."""
+        """Return the weights of a layer that FusedDecoder copies on a GPU although it computes in their precision:
+        those that it joins or reorders, q and k once more, and those with adapters that it merges."""
         copied = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}.union(self.adapted(targets))
         return sum(prod(self.sizes[name]) for name in [*copied, "q_proj", "k_proj"])
 

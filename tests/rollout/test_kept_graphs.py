@@ -1,8 +1,8 @@
 """Tests of CUDA graphs that are kept between rollouts, without a GPU.
 
 `Tape` takes the place of a CUDA graph. A capture records the operators of a step and changes nothing; a replay runs
-them again on the same tensors, with the same Python numbers. So a tensor that moves, or a number that changes after the
-capture, gives other tokens than sampling without graphs.
+them again on the same tensors, with the same Python numbers. So a tensor that moves, or a number that changes after
+the capture, gives other tokens than sampling without graphs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 from rlhf.data.prompts import ids_alone
-from rlhf.rollout import continuous_batching, engine
+from rlhf.rollout import engine
 from rlhf.rollout.engine import KeptBatcher, sample_completions
 from rlhf.settings.training import SamplingSettings
 from tests.models.test_llama import CONFIGS
-from tests.models.test_packing import make_model
-from tests.rollout.test_engine import CPU, EOS, HeadWithBadLogits, make_eos_likely
+from tests.rollout.test_engine import CPU, EOS
 
 LENGTH = 24
 
@@ -40,7 +39,7 @@ class Tape:
         self.replays += 1
         fresh = {}
         for operator, given, result in self.operators:
-            arguments, named = tree_map(lambda x: fresh.get(id(x), x), given)
+            arguments, named = tree_map(lambda x, fresh=fresh: fresh.get(id(x), x), given)
             again = operator(*arguments, **named)
             fresh |= {id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)}
 

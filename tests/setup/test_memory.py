@@ -164,7 +164,9 @@ def test_weights_that_a_decoder_copies_on_a_gpu(tmp_path, monkeypatch, targets, 
 def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
     """16 slots of 8 + 128 columns in float32: 2 layers x 16 x 136 x 2 x 96 x 4 bytes."""
     sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape = Shape.of({**sizes, "head_dim": 48, "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": True}, 500_000)
+    shape = Shape.of(
+        {**sizes, "head_dim": 48, "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": True}, 500_000
+    )
     estimate = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 9, [], 1)
     config = make_config(bf16=False, rollout_engine="graph", batch_size=9, minibatches=1, max_new_tokens=128)
     for memory, held in ((2**40, True), (2**20, False)):

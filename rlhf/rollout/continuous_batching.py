@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,15 +36,8 @@ class ContinuousBatcher:
     def __init__(
         self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
     ):
-        """
-        Args:
-            policy: the causal LM.
-            device: device of all tensors.
-            slots: largest number of completions that are sampled at a time.
-            columns: tokens of the longest text, prompt and completion.
-            places: number of tokens of all completions of a rollout, and of one more.
-            graph: run the decoding step as a CUDA graph.
-        """
+        """Make room for `slots` completions at a time, texts of `columns` tokens (prompt and completion), and `places`
+        tokens: those of all completions, and of one more. `graph`: run the decoding step as a CUDA graph."""
         self.policy, self.device, self.graph, self.places = policy, device, graph, places
         self.cache = SlotKVCache(slots, round_up(columns, device), static=graph)
         self.decoder = make_decoder(policy, slots, self.cache.columns, static=graph)
@@ -54,22 +48,19 @@ class ContinuousBatcher:
         # the last token that its completion may have
         self.whole = [torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)]
         self.captured: dict[tuple, torch.cuda.CUDAGraph] = {}  # by what a captured step cannot read from tensors
-        self.used_before = False
 
     def fits(self, policy: PreTrainedModel, slots: int, columns: int, places: int) -> bool:
-        """True if `run` can sample a rollout of this size from this policy, in the present precision."""
+        """True if there is room for a rollout of this size from this policy, in the present precision."""
         same = policy is self.policy and isinstance(self.decoder, FusedDecoder)
         large = len(self.whole[0]) >= slots and self.cache.columns >= columns and self.places >= places
         return same and large and self.decoder.dtype == forward_dtype(policy.get_input_embeddings().weight)
 
     @property
-    def can_be_kept(self) -> bool:
-        """True if graphs stay valid after the rollout. Autocast frees its copies of a model's own layers then."""
-        return self.graph and isinstance(self.decoder, FusedDecoder) and self.decoder.head is not None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the cache, of the decoder's weights and of the masks of allowed tokens."""
+    def size(self) -> float:
+        """Bytes of the cache, the decoder's weights and the masks. Infinity if captured graphs are not valid after the
+        rollout, because autocast frees its copies of the weights of a model's own layers."""
+        if not (self.graph and isinstance(self.decoder, FusedDecoder) and self.decoder.head is not None):
+            return math.inf
         tensors = [*self.cache.whole.values(), *filter(None.__ne__, [self.allowed_tokens])]
         return self.decoder.size + sum(tensor.nbytes for tensor in tensors)
 
@@ -94,17 +85,14 @@ class ContinuousBatcher:
             free = [slot for slot, place in enumerate(self.place.tolist()) if place < self.length]
             for slot in free:
                 self.used[slot] = 0
-        tensors = (self.completions, self.allowed_tokens if sampling.filters else None)
-        first, end = self.length, (len(prompts) + 1) * self.length
-        found = (None if x is None else x[first:end].unflatten(0, (-1, self.length)) for x in tensors)
-        # a later rollout writes into the same tensors
-        return tuple(x.clone() if self.graph and x is not None else x for x in found)
+        end, shape = (len(prompts) + 1) * self.length, (len(prompts), self.length)
+        found = [self.completions, *([self.allowed_tokens] if sampling.filters else [])]
+        found = [x[self.length : end].unflatten(0, shape) for x in found]
+        found = [x.clone() for x in found] if self.graph else found  # a later rollout writes into the same tensors
+        return found[0], found[1] if sampling.filters else None
 
     def _start(self, prompts, uniform: Tensor, sampling: SamplingSettings, criterion, slots: int) -> None:
-        """Prepare for a rollout. The policy may have other weights than in the last one."""
-        if self.used_before:
-            self.decoder.load()
-        self.used_before = True
+        """Prepare for a rollout."""
         self.prompts, self.sampling, self.criterion = prompts, sampling, criterion
         self.length, self.waiting = sampling.max_new_tokens, list(range(len(prompts)))[::-1]
         self.cache.use(slots)

@@ -7,7 +7,7 @@ keys together. Adapters are merged in float32, and stay apart in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -74,17 +74,13 @@ class ModelDecoder:
 def can_fuse(policy: PreTrainedModel | PeftModel) -> bool:
     """True if a FusedDecoder can copy the weights of this policy: not 4-bit weights, and of adapters only LoRA and
     rsLoRA, not DoRA or other variants."""
+
+    def plain(m: nn.Module) -> bool:
+        lora = type(m) is LoraLinear and not (m.lora_variant or m.fan_in_fan_out or any(m.lora_bias.values()))
+        return type(m.get_base_layer() if lora else m) is nn.Linear
+
     backbone = backbone_of(policy)
-    layers = [m for layer in backbone.layers for m in _linears(layer)] if llama.supports(backbone) else [None]
-    return all(type(m) is nn.Linear or _is_plain_lora(m) for m in layers)
-
-
-def _is_plain_lora(layer: nn.Module | None) -> bool:
-    """True if the layer adds products with A and B to those of a linear layer that is stored in whole numbers of bits,
-    and does nothing else."""
-    if type(layer) is not LoraLinear or type(layer.get_base_layer()) is not nn.Linear:
-        return False
-    return not (layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()))
+    return llama.supports(backbone) and all(plain(m) for layer in backbone.layers for m in _linears(layer))
 
 
 def _linears(layer: nn.Module) -> list[nn.Module]:
@@ -109,48 +105,46 @@ def decoding_weight(layer: nn.Module, merge: bool) -> Tensor:
     return weight
 
 
-Change = Callable[[Tensor], Tensor]  # of the order or the number of a matrix's rows or columns
-
-
 class _Product:
-    """Products of a row with the weights of linear layers that have the same input, as one matrix."""
+    """Products of a row (S, in) with the weights of linear layers that have the same input, as one matrix."""
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, slots: int, static: bool):
-        """`dtype` is the precision of the product, `slots` the number of rows; `static` as in FusedDecoder."""
+    def __init__(self, layers, dtype: torch.dtype, slots: int, static: bool, outputs=None, inputs=None):
+        """
+        Args:
+            layers: the linear layers.
+            dtype: precision of the products.
+            slots: number of rows.
+            static: later calls of `load` copy into the tensors of the first one.
+            outputs: function that changes the rows of matrices (out, ...).
+            inputs: function that changes the columns of matrices (..., in).
+        """
         self.layers, self.dtype, self.slots, self.static = layers, dtype, slots, static
+        self.outputs, self.inputs = outputs or (lambda rows: rows), inputs or (lambda columns: columns)
         # in bfloat16 a merged weight would lose most of a small update
         self.apart = dtype == torch.bfloat16 and any(map(adapters_of, layers))
         self.kept: dict[str, Tensor] = {}  # in `dtype`; a and b are those of all adapters of the layers
         self.product: Product | None = None
+        self.load()
 
-    def load(self, outputs: Change | None = None, inputs: Change | None = None) -> _Product:
-        """Copy the weights. A static product keeps the tensors of the first call, and copies into them.
-
-        Args:
-            outputs: changes the rows of matrices (out, ...).
-            inputs: changes the columns of matrices (..., in).
-        """
-        layers = self.layers
-        parts = {"weight": joined([decoding_weight(layer, not self.apart) for layer in layers])}
+    def load(self) -> None:
+        """Copy the present weights."""
+        layers, outputs = self.layers, self.outputs
+        weight = joined([decoding_weight(layer, not self.apart) for layer in layers])
+        parts = {"weight": outputs(self.inputs(weight))}
         if self.apart:
-            parts["a"] = torch.cat([layer.lora_A[n].weight for layer in layers for n in adapters_of(layer)])
-            parts["b"] = torch.block_diag(*map(_scaled_b, layers))
+            a = [layer.lora_A[name].weight for layer in layers for name in adapters_of(layer)]
+            parts |= {"a": self.inputs(torch.cat(a)), "b": outputs(torch.block_diag(*map(_scaled_b, layers)))}
         if any(layer.bias is not None for layer in layers):
-            parts["bias"] = torch.cat([layer.bias for layer in layers])
+            parts["bias"] = outputs(torch.cat([layer.bias for layer in layers]))
         for name, values in parts.items():
-            if inputs is not None and name in ("weight", "a"):
-                values = inputs(values)
-            if outputs is not None and name != "a":
-                values = outputs(values)
             self.kept[name] = self.kept[name].copy_(values) if name in self.kept else values.detach().to(self.dtype)
         if not self.static:
             self.product = copied_product(self.kept.pop("weight"), self.kept.get("bias"), self.slots)
-        return self
 
     def __call__(self, row: Tensor) -> Tensor:
-        """Return the products (S, out) with a row (S, in)."""
+        """Return the products (S, out)."""
         kept = self.kept
-        found = linear(row, kept["weight"], kept.get("bias")) if self.product is None else self.product(row)
+        found = linear(row, kept["weight"], kept.get("bias")) if self.static else self.product(row)
         return found.addmm_(linear(row, kept["a"]), kept["b"].t()) if self.apart else found
 
     def floats(self, row: Tensor) -> Tensor:
@@ -178,30 +172,28 @@ class FusedDecoder:
         embeddings, head = policy.get_input_embeddings().weight, base_of(policy).get_output_embeddings()
         self.dtype, static = forward_dtype(embeddings), static or embeddings.is_cuda
 
-        def product(*layers: nn.Module) -> _Product:
-            return _Product(layers, self.dtype, slots, static)
+        self.products: list[_Product] = []
 
-        self.norm = _Norm(self.backbone.norm)
+        def product(*layers: nn.Module, **changes) -> _Product:
+            self.products.append(_Product(layers, self.dtype, slots, static, **changes))
+            return self.products[-1]
+
+        self.norm = _Norm(self.backbone.norm, static)
         self.layers = [_FusedLayer(layer, product, static) for layer in self.backbone.layers]
         self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
         # cosines and signed sines of all positions, (columns, 2, 1, D)
         self.cos_sin = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
-        self.load()
+
+    def load(self) -> None:
+        """Copy the present weights of the policy."""
+        for product in self.products:
+            product.load()
 
     @property
     def size(self) -> int:
         """Bytes of the copies."""
-        every = [self.head, *(product for layer in self.layers for product in layer.products)]
-        return sum(tensor.nbytes for product in every if product is not None for tensor in product.kept.values())
-
-    def load(self) -> None:
-        """Copy the present weights of the policy."""
-        self.norm.load()
-        for layer in self.layers:
-            layer.load()
-        if self.head is not None:
-            self.head.load()
+        return sum(tensor.nbytes for product in self.products for tensor in product.kept.values())
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
@@ -222,19 +214,16 @@ class FusedDecoder:
 class _Norm:
     """A norm of rlhf.models.llama in fewer operators, with precomputed constants."""
 
-    def __init__(self, module: nn.Module):
-        self.module, self.gain, gain = module, None, upcast(module.weight.detach())
-        eps = gain.numel() * module.variance_epsilon
-        self.floor = torch.full((1,), eps**0.5, dtype=gain.dtype, device=gain.device)
-
-    def load(self) -> None:
-        """Copy the gain."""
-        gain = upcast(self.module.weight.detach()) * self.module.weight.numel() ** 0.5
-        self.gain = gain if self.gain is None else self.gain.copy_(gain)
+    def __init__(self, module: nn.Module, static: bool):
+        """`static`: read the module's gain at every step, because it may have changed."""
+        gain = upcast(module.weight.detach())
+        self.module, self.static, width = module, static, gain.numel()
+        self.gain = gain * width**0.5
+        self.floor = torch.full((1,), (width * module.variance_epsilon) ** 0.5, dtype=gain.dtype, device=gain.device)
 
     def __call__(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of hidden states (..., H) in `dtype`."""
-        if hidden.is_cuda:
+        if self.static:
             return llama.norm(self.module, hidden, dtype)
         hidden = upcast(hidden)
         # sqrt(mean x^2 + eps) = sqrt(sum x^2 + H eps) / sqrt(H)
@@ -247,26 +236,16 @@ class _FusedLayer:
 
     def __init__(self, layer: nn.Module, product: Callable[..., _Product], static: bool):
         self.attention = attention = layer.self_attn
-        self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         query, key, value, out, gate, up, down = _linears(layer)
-        self.qkv, self.out = product(query, key, value), product(out)
-        self.gate_up, self.down = product(gate, up), product(down)
-        self.products = self.qkv, self.out, self.gate_up, self.down
         self.kv_heads = key.out_features // attention.head_dim
         self.turned = query.out_features // attention.head_dim + self.kv_heads  # heads of queries and keys
         # products with exchanged halves of weights replace an exchange of halves in every step. Their weights are an
         # eighth more to read, which takes longer than the exchange on a CPU.
         self.exchanged = static and not hasattr(attention, "q_norm")
+        self.before, self.between = (_Norm(m, static) for m in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.qkv = product(query, key, value, outputs=self._with_exchanged_halves if self.exchanged else None)
+        self.out, self.gate_up, self.down = product(out, inputs=self._as_attended), product(gate, up), product(down)
         self.window, self.kernel = llama.window_of(attention), Kernel(attention.scaling, None)
-
-    def load(self) -> None:
-        """Copy the present weights."""
-        self.before.load()
-        self.between.load()
-        self.qkv.load(outputs=self._with_exchanged_halves if self.exchanged else None)
-        self.out.load(inputs=self._as_attended)
-        self.gate_up.load()
-        self.down.load()
 
     def _with_exchanged_halves(self, rows: Tensor) -> Tensor:
         """Return the rows (out, ...) of q, k and v, and after them those of q and k with exchanged halves of heads."""

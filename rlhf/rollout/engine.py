@@ -58,8 +58,10 @@ class KeptBatcher:
                 self.slots, self.columns, self.places = map(max, size, (self.slots, self.columns, self.places))
                 size = self.slots, self.columns, self.places
             batcher = ContinuousBatcher(policy, uniform.device, *size, graph)
+        else:
+            batcher.decoder.load()  # the policy may have other weights
         found = batcher.run(prompts, uniform, sampling, criterion, slots)
-        if batcher.can_be_kept and batcher.size <= KEPT_SHARE * installed(uniform.device):
+        if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
             self.batcher = batcher
         return found
 

@@ -275,7 +275,7 @@ def test_small_updates_of_adapters_are_not_lost_in_bfloat16():
         layer = get_peft_model(nn.Sequential(linear), lora).get_base_model()[0]
         layer.lora_A["default"].weight.copy_(states[:1])
         layer.lora_B["default"].weight.fill_(4e-5)
-        found = _Product([layer], dtype, 2, False).load()(states.to(dtype))
+        found = _Product([layer], dtype, 2, False)(states.to(dtype))
         merged = decoding_weight(layer, merge=True).to(dtype)
     assert torch.equal(merged.float(), layer.get_base_layer().weight)
     assert_close(found.float(), torch.full((2, 3), 64 * 4e-5), rtol=0.01, atol=0)

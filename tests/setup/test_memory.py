@@ -151,8 +151,7 @@ def test_weights_that_a_decoder_copies_on_a_gpu(tmp_path, monkeypatch, targets, 
     with autocast(CPU, dtype), torch.no_grad():
         decoder = FusedDecoder(model, 4, 16, static=True)
     shared = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    products = [decoder.head, *(product for layer in decoder.layers for product in layer.products)]
-    used = [tensor for product in products for tensor in product.kept.values()]
+    used = [tensor for product in decoder.products for tensor in product.kept.values()]
     copied = sum(tensor.nbytes for tensor in used if tensor.untyped_storage().data_ptr() not in shared)
     lora = {"use_lora": True, "lora_targets": list(targets), "lora_r": 5} if targets else {}
     config = make_config(bf16=dtype is not None, rollout_engine="slots", **lora)

@@ -106,7 +106,7 @@ def sample_completions(
         most, graph = slots or budget_of(device).rollout_slots, engine == "graph"
         size = graph_slots(len(prompts), most) if graph else min(most, len(prompts))
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
-            completion_ids, allowed_tokens = (kept or KeptBatcher()).run(
+            completion_ids, allowed_tokens = ((graph and kept) or KeptBatcher()).run(
                 policy, prompts, uniform, sampling, criterion, size, graph
             )
         if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:

@@ -224,6 +224,7 @@ class _Run:
             return {}  # vLLM's memory is held throughout the run
         most = speed.rollout_slots or self.budget.rollout_slots
         slots = len(prompts) if plain else min(len(prompts), most)
+        slots = graph_slots(slots, most) if self.engine == "graph" else slots
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
         drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)
         tokens = max(policy.forward_peak(prompt_tokens, self.element), drawing)

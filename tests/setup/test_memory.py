@@ -173,7 +173,7 @@ def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
         found = estimate(config)
         rollout = next(phase for phase in found.phases if phase.name == "rollout").parts
         assert ("KV cache" in found.held, "KV cache" in rollout) == (held, not held)
-        assert {**found.held, **rollout}["KV cache"] == 2 * (16 if held else 9) * 136 * 2 * 96 * 4
+        assert {**found.held, **rollout}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
 
 
 def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from rlhf.utils.system import resident_peak
+from rlhf.utils.system import gpu_driver, resident_peak
 
 BUSY = 20  # percent of the CPU used by other programs, above which times are uncertain
 
@@ -75,7 +74,7 @@ def gpu_machine(device: str) -> dict[str, Any]:
     found = {
         "gpu": facts["card"],
         "gpu_memory_gib": facts["card_memory_bytes"] / 2**30 if facts["card"] else None,
-        "driver": driver() if facts["card"] else None,
+        "driver": gpu_driver() if facts["card"] else None,
         "cuda": facts.get("cuda"),
     }
     return {
@@ -83,16 +82,6 @@ def gpu_machine(device: str) -> dict[str, Any]:
         **{name: facts[name] for name in ("processor", "cores", "threads_used")},
         **{name: software[name] for name in ("python", "platform", "versions", "commit")},
     }
-
-
-def driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        printed = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return printed.stdout.split("\n")[0].strip() or None if printed.returncode == 0 else None
 
 
 def busy() -> float:

@@ -267,14 +267,14 @@ def environment() -> dict[str, Any]:
     """Return command line, Python, platform, package versions and commit."""
     return {
         "command": typed_words(),
-        "python": platform.python_version(),
+        "python": platform.pythonversion_of(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "commit": _commit() if is_checkout() else None,
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Return the installed version; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)

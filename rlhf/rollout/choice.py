@@ -6,7 +6,16 @@ import torch
 
 from rlhf.utils.errors import UserError
 
+# largest share of a GPU's memory that a decoder, its KV cache and its CUDA graphs take between rollouts. Updates need
+# the rest. A model for which they are larger decodes so slowly that the captures of a rollout take little of its time.
+KEPT_SHARE = 1 / 8
 WITH_SLOTS = ("slots", "graph")  # engines that pack prompts and sample a number of completions at a time
+
+
+def graph_slots(completions: int, most: int) -> int:
+    """Return the number of slots with which a CUDA graph samples so many completions: a power of two from 8 on, or
+    `most`. Other numbers would need more captures, and with fewer than 8 slots a GPU is no faster."""
+    return min(max(8, 1 << (completions - 1).bit_length()), most)
 
 
 def choose_engine(engine: str | None, packs: bool, device: torch.device) -> str:

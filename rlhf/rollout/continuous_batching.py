@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.data.prompts import Prompt
-from rlhf.models.logprobs import backbone_of
+from rlhf.models.logprobs import backbone_of, forward_dtype
 from rlhf.models.packing import on_device, run_packed
-from rlhf.rollout.decoder import make_decoder
-from rlhf.rollout.kv_cache import SlotKVCache, pack_prompts
+from rlhf.rollout.choice import graph_slots
+from rlhf.rollout.decoder import FusedDecoder, make_decoder
+from rlhf.rollout.kv_cache import SlotKVCache, chosen_rows, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
 from rlhf.settings.training import SamplingSettings
@@ -24,58 +26,82 @@ KV_BLOCK = {"cpu": 16, "cuda": 64}
 
 
 class ContinuousBatcher:
-    """Samples B completions in S slots, one per slot at a time.
+    """Samples completions in slots, one per slot at a time.
 
     The tensors that a decoding step reads and writes keep their memory addresses, so that the step can be a CUDA
-    graph. After its completion has ended, a slot writes into the idle row (row B), which is never read, until the
-    next check.
+    graph, also of later rollouts. After its completion has ended, a slot writes into the idle row (row 0), which is
+    never read, until the next check.
     """
 
     def __init__(
-        self,
-        policy: PreTrainedModel,
-        prompts: Sequence[Prompt],
-        uniform: Tensor,
-        sampling: SamplingSettings,
-        criterion: StoppingCriterion,
-        slots: int,
-        graph: bool,
+        self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
     ):
-        self.policy, self.prompts, self.sampling, self.criterion = policy, prompts, sampling, criterion
-        self.device, self.length, self.graph = uniform.device, sampling.max_new_tokens, graph
-        self.waiting = list(range(len(prompts)))[::-1]
-        columns = max(len(p.ids) for p in prompts) + self.length
-        self.cache = SlotKVCache(slots, round_up(columns, self.device))
-        self.decoder = make_decoder(policy, slots, self.cache.columns)
-        self.uniform = torch.cat([uniform, uniform[:1]])[:, : self.length].contiguous()  # (B + 1, T)
-        self.completions = torch.full((len(prompts) + 1, self.length), criterion.eos, device=self.device)
-        self.allowed_tokens: Tensor | None = None  # (B + 1, T, ceil(V / 8))
-        self.idle = len(prompts) * self.length  # place of the idle row's first token
-        # of each slot: its last token, the cache's next column, the place of its next token in the flat (B + 1, T)
-        # tensors, and the place of the last token that its completion may have
-        self.token, self.at, self.place = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
-        self.place += self.idle
-        self.last = self.place + self.length - 1
-        self.used = [0] * slots  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
-        self.captured: dict[int, torch.cuda.CUDAGraph] = {}  # by the number of columns that are attended to
+        """Make room for `slots` completions at a time, texts of `columns` tokens (prompt and completion), and `places`
+        tokens: those of all completions, and of one more. `graph`: run the decoding step as a CUDA graph."""
+        self.policy, self.device, self.graph, self.places = policy, device, graph, places
+        self.cache = SlotKVCache(slots, round_up(columns, device), static=graph)
+        self.decoder = make_decoder(policy, slots, self.cache.columns, static=graph)
+        self.uniform = torch.zeros(places, dtype=torch.float64, device=device)
+        self.completions = torch.zeros(places, dtype=torch.long, device=device)
+        self.allowed_tokens: Tensor | None = None  # (places, ceil(V / 8))
+        # of each slot: its last token, the cache's next column, the place of its next token, and the place of
+        # the last token that its completion may have
+        self.whole = [torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)]
+        self.captured: dict[tuple, torch.cuda.CUDAGraph] = {}  # by what a captured step cannot read from tensors
 
-    def run(self) -> tuple[Tensor, Tensor | None]:
-        """Return completion ids (B, T) and the bit-packed masks of allowed tokens. Ignore both after the end."""
+    def fits(self, policy: PreTrainedModel, slots: int, columns: int, places: int) -> bool:
+        """True if there is room for a rollout of this size from this policy, in the present precision."""
+        same = policy is self.policy and isinstance(self.decoder, FusedDecoder)
+        large = len(self.whole[0]) >= slots and self.cache.columns >= columns and self.places >= places
+        return same and large and self.decoder.dtype == forward_dtype(policy.get_input_embeddings().weight)
+
+    @property
+    def size(self) -> float:
+        """Bytes of the cache, the decoder's weights and the masks. Infinity if captured graphs are not valid after the
+        rollout, because autocast frees its copies of the weights of a model's own layers."""
+        if not (self.graph and isinstance(self.decoder, FusedDecoder) and self.decoder.head is not None):
+            return math.inf
+        tensors = [*self.cache.whole.values(), *filter(None.__ne__, [self.allowed_tokens])]
+        return self.decoder.size + sum(tensor.nbytes for tensor in tensors)
+
+    def run(
+        self, prompts: Sequence[Prompt], uniform: Tensor, sampling: SamplingSettings, criterion: StoppingCriterion,
+        slots: int,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return completion ids (B, T) and the bit-packed masks of allowed tokens, for random numbers (B, T). Ignore
+        both after the end. `slots` completions are sampled at a time."""
+        self._start(prompts, uniform, sampling, criterion, slots)
         steps = 1 if self.device.type == "cpu" else CHECK_EVERY
-        free = list(range(len(self.used)))
+        free = list(range(slots))
         while self.waiting or len(free) < len(self.used):
             if self.waiting and len(free) >= min(len(self.waiting), -(-len(self.used) // 4)):
                 self.prefill(free)
             elif not self.waiting and len(free) >= len(self.used) / (2 if self.graph else 4):
-                self.compact(sorted(set(range(len(self.used))) - set(free)))
+                self.compact(free)
             for _ in range(steps):
                 self.decode()
             if self.criterion.stop:
                 self.free_stopped()
-            free = [slot for slot, place in enumerate(self.place.tolist()) if place >= self.idle]
+            free = [slot for slot, place in enumerate(self.place.tolist()) if place < self.length]
             for slot in free:
                 self.used[slot] = 0
-        return self.completions[:-1], None if self.allowed_tokens is None else self.allowed_tokens[:-1]
+        end, shape = (len(prompts) + 1) * self.length, (len(prompts), self.length)
+        found = [self.completions, *([self.allowed_tokens] if sampling.filters else [])]
+        found = [x[self.length : end].unflatten(0, shape) for x in found]
+        found = [x.clone() for x in found] if self.graph else found  # a later rollout writes into the same tensors
+        return found[0], found[1] if sampling.filters else None
+
+    def _start(self, prompts, uniform: Tensor, sampling: SamplingSettings, criterion, slots: int) -> None:
+        """Prepare for a rollout."""
+        self.prompts, self.sampling, self.criterion = prompts, sampling, criterion
+        self.length, self.waiting = sampling.max_new_tokens, list(range(len(prompts)))[::-1]
+        self.cache.use(slots)
+        self.token, self.at, self.place, self.last = (values[:slots].zero_() for values in self.whole)
+        self.last += self.length - 1
+        self.used = [0] * slots  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
+        first, end = self.length, (len(prompts) + 1) * self.length
+        self.uniform[first:end].view(len(prompts), -1).copy_(uniform[:, : self.length])
+        self.completions[:end].fill_(criterion.eos)
 
     def prefill(self, free: list[int]) -> None:
         """Fill free slots with waiting prompts: one packed forward pass over the distinct prompts, which also gives
@@ -85,7 +111,7 @@ class ContinuousBatcher:
         packed = pack_prompts([self.prompts[r].ids for r in taken], slots, self.device)
         self.cache.begin_prefill(packed.slots, packed.columns, packed.gather_index)
         hidden = run_packed(backbone_of(self.policy), packed.ids, packed.positions, packed.layout, self.cache)
-        into, places = on_device(self.device, np.array(slots)), on_device(self.device, np.array(taken) * self.length)
+        into, places = (on_device(self.device, np.array(x)) for x in (slots, [(r + 1) * self.length for r in taken]))
         self.place[into], self.last[into] = places, places + self.length - 1
         self.at[into] = packed.lengths
         for slot, row in zip(slots, taken, strict=True):
@@ -113,48 +139,53 @@ class ContinuousBatcher:
         token, allowed = sample_tokens(logits, self.uniform.take(place), self.sampling)
         if allowed is not None:
             if self.allowed_tokens is None:
-                self.allowed_tokens = allowed.new_zeros(*self.completions.shape, allowed.shape[-1])
-            self.allowed_tokens.view(-1, allowed.shape[-1]).index_copy_(0, place, allowed)
-        self.completions.view(-1).scatter_(0, place, token)
+                self.allowed_tokens = allowed.new_zeros(self.places, allowed.shape[-1])
+            self.allowed_tokens.index_copy_(0, place, allowed)
+        self.completions.scatter_(0, place, token)
         over = self.criterion.is_eos(token).logical_or_(place == last)
-        following = (place + 1).masked_fill_(over, self.idle)
+        following = (place + 1).masked_fill_(over, 0)
         if slots is None:
             torch.clamp(token, max=logits.shape[-1] - 1, out=self.token)  # without a token: no index of an embedding
             self.place.copy_(following)
-            self.last.masked_fill_(over, self.idle + self.length - 1)
+            self.last.masked_fill_(over, self.length - 1)
         else:
             self.token[slots], self.place[slots] = token.clamp(max=logits.shape[-1] - 1), following
-            self.last[slots] = last.masked_fill_(over, self.idle + self.length - 1)
+            self.last[slots] = last.masked_fill_(over, self.length - 1)
 
     def free_stopped(self) -> None:
         """Free the slots whose completions contain a stop string."""
         back = torch.arange(-self.criterion.window, 0, device=self.device)
-        tokens = self.completions.view(-1).take((self.place.unsqueeze(1) + back).clamp(min=0)).tolist()
-        rows = [(slot, place % self.length) for slot, place in enumerate(self.place.tolist()) if place < self.idle]
+        tokens = self.completions.take((self.place.unsqueeze(1) + back).clamp(min=0)).tolist()
+        rows = [(slot, place % self.length) for slot, place in enumerate(self.place.tolist()) if place >= self.length]
         stopped = [slot for slot, count in rows if self.criterion.found(tokens[slot][-count:])]
         if stopped:
             slots = on_device(self.device, np.array(stopped))
-            self.place[slots], self.last[slots] = self.idle, self.idle + self.length - 1
+            self.place[slots], self.last[slots] = 0, self.length - 1
 
-    def compact(self, live: list[int]) -> None:
-        """Keep only the slots in `live`. Called when no prompt is waiting."""
-        if not live:
+    def compact(self, free: list[int]) -> None:
+        """Keep only the slots with a completion; for a graph as many slots as `graph_slots`. Called when no prompt is
+        waiting."""
+        live = sorted(set(range(len(self.used))) - set(free))
+        size = graph_slots(len(live), len(self.used)) if self.graph else len(live)
+        if size == len(self.used) or not live:
             return
-        kept = on_device(self.device, np.array(live))
-        self.token, self.at, self.place, self.last = (x[kept] for x in (self.token, self.at, self.place, self.last))
-        self.used = [self.used[s] for s in live]
+        chosen = [*live, *free[: size - len(live)]]
+        kept = on_device(self.device, np.array(chosen))
+        state = self.token, self.at, self.place, self.last
+        self.token, self.at, self.place, self.last = (chosen_rows(x, kept, 0, self.graph) for x in state)
+        self.used = [self.used[s] for s in chosen]
         self.cache.compact(kept)
-        self.captured.clear()
 
     def _replay(self, span: int) -> None:
-        """Run the decoding step over `span` columns as a CUDA graph. It is captured at its first use, and again after
-        the number of slots changes.
+        """Run the decoding step over `span` columns as a CUDA graph. It is captured at its first use.
 
         Raises RunError if it cannot be captured. The process cannot continue on the GPU: torch stays on the capture's
         stream, and its allocator still waits for the end of the capture.
         """
-        if span in self.captured:
-            return self.captured[span].replay()
+        how = self.sampling
+        key = len(self.used), span, self.length, how.temperature, how.top_k, how.top_p, *self.criterion.eos_ids
+        if key in self.captured:
+            return self.captured[key].replay()
         self._decode(span)  # a warm-up selects kernels and allocates memory before the capture; it is this step
         captured = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self.captured.values()), None)  # one pool of memory for all graphs
@@ -169,7 +200,7 @@ class ContinuousBatcher:
                 f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200}): "
                 "--rollout-engine graph. Use --rollout-engine slots; to resume a run, add --resume --resume-anyway"
             ) from None
-        self.captured[span] = captured  # the capture itself runs nothing
+        self.captured[key] = captured  # the capture itself runs nothing
         return None
 
 

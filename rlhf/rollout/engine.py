@@ -21,8 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
+from rlhf.models.device import installed
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
-from rlhf.rollout.choice import check_engine, choose_engine
+from rlhf.rollout.choice import KEPT_SHARE, check_engine, choose_engine, graph_slots
 from rlhf.rollout.completions import Completions, pad_prompts
 from rlhf.rollout.continuous_batching import ContinuousBatcher
 from rlhf.rollout.cpu_weights import prepacked_weights
@@ -33,6 +34,36 @@ from rlhf.settings.training import SamplingSettings
 from rlhf.utils.system import release_freed_memory
 
 LARGE_MODEL = 2**24  # parameters; the copies of smaller models leave no gaps worth the time
+
+
+class KeptBatcher:
+    """Keeps a decoder, its KV cache and its CUDA graphs from one rollout of a run to the next."""
+
+    def __init__(self, columns: int = 0):
+        """`columns`: tokens of the longest text of the run; 0: unknown. Longer texts need new tensors and captures."""
+        self.columns, self.places, self.slots = columns, 0, 0
+        self.batcher: ContinuousBatcher | None = None
+
+    def run(
+        self, policy: PreTrainedModel, prompts: Sequence[Prompt], uniform: Tensor, sampling: SamplingSettings,
+        criterion: StoppingCriterion, slots: int, graph: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Sample as `ContinuousBatcher.run`, with the tensors of the last call if they are large enough."""
+        batcher, self.batcher = self.batcher, None  # after an error the cache may have NaN
+        columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
+        size = slots, columns, (len(prompts) + 1) * sampling.max_new_tokens
+        if batcher is None or not batcher.fits(policy, *size):
+            del batcher  # its memory is needed
+            if graph:
+                self.slots, self.columns, self.places = map(max, size, (self.slots, self.columns, self.places))
+                size = self.slots, self.columns, self.places
+            batcher = ContinuousBatcher(policy, uniform.device, *size, graph)
+        else:
+            batcher.decoder.load()  # the policy may have other weights
+        found = batcher.run(prompts, uniform, sampling, criterion, slots)
+        if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
+            self.batcher = batcher
+        return found
 
 
 @torch.no_grad()
@@ -47,6 +78,7 @@ def sample_completions(
     device: torch.device,
     engine: str | None = None,
     slots: int = 0,
+    kept: KeptBatcher | None = None,
 ) -> Completions:
     """Sample one completion per prompt.
 
@@ -62,6 +94,7 @@ def sample_completions(
         engine: "plain", "slots", "graph" or "auto"; None: "auto" without CUDA graphs, for commands without
             --rollout-engine, because a graph that fails ends the command.
         slots: completions sampled at a time; 0: the default of the device.
+        kept: of a caller that samples several rollouts with CUDA graphs.
     """
     uniform, criterion = uniform.to(device), StoppingCriterion.of(eos)
     base = base_of(policy)
@@ -70,11 +103,12 @@ def sample_completions(
     if engine == "plain":
         completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, criterion, pad)
     else:
-        size = min(slots or budget_of(device).rollout_slots, len(prompts))
+        most, graph = slots or budget_of(device).rollout_slots, engine == "graph"
+        size = graph_slots(len(prompts), most) if graph else min(most, len(prompts))
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
-            completion_ids, allowed_tokens = ContinuousBatcher(
-                policy, prompts, uniform, sampling, criterion, size, engine == "graph"
-            ).run()
+            completion_ids, allowed_tokens = ((graph and kept) or KeptBatcher()).run(
+                policy, prompts, uniform, sampling, criterion, size, graph
+            )
         if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:
             release_freed_memory()  # the decoder's copies of the weights
     vocabulary = base.get_input_embeddings().num_embeddings

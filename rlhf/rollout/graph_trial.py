@@ -1,20 +1,48 @@
 """Samples with a CUDA graph in a separate process, because a graph that hangs can only be ended with its process.
 
-As a program (`python -m rlhf.rollout.graph_trial`) it samples from a small random model with the engines `graph` and
-`slots`, and exits with status 1 and a line of text if their completions differ.
+As a program (`python -m rlhf.rollout.graph_trial llama bfloat16`) it samples from a small random model with the
+engines `graph` and `slots`, and exits with status 1 and a line of text if their completions differ.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
+from rlhf.checkpoints.gguf import cache_folder
+from rlhf.checkpoints.run_record import environment, version_of
+from rlhf.utils.files import write_json
+from rlhf.utils.system import gpu_driver
+
 TRIAL = (sys.executable, "-m", "rlhf.rollout.graph_trial")
 TIME_LIMIT_S = 120.0  # the imports take most of the time, on a slow disk a minute
 ROUNDS, ROWS, LENGTH = 4, 64, 96  # calls of each engine, completions per call, tokens per completion
-ALMOST_ALL = 0.9  # share of completions that must be equal
+# share of completions that must be equal: rounding can change a token whose probabilities are at its random number
+ALMOST_ALL = {"float32": 0.9, "bfloat16": 0.5}
+
+
+def graph_problem(model_type: str, dtype: str, again: bool = False) -> str | None:
+    """Return the problem of sampling with CUDA graphs on this GPU, or None, from a trial in a separate process.
+
+    A trial that succeeded is remembered in the user's cache folder, for this type of model, precision, GPU, driver and
+    code. One that failed is repeated. `again`: repeat it in any case.
+    """
+    import torch
+
+    code = version_of("rlhf-workstation"), environment()["commit"], version_of("torch")
+    key = [model_type, dtype, torch.cuda.get_device_name(), gpu_driver(), *code]
+    file = cache_folder() / "cuda_graphs.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(file.name + ".lock")):  # several processes of a run start at the same time
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        problem = None if key in known and not again else try_graphs([*TRIAL, model_type, dtype])
+        write_json(file, [*(one for one in known if one != key), *([] if problem else [key])])
+    return problem
 
 
 def try_graphs(trial: Sequence[str] = TRIAL, limit_s: float = TIME_LIMIT_S) -> str | None:
@@ -39,32 +67,43 @@ def try_graphs(trial: Sequence[str] = TRIAL, limit_s: float = TIME_LIMIT_S) -> s
     return f"sampling with CUDA graphs failed ({lines[-1]:.200})"
 
 
-def main(device: str = "cuda", engines: tuple[str, str] = ("graph", "slots")) -> str | None:
+def main(
+    model_type: str = "llama",
+    dtype: str = "float32",
+    device: str = "cuda",
+    engines: tuple[str, str] = ("graph", "slots"),
+) -> str | None:
     """Sample with two engines. Returns None, or the problem in words."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhf.data.prompts import ids_alone
-    from rlhf.rollout.engine import sample_completions
+    from rlhf.models.device import autocast
+    from rlhf.rollout.engine import KeptBatcher, sample_completions
     from rlhf.settings.training import SamplingSettings
 
-    where = torch.device(device)
-    shape = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
+    where, kept = torch.device(device), KeptBatcher()
+    shape = AutoConfig.for_model(model_type, vocab_size=512, hidden_size=128, intermediate_size=256,
+                                 num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+                                 max_position_embeddings=256)  # fmt: skip
     torch.manual_seed(0)
-    policy = LlamaForCausalLM(shape).eval().to(where)
+    policy = AutoModelForCausalLM.from_config(shape).eval().to(where)
     prompts, equal = [ids_alone(range(3, 7 + row % 5)) for row in range(ROWS)], 0
     for _ in range(ROUNDS):
         noise, sampling = torch.rand(ROWS, LENGTH), SamplingSettings(max_new_tokens=LENGTH)
-        found, expected = (
-            sample_completions(policy, prompts, noise, sampling, eos=1, pad=0, device=where, engine=engine).rows()
-            for engine in engines
-        )
-        equal += sum(a == b for a, b in zip(found, expected, strict=True))
-    if equal < ALMOST_ALL * ROUNDS * ROWS:  # rounding can change a token whose probabilities are at its random number
+        with autocast(where, getattr(torch, dtype) if dtype == "bfloat16" else None):
+            found, expected = (
+                sample_completions(policy, prompts, noise, sampling, eos=1, pad=0, device=where, engine=one, kept=kept)
+                for one in engines
+            )
+        equal += sum(a == b for a, b in zip(found.rows(), expected.rows(), strict=True))
+        with torch.no_grad():
+            for weight in policy.parameters():  # a graph must use the new weights
+                weight.mul_(1.05)
+    if equal < ALMOST_ALL[dtype] * ROUNDS * ROWS:
         return f"only {equal} of {ROUNDS * ROWS} completions are those of sampling without CUDA graphs"
     return None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

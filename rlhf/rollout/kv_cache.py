@@ -21,10 +21,16 @@ class SlotKVCache:
     and values to attend to. The layers of rlhf.models.llama call `store`, whose shapes are those of a packed row.
     """
 
-    def __init__(self, slots: int, columns: int):
-        self.slots, self.columns = slots, columns
+    def __init__(self, slots: int, columns: int, static: bool = False):
+        """`static`: the tensors keep their memory when slots are dropped and used again."""
+        self.most, self.slots, self.columns, self.static = slots, slots, columns, static
         self.layers: dict[int, Tensor] = {}  # keys and values, (2, S, KV heads, columns, D)
+        self.whole: dict[int, Tensor] = {}  # the same of all slots
         self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def use(self, slots: int) -> None:
+        """Use the first `slots` slots."""
+        self.slots, self.layers = slots, {layer: stored[:, :slots] for layer, stored in self.whole.items()}
 
     def begin_prefill(self, slots: Tensor, columns: Tensor, gather_index: Tensor) -> None:
         """Prepare for a pass over packed prompts: tokens at `gather_index` are stored in `columns` of `slots`."""
@@ -52,8 +58,9 @@ class SlotKVCache:
         """
         if layer not in self.layers:
             # keys are float32 after the rotary embedding; they are rounded once here, instead of at every step
-            shape = 2, self.slots, new.shape[2], self.columns, new.shape[3]
-            self.layers[layer] = new.new_zeros(shape, dtype=forward_dtype(new))
+            shape = 2, self.most, new.shape[2], self.columns, new.shape[3]
+            self.whole[layer] = new.new_zeros(shape, dtype=forward_dtype(new))
+            self.layers[layer] = self.whole[layer][:, : self.slots]
         stored = self.layers[layer]
         if self.prefill_index is not None:
             slots, columns, gather_index = self.prefill_index
@@ -70,7 +77,15 @@ class SlotKVCache:
     def compact(self, slots: Tensor) -> None:
         """Keep only these slots."""
         self.slots = len(slots)
-        self.layers = {layer: stored[:, slots] for layer, stored in self.layers.items()}
+        self.layers = {layer: chosen_rows(stored, slots, 1, self.static) for layer, stored in self.layers.items()}
+        if not self.static:
+            self.whole = self.layers  # frees the other slots
+
+
+def chosen_rows(values: Tensor, rows: Tensor, dim: int, static: bool) -> Tensor:
+    """Return these rows along a dimension; `static`: in the memory of the first rows of `values`."""
+    chosen = values.index_select(dim, rows)
+    return values.narrow(dim, 0, len(rows)).copy_(chosen) if static else chosen
 
 
 class DecodeLayout(Layout):

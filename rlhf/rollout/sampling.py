@@ -34,10 +34,33 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if 0 < top_k < logits.shape[-1]:
         allowed = ~(logits < logits.topk(top_k).values[:, -1:])  # NaN remains, so that it is found
     if top_p < 1:
-        ordered, order = logits.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
-        before = cumulative_sum(ordered) - ordered
-        allowed = allowed & torch.zeros_like(allowed).scatter(-1, order, before < top_p)
+        allowed = allowed & _nucleus(logits.masked_fill(~allowed, -torch.inf).softmax(-1), top_p)
     return allowed
+
+
+NUCLEUS = 256  # tokens that nearly every nucleus has at most
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Return which tokens belong to the nucleus, (B, V) bool. On a CPU, only rows with a large nucleus are sorted
+    whole. On a GPU the test for it would wait for the GPU, which a CUDA graph cannot do."""
+    if probabilities.is_cuda or probabilities.shape[-1] <= NUCLEUS:
+        return _sorted_nucleus(probabilities, top_p)
+    ordered = probabilities.topk(NUCLEUS).values
+    before = cumulative_sum(ordered) - ordered
+    size = (before < top_p).sum(1, keepdim=True)
+    smallest = ordered.gather(1, (size - 1).clamp(min=0))
+    allowed = probabilities >= smallest
+    # unclear: a larger nucleus, or several tokens with the smallest probability, of which only some belong to it
+    unclear = (before[:, -1:] < top_p + 1e-6) | (allowed.sum(1, keepdim=True) != size)
+    rows = unclear.squeeze(1).nonzero().squeeze(1)
+    return allowed.index_copy_(0, rows, _sorted_nucleus(probabilities[rows], top_p)) if len(rows) else allowed
+
+
+def _sorted_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    before = cumulative_sum(ordered) - ordered
+    return torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 
 BLOCK = 256  # tokens of the vocabulary whose probabilities are added in float32

@@ -17,16 +17,20 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
+from rlhf.models.logprobs import base_of
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_unrecorded
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.engine import default_engine
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
+from rlhf.setup.preflight import graphs_do_not_hang
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 
 
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
@@ -79,10 +83,17 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:
-    """Return a trainer for `config.algorithm`. `session` saves, prints and stops; None: nothing is saved."""
+    """Return a trainer for `config.algorithm`. `session` saves, prints and stops; None: nothing is saved. Raises
+    UserError if the run would sample with CUDA graphs, and they do not work."""
+    policy = components.policy
+    device, engine = base_of(policy).device, config.speed.rollout_engine
+    if device.type == "cuda" and (default_engine(policy, device) if engine == "auto" else engine) == "graph":
+        graphs = graphs_do_not_hang(policy, autocast_dtype(config.model.bf16, device), again=False)
+        if not graphs.ok:
+            raise UserError(graphs.problem)
     return OnPolicyLoop(
         config,
-        policy=components.policy,
+        policy=policy,
         tokenizer=components.tokenizer,
         train=components.prompts.train,
         evaluation=components.prompts.evaluation,

@@ -18,7 +18,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
-from rlhf.rollout.choice import choose_engine
+from rlhf.rollout.choice import KEPT_SHARE, choose_engine, graph_slots
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.shape import FLOAT, Row, Shape
 from rlhf.utils.console import gib
@@ -164,6 +164,7 @@ class _Run:
             "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
             "vLLM": int(VLLM_MEMORY_SHARE * installed(self.given.device)) if self.engine == "vllm" else 0,
             "libraries": self.given.libraries + LIBRARIES[self.given.device.type],
+            **self.kept(),
         }
 
     def forecast(self, prompts: list[int]) -> Forecast:
@@ -221,15 +222,32 @@ class _Run:
         plain = self.engine == "plain"
         if self.engine == "vllm" or not prompts:
             return {}  # vLLM's memory is held throughout the run
-        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
-        columns = max(prompts) + sampling.max_new_tokens
+        most = speed.rollout_slots or self.budget.rollout_slots
+        slots = len(prompts) if plain else min(len(prompts), most)
+        slots = graph_slots(slots, most) if self.engine == "graph" else slots
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
         drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)
-        return {
-            "KV cache": policy.layers * slots * columns * 2 * policy.kv * self.element,
-            "prompt pass or sampling": max(policy.forward_peak(prompt_tokens, self.element), drawing),
-            "weight copies": self.decoder_copies(),
-        }
+        tokens = max(policy.forward_peak(prompt_tokens, self.element), drawing)
+        decoding = {} if self.kept() else self.decoding(slots, max(prompts) + sampling.max_new_tokens)
+        return {"prompt pass or sampling": tokens, **decoding}
+
+    def decoding(self, slots: int, columns: int) -> dict[str, int]:
+        """Return purpose -> bytes of the decoder and its KV cache."""
+        cache = self.given.policy.layers * slots * columns * 2 * self.given.policy.kv * self.element
+        return {"KV cache": cache, "weight copies": self.decoder_copies()}
+
+    def kept(self) -> dict[str, int]:
+        """Return purpose -> bytes that CUDA graphs keep between rollouts; {} if nothing is kept."""
+        config, given, m = self.config, self.given, self.config.model
+        if self.engine != "graph" or m.load_in_4bit:
+            return {}
+        length = max(config.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
+        longest = max([*(len(prompt.ids) for prompt in given.train), *given.evaluation])
+        evaluated = min(self.budget.eval_batch_size, len(given.evaluation) * config.run.eval_samples)
+        rows = max(config.episodes_per_update, evaluated)
+        slots = graph_slots(rows, config.speed.rollout_slots or self.budget.rollout_slots)
+        parts = {**self.decoding(slots, longest + length), "kept masks": self.token_masks(rows, config.sampling)}
+        return parts if sum(parts.values()) <= KEPT_SHARE * installed(given.device) else {}
 
     def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
         """Return purpose -> bytes for scoring a completion per prompt, with what is `kept` meanwhile; {} without a
@@ -248,12 +266,17 @@ class _Run:
 
     def decoder_copies(self) -> int:
         """Return the bytes of the copies of weights that decoding uses."""
-        policy, m = self.given.policy, self.config.model
-        if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
+        policy, m, half = self.given.policy, self.config.model, self.element < FLOAT
+        if self.engine == "plain" or m.load_in_4bit:
             return self.copies()
-        if self.element == FLOAT and self.given.device.type == "cuda":
-            return policy.layers * policy.copied_by_decoder(m.lora_targets if m.use_lora else ()) * FLOAT
-        return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
+        head, gpu = policy.vocabulary * policy.hidden, self.given.device.type == "cuda"
+        targets = m.lora_targets if m.use_lora else ()
+        apart = policy.adapters(m.lora_r, targets) if half else 0
+        if gpu and (m.use_lora or not half):  # the weights are stored in the precision of the products
+            merged = policy.layers * policy.copied_by_decoder(() if half else targets)
+            return (merged + apart + (head if half and policy.tied else 0)) * self.element
+        exchanged = policy.layers * policy.hidden * (policy.q + policy.kv) if gpu else 0
+        return (policy.matrices + head + exchanged + apart) * self.element
 
     def logits(self, completion: int) -> int:
         """Return the bytes of a chunk of logits: in the forward's precision, and a part of them in float32."""

@@ -17,7 +17,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.graph_trial import try_graphs
+from rlhf.rollout.graph_trial import graph_problem
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT
 from rlhf.utils.console import gib
@@ -88,10 +88,10 @@ def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> b
     return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
 
 
-def graphs_do_not_hang() -> Check:
+def graphs_do_not_hang(policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None, again: bool = True) -> Check:
     """Sample with CUDA graphs in a separate process under a time limit: on some GPUs with some drivers, mostly of
-    laptops, a graph never ends. The processes of a run that hangs can only be killed."""
-    problem = try_graphs()
+    laptops, a graph never ends. The processes of a run that hangs can only be killed. `again`: `graph_problem`."""
+    problem = graph_problem(base_of(policy).config.model_type, "float32" if dtype is None else "bfloat16", again)
     return Check(
         "CUDA graphs",
         problem or "sampling with CUDA graphs gives the tokens of sampling without them",

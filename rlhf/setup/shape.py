@@ -124,10 +124,10 @@ class Shape:
         return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
     def copied_by_decoder(self, targets: Collection[str]) -> int:
-        """Return the weights of a layer that FusedDecoder copies on a GPU in float32: those that it joins, and those
-        with adapters, which it merges. It uses the others as they are."""
-        joined = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-        return sum(prod(self.sizes[name]) for name in joined.union(self.adapted(targets)))
+        """Return the weights of a layer that FusedDecoder copies on a GPU although it computes in their precision:
+        those that it joins or reorders, q and k once more, and those with adapters that it merges."""
+        copied = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}.union(self.adapted(targets))
+        return sum(prod(self.sizes[name]) for name in [*copied, "q_proj", "k_proj"])
 
     def saved_by_layer(self, row: Row, element: int, attention: int, targets: Collection[str] | None) -> int:
         """Return the bytes that one layer saves for the backward pass over a row.

@@ -81,7 +81,7 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     engine = config.speed.rollout_engine
     own = replaced(config, output=str(folder / "run"))
     if (default_engine(components.policy, device) if engine == "auto" else engine) == "graph":
-        graphs = graphs_do_not_hang()
+        graphs = graphs_do_not_hang(components.policy, autocast_dtype(config.model.bf16, device))
         yield graphs
         if not graphs.ok:
             own = replaced(own, rollout_engine="slots")  # otherwise the other checks would hang, too

@@ -14,7 +14,7 @@ from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, Rollout
-from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.engine import KeptBatcher, sample_completions
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
@@ -37,12 +37,15 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         rewards: Rewards,
         passes: ForwardPasses,
+        longest_prompt: int = 0,
     ):
+        """`longest_prompt`: tokens of the run's longest prompt, for which the KV cache has room from the start."""
         self.config, self.host, self.tokenizer = config, host, tokenizer
         self.rewards, self.passes = rewards, passes
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
         self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
+        self.kept = KeptBatcher(longest_prompt + config.sampling.max_new_tokens)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -105,7 +108,7 @@ class RolloutCollector:
             speed = self.config.speed
             return sample_completions(
                 self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
-                engine=speed.own_engine, slots=speed.rollout_slots,
+                engine=speed.own_engine, slots=speed.rollout_slots, kept=self.kept,
             )  # fmt: skip
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:

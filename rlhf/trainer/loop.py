@@ -125,7 +125,8 @@ class OnPolicyLoop:
             share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
             oom_hint=self.session.memory_advice,
         )
-        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes)
+        longest = max(len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts])
+        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
         self.evaluator = PolicyEvaluator(

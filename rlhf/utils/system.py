@@ -124,6 +124,16 @@ def release_gpu_cache() -> bool:
     return True
 
 
+def gpu_driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return printed.stdout.split("\n")[0].strip() or None if printed.returncode == 0 else None
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,9 @@ from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.models.self_test import check_forward_matches
 from rlhf.rollout.cpu_weights import copied_product
-from rlhf.rollout.decoder import FusedDecoder, ModelDecoder, can_fuse, make_decoder
+from rlhf.rollout.decoder import FusedDecoder, ModelDecoder, _Product, can_fuse, decoding_weight, make_decoder
 from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.kv_cache import SlotKVCache
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RLHFWarning
 from tests.models.test_packing import CPU, GROUPED, SIZES, episodes, with_exact_norms
@@ -214,18 +215,70 @@ def test_fused_decoder_samples_the_tokens_of_transformers(model):
     assert sampled(model) == sampled(model, "plain") == sampled(model, slots=1)
 
 
-def test_fused_decoder_merges_adapters_in_float32_only(model):
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).eval().double()
+def adapted(model, **more):
+    """Returns the model with adapters of some layers, which change its logits."""
+    lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], **more)
+    found = get_peft_model(model, lora).eval().to(model.dtype)
+    draw = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, weight in adapted.named_parameters():
+        for name, weight in found.named_parameters():
             if "lora_B" in name:
-                weight.normal_()
-    expected = sampled(adapted, "plain")
-    assert can_fuse(adapted) and sampled(adapted) == expected
-    with adapted.disable_adapter():
-        assert sampled(adapted) == sampled(adapted, "plain") != expected
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not can_fuse(adapted.float()), "in bfloat16, a merged weight would lose most of a small update"
+                weight.copy_(torch.randn(weight.shape, generator=draw, dtype=weight.dtype))
+    return found
+
+
+@pytest.mark.parametrize("rank_stabilized", [False, True])
+def test_fused_decoder_merges_adapters(model, rank_stabilized):
+    policy = adapted(model, use_rslora=rank_stabilized)
+    expected = sampled(policy, "plain")
+    assert can_fuse(policy) and sampled(policy) == expected
+    with policy.disable_adapter():
+        assert sampled(policy) == sampled(policy, "plain") != expected
+
+
+def test_adapters_of_another_kind_are_not_fused(model):
+    policy = adapted(model, use_dora=True)
+    assert not can_fuse(policy) and sampled(policy) == sampled(policy, "plain")
+
+
+def decoded(policy, static=False):
+    """Returns the logits (3, V) after a first token in three slots."""
+    tokens = torch.tensor([5, 9, 20])
+    with torch.no_grad():
+        decoder = make_decoder(policy, 3, 8, static)
+        assert isinstance(decoder, FusedDecoder)
+        cache = SlotKVCache(3, 8)
+        return decoder.logits(decoder.hidden(tokens, torch.zeros_like(tokens), 4, cache), 0.8)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["slots", "graph"])
+@pytest.mark.parametrize("lora", [None, False, True], ids=["all weights", "lora", "rslora"])
+def test_decoder_logits_in_bfloat16_are_near_those_of_the_training_forward(model, lora, static):
+    """Both are rounded at other places. The bound is 1.5 times the training forward's own distance to float32."""
+    policy = (model if lora is None else adapted(model, use_rslora=lora)).float()
+    ids = torch.tensor([[5], [9], [20]])
+    with torch.no_grad():
+        exact = policy(ids).logits[:, 0] / 0.8
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            training, found = policy(ids).logits[:, 0].float() / 0.8, decoded(policy, static)
+    assert 0 < (found - exact).abs().mean() < 1.5 * (training - exact).abs().mean()
+
+
+def test_small_updates_of_adapters_are_not_lost_in_bfloat16():
+    """At a weight of 0.05 bfloat16 has steps of 2.4e-4, so the sum with an update of 4e-5 is the weight itself. The
+    products with the weights are 0, those with the update 4e-5 for each input."""
+    linear, dtype = nn.Linear(64, 3, bias=False), torch.bfloat16
+    states = torch.tensor([1.0, -1.0]).repeat(2, 32)
+    with torch.no_grad():
+        linear.weight.fill_(0.05).copy_(linear.weight.to(dtype))  # born in bfloat16
+        lora = LoraConfig(r=1, lora_alpha=1, target_modules=["0"])
+        layer = get_peft_model(nn.Sequential(linear), lora).get_base_model()[0]
+        layer.lora_A["default"].weight.copy_(states[:1])
+        layer.lora_B["default"].weight.fill_(4e-5)
+        found = _Product([layer], dtype, 2, False)(states.to(dtype))
+        merged = decoding_weight(layer, merge=True).to(dtype)
+    assert torch.equal(merged.float(), layer.get_base_layer().weight)
+    assert_close(found.float(), torch.full((2, 3), 64 * 4e-5), rtol=0.01, atol=0)
 
 
 def test_decoder_of_the_models_layers_samples_the_same(model, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.rollout import graph_trial
-from rlhf.rollout.graph_trial import main, try_graphs
+from rlhf.rollout.graph_trial import graph_problem, main, try_graphs
 
 
 def program(code: str) -> list[str]:
@@ -45,7 +45,7 @@ def test_the_trial_compares_the_completions_of_two_engines(monkeypatch, snapshot
     monkeypatch.setattr(graph_trial, "ROUNDS", 1)
     monkeypatch.setattr(graph_trial, "ROWS", 4)
     monkeypatch.setattr(graph_trial, "LENGTH", 8)
-    assert main("cpu", ("slots", "plain")) is None
+    assert main(device="cpu", engines=("slots", "plain")) is None
     noise = iter([torch.zeros(4, 8), torch.ones(4, 8) * 0.99])
     from rlhf.rollout import engine
 
@@ -53,12 +53,52 @@ def test_the_trial_compares_the_completions_of_two_engines(monkeypatch, snapshot
     monkeypatch.setattr(
         engine, "sample_completions", lambda p, r, _, *more, **k: sample(p, r, next(noise), *more, **k)
     )
-    problem = main("cpu", ("slots", "plain"))
+    problem = main(device="cpu", engines=("slots", "plain"))
     assert "0 of 4" in problem
     snapshot(problem)
 
 
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Simulates a GPU. Returns the numbers of trials, and what can be changed."""
+    found = {"GPU": "a GPU", "driver": "550.1", "problem": None, "trials": []}
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: found["GPU"])
+    monkeypatch.setattr(graph_trial, "gpu_driver", lambda: found["driver"])
+    monkeypatch.setattr(
+        graph_trial, "try_graphs", lambda program: found["trials"].append(program[-2:]) or found["problem"]
+    )
+    return found
+
+
+def test_a_successful_trial_is_remembered_for_model_precision_gpu_and_driver(machine):
+    for _ in range(2):
+        assert graph_problem("llama", "bfloat16") is None
+    graph_problem("qwen2", "bfloat16")
+    graph_problem("qwen2", "float32")
+    machine["GPU"] = "another GPU"
+    graph_problem("llama", "bfloat16")
+    machine["driver"] = "560.2"
+    graph_problem("llama", "bfloat16")
+    machine["GPU"], machine["driver"] = "a GPU", "550.1"
+    graph_problem("llama", "bfloat16")
+    expected = [["llama", "bfloat16"], ["qwen2", "bfloat16"], ["qwen2", "float32"], *[["llama", "bfloat16"]] * 2]
+    assert machine["trials"] == expected
+
+
+def test_a_failed_trial_is_repeated(machine):
+    machine["problem"] = "it hangs"
+    assert graph_problem("llama", "float32") == graph_problem("llama", "float32") == "it hangs"
+    machine["problem"] = None
+    assert graph_problem("llama", "float32") is None
+    machine["problem"] = "it hangs after all"
+    assert graph_problem("llama", "float32") is None
+    assert graph_problem("llama", "float32", again=True) == graph_problem("llama", "float32") == "it hangs after all"
+    assert len(machine["trials"]) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_cuda_graphs_work_on_this_gpu():
-    assert try_graphs() is None
+def test_cuda_graphs_work_on_this_gpu(dtype):
+    assert try_graphs([*graph_trial.TRIAL, "llama", dtype]) is None

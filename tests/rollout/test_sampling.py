@@ -56,6 +56,20 @@ def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
     return sample_completions(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+@pytest.mark.parametrize("spread", [0.1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nucleus_equals_that_of_a_full_sort(dtype, spread, top_p):
+    """Small and large nuclei; bfloat16 logits have many equal probabilities at the edge. Bad rows have no nucleus."""
+    logits = torch.randn(16, 3_000, generator=torch.Generator().manual_seed(0)).mul(spread).to(dtype).float()
+    logits[1, 5], logits[2], logits[3, 7] = torch.nan, -torch.inf, torch.inf
+    probabilities = logits.softmax(-1)
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    expected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < top_p)
+    assert torch.equal(top_k_top_p_mask(logits, 0, top_p), expected)
+    assert expected[0].any() and not expected[1:4].any()
+
+
 def test_completion_does_not_depend_on_its_batch(policy, tokenizer):
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampling_settings(12, 1.0)

@@ -18,18 +18,25 @@ from subprocess import run as run_process
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.data.prompts import ids_alone
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
-from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.decoder import FusedDecoder, make_decoder
+from rlhf.rollout.engine import KeptBatcher, sample_completions
+from rlhf.rollout.kv_cache import SlotKVCache
 from rlhf.rollout.sampling import BadLogits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise
+from rlhf.rollout.stopping import StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
 from tests.kills import differing
 from tests.models.test_packing import CONFIGS, make_model
+from tests.rollout.test_decoder_operators import SMOLLM2
 from tests.rollout.test_engine import EOS, HeadWithBadLogits, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
 from tests.scripts.test_scripts import ROOT
 
@@ -90,6 +97,53 @@ def test_log_probs_equal_those_of_the_cpu(model):  # noqa: F811
             atol=1e-4,
             msg=lambda text, key=key: f"{key}: {text}",
         )
+
+
+@pytest.fixture(scope="module", params=[None, "all-linear"], ids=["all weights", "lora"])
+def smollm2(request):
+    """A model with the sizes of SmolLM2-135M, but 6 layers and 256 tokens, in float32."""
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(LlamaConfig(**SMOLLM2 | {"num_hidden_layers": 6, "vocab_size": 256})).eval().to(GPU)
+    if request.param is None:
+        return policy
+    policy = get_peft_model(policy, LoraConfig(r=16, target_modules=request.param)).eval()
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.01)
+    return policy
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_engines_in_bfloat16_sample_almost_the_same(smollm2, top_p):
+    """Mixed lengths with EOS, three rollouts with one set of graphs, and weights that change between them. A token
+    changes only if its random number is within the rounding of a cumulative probability."""
+    kept, equal = KeptBatcher(), {"graph": 0, "plain": 0}
+    batch = [ids_alone(range(3, 5 + n % 60)) for n in range(64)]
+    for _ in range(3):
+        noise, sampling, found = torch.rand(64, 48, dtype=torch.float64), SamplingSettings(48, 0.7, 0, top_p), {}
+        for engine in ("slots", "graph", "plain"):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                found[engine] = sample_completions(
+                    smollm2, batch, noise, sampling, eos=StoppingCriterion(range(200, 208)), pad=0, device=GPU,
+                    engine=engine, slots=32, kept=kept if engine == "graph" else None,
+                ).rows()  # fmt: skip
+        assert len({len(row) for row in found["slots"]}) > 5
+        for engine in equal:
+            equal[engine] += sum(a == b for a, b in zip(found[engine], found["slots"], strict=True))
+        with torch.no_grad():
+            for weight in smollm2.parameters():
+                weight.mul_(1.01)
+    assert min(equal.values()) > 0.5 * 3 * 64, equal
+
+
+def test_decoder_logits_in_bfloat16_are_near_those_of_the_training_forward(smollm2):
+    tokens = torch.arange(100, 164, device=GPU)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        decoder = make_decoder(smollm2, 64, 64)
+        assert isinstance(decoder, FusedDecoder)
+        hidden = decoder.hidden(tokens, torch.zeros_like(tokens), 64, SlotKVCache(64, 64))
+        found, expected = decoder.logits(hidden, 0.7), smollm2(tokens.unsqueeze(1)).logits[:, 0].float() / 0.7
+    assert found.dtype == torch.float32 and float((found - expected).abs().mean()) < 0.05
 
 
 def test_sampling_of_large_vocabularies_equals_the_cpu():

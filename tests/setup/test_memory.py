@@ -16,9 +16,10 @@ from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import PackedMicroBatch
-from rlhf.rollout import decoder
 from rlhf.rollout.completions import token_batch
+from rlhf.rollout.decoder import FusedDecoder
 from rlhf.settings.fields import replaced
+from rlhf.setup import memory as memory_module
 from rlhf.setup import plan
 from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import load_inputs
@@ -141,20 +142,38 @@ def test_numbers_of_weights_are_exact(tmp_path, kind):
     assert shape.adapters(5, ALL) == sum(w.numel() for name, w in model.named_parameters() if "lora_" in name)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj", "gate_proj"), ALL], ids=["full", "three", "five layers"])
-def test_weights_that_a_decoder_copies_on_a_gpu_in_float32(tmp_path, monkeypatch, targets):
-    """The weights of the decoder's products that do not share memory with the model. On a CPU all are copied later."""
-    model, used = policy(tmp_path, 2, targets, False, None), []
-    monkeypatch.setattr(decoder, "copied_product", lambda weight, *_: used.append(weight))
-    decoder.FusedDecoder(model, 4, 16)
+def test_weights_that_a_decoder_copies_on_a_gpu(tmp_path, monkeypatch, targets, dtype):
+    """The tensors of the decoder that do not share memory with the model. They stay between rollouts."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    model = policy(tmp_path, 2, targets, False, dtype)
+    with autocast(CPU, dtype), torch.no_grad():
+        decoder = FusedDecoder(model, 4, 16, static=True)
     shared = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    copied = sum(weight.numel() for weight in used if weight.untyped_storage().data_ptr() not in shared)
-    shape = shape_of(model)
-    assert copied == shape.layers * shape.copied_by_decoder(targets)
-    lora = {"use_lora": True, "lora_targets": list(targets)} if targets else {}
-    config = make_config(bf16=False, rollout_engine="slots", **lora)
-    phases = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)(config).phases
-    assert next(phase for phase in phases if phase.name == "rollout").parts["weight copies"] == 4 * copied
+    used = [tensor for product in decoder.products for tensor in product.kept.values()]
+    copied = sum(tensor.nbytes for tensor in used if tensor.untyped_storage().data_ptr() not in shared)
+    lora = {"use_lora": True, "lora_targets": list(targets), "lora_r": 5} if targets else {}
+    config = make_config(bf16=dtype is not None, rollout_engine="slots", **lora)
+    estimate = Estimator(shape_of(model), None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)
+    predicted = next(p for p in estimate(config).phases if p.name == "rollout").parts["weight copies"]
+    assert predicted == pytest.approx(copied, rel=0.05)  # B has zeros between the layers' blocks
+
+
+def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
+    """16 slots of 8 + 128 columns in float32: 2 layers x 16 x 136 x 2 x 96 x 4 bytes."""
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = Shape.of(
+        {**sizes, "head_dim": 48, "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": True}, 500_000
+    )
+    estimate = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 9, [], 1)
+    config = make_config(bf16=False, rollout_engine="graph", batch_size=9, minibatches=1, max_new_tokens=128)
+    for memory, held in ((2**40, True), (2**20, False)):
+        monkeypatch.setattr(memory_module, "installed", lambda _, memory=memory: memory)
+        found = estimate(config)
+        rollout = next(phase for phase in found.phases if phase.name == "rollout").parts
+        assert ("KV cache" in found.held, "KV cache" in rollout) == (held, not held)
+        assert {**found.held, **rollout}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
 
 
 def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):

@@ -181,7 +181,7 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(
 ):
     """A GPU on which they hang is simulated. The line names the engine that works."""
     hangs = "sampling with CUDA graphs did not end within 120 s, so it probably hangs"
-    monkeypatch.setattr(preflight, "try_graphs", lambda: hangs)
+    monkeypatch.setattr(preflight, "graph_problem", lambda *_: hangs)
     monkeypatch.setattr(trial, "default_engine", lambda policy, device: "graph")
     config = configured()
     components = load_components(config, CPU, Screen())
@@ -198,7 +198,7 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
     assert f"  FAILED  {hangs}. " in line and line.endswith("--rollout-engine slots")
     snapshot(line)
-    monkeypatch.setattr(preflight, "try_graphs", lambda: None)
+    monkeypatch.setattr(preflight, "graph_problem", lambda *_: None)
     check_run(config, components, Screen())
     assert built == ["slots", engine], "graphs that hang would stop the other checks, too"
 

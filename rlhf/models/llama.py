@@ -14,7 +14,7 @@ this forward pass with the model's own when a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf.models.attention import Kernel, Layout
+from rlhf.models.cast_weights import Group, converted, product, stored
 from rlhf.models.logprobs import forward_dtype, upcast
 
 BACKBONES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -70,8 +71,25 @@ def _layer(
     query, key, value = attention_input(layer, hidden, cos_sin)
     if store is not None:
         key, value = store(torch.stack([key, value], 1))
-    attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None))
-    return feed_forward(layer, hidden + attention.o_proj(attended.flatten(1)))
+    attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None)).flatten(1)
+    out = attention.o_proj
+    # in float32 the module saves nothing that `_Product` would not save
+    converts = all_plain(out) and forward_dtype(attended) != out.weight.dtype
+    return feed_forward(layer, hidden + (_Product.apply(attended, out.weight) if converts else out(attended)))
+
+
+def products_of(backbone: nn.Module) -> Iterator[Group]:
+    """Yields the weights of each matrix product of `forward` that multiplies plain weights."""
+    for layer in backbone.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        heads, halves = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        if all_plain(*heads):
+            yield tuple(one.weight for one in heads)
+        if all_plain(attention.o_proj):
+            yield (attention.o_proj.weight,)
+        if all_plain(*halves, mlp.down_proj):
+            yield tuple(one.weight for one in halves)
+            yield (mlp.down_proj.weight,)
 
 
 def window_of(attention: nn.Module) -> int | None:
@@ -86,16 +104,19 @@ def all_plain(*layers: nn.Module) -> bool:
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
-    attention, size = layer.self_attn, layer.self_attn.head_dim
+    attention, size, gain = layer.self_attn, layer.self_attn.head_dim, layer.input_layernorm
     layers = attention.q_proj, attention.k_proj, attention.v_proj
-    if torch.is_grad_enabled() and all_plain(*layers):
-        gain = layer.input_layernorm
-        found = _NormedProducts.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
+    own_norms = hasattr(attention, "q_norm")  # Qwen 3 normalizes each head before the rotary embedding
+    if all_plain(*layers):
+        turn = (None, None) if own_norms else cos_sin
+        weights = (one.weight for one in layers)
+        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, size, *turn, *weights)
+        if not own_norms:
+            return query, key, value
     else:
-        row = norm(layer.input_layernorm, hidden, forward_dtype(hidden))
-        found = [one(row) for one in layers]
-    query, key, value = (x.unflatten(-1, (-1, size)) for x in found)
-    if hasattr(attention, "q_norm"):  # Qwen 3 normalizes each head
+        row = norm(gain, hidden, forward_dtype(hidden))
+        query, key, value = (one(row).unflatten(-1, (-1, size)) for one in layers)
+    if own_norms:
         query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
     return apply_rotary(query, *cos_sin), apply_rotary(key, *cos_sin), value
 
@@ -105,7 +126,7 @@ def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
     states (N, H). Shazeer 2020, arXiv 2002.05202, eq. 6."""
     mlp, gain = layer.mlp, layer.post_attention_layernorm
     layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    if torch.is_grad_enabled() and all_plain(*layers):
+    if all_plain(*layers):
         return _FeedForward.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
     row = norm(gain, hidden, forward_dtype(hidden))
     gate, up = mlp.gate_proj(row), mlp.up_proj(row)
@@ -132,6 +153,14 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return torch.ops.aten._fused_rms_norm(x, gain.shape, gain, eps)  # one kernel
     inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (x * inverse).mul_(gain), inverse
+
+
+def _normed_again(x: Tensor, gain: Tensor, inverse: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """Returns y of `_normed`, and x / r, which `_norm_gradients` needs on a CPU."""
+    if x.is_cuda:
+        return _normed(x, gain, eps)[0], None
+    normed = x * inverse
+    return normed * gain, normed
 
 
 def _norm_gradients(
@@ -194,7 +223,11 @@ def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # y = x cos + swap(x) sin, in which swap exchanges the halves of each head
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1).to(cos.dtype), sin)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _rotated_back(by_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (by_output * sin).roll(by_output.shape[-1] // 2, -1).addcmul_(by_output, cos)
 
 
 class _Rotary(torch.autograd.Function):
@@ -209,80 +242,124 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_output):
         cos, sin = ctx.saved_tensors
-        by_output = by_output.to(cos.dtype)
-        swapped = (by_output * sin).roll(by_output.shape[-1] // 2, -1)
-        return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
+        return _rotated_back(by_output, cos, sin).to(ctx.dtype), None, None
 
 
 # --- linear layers with plain weights, trained or frozen -------------------------------------------------------------
 
 
-def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Returns the gradient with respect to a row (N, H) that several matrices multiply."""
-    (first, *others) = zip(by_outputs, weights, strict=True)
+def _products(row: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Returns the products of a row (N, H) with matrices (out, H), side by side, (N, sum of out)."""
+    if len(matrices) == 1:
+        return linear(row, matrices[0])
+    found = row.new_empty(len(row), sum(map(len, matrices)))
+    for into, matrix in zip(found.split([*map(len, matrices)], 1), matrices, strict=True):
+        torch.mm(row, matrix.t(), out=into)
+    return found
+
+
+def _by_row(by_products: Tensor, matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the gradient with respect to the row of `_products`, (N, H) in `dtype`."""
+    first, *others = zip(by_products.split([*map(len, matrices)], 1), matrices, strict=True)
+    if not others:
+        return product(*first, dtype)
     total = first[0] @ first[1]
-    for by_output, weight in others:
-        total.addmm_(by_output, weight)
-    return total
+    for by_product, matrix in others:
+        total.addmm_(by_product, matrix)
+    return total.to(dtype)
 
 
 def _by_weights(
-    by_outputs: Sequence[Tensor], rows: Sequence[Tensor | None], weights: Sequence[Tensor], needed: Sequence[bool]
+    by_products: Tensor, row: Tensor, parts: Sequence[int], needed: Sequence[bool], dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """Returns the gradient with respect to each matrix, from the rows that it multiplies; None for a frozen one."""
-    return [
-        (b.t() @ row).to(w.dtype) if trained else None
-        for b, row, w, trained in zip(by_outputs, rows, weights, needed, strict=True)
-    ]
+    """Returns the gradients of the weights in `dtype`, from the row (N, H) that they multiply. `parts` are the outputs
+    of each. A frozen weight has the gradient None."""
+    if all(needed):
+        return [*product(by_products.t(), row, dtype).split(parts)]
+    each = zip(by_products.split(parts, 1), needed, strict=True)
+    return [product(by_product.t(), row, dtype) if trained else None for by_product, trained in each]
 
 
-class _NormedProducts(torch.autograd.Function):
-    """Products of the normalized hidden states with several matrices. Saves the hidden states and 1 / r."""
+class _Product(torch.autograd.Function):
+    """The product of a row with one matrix, with its gradient in the precision of the weight."""
 
     @staticmethod
-    def forward(ctx, hidden, gain, eps, *weights):
+    def forward(ctx, row, weight):
+        (matrix,) = converted(stored([weight]), row.dtype)
+        ctx.save_for_backward(row, matrix)
+        ctx.full = weight.dtype
+        return linear(row, matrix)
+
+    @staticmethod
+    def backward(ctx, by_output):
+        row, matrix = ctx.saved_tensors
+        by_weight = product(by_output.t(), row, ctx.full) if ctx.needs_input_grad[1] else None
+        return by_output @ matrix if ctx.needs_input_grad[0] else None, by_weight
+
+
+class _AttentionInput(torch.autograd.Function):
+    """Queries and keys with the rotary embedding, if `cos` is given, and values. Saves the hidden states and 1 / r."""
+
+    @staticmethod
+    def forward(ctx, hidden, gain, eps, size, cos, sin, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.eps = forward_dtype(hidden), eps
-        ctx.save_for_backward(hidden, gain, inverse, *weights)
-        row = row.to(ctx.dtype)
-        return tuple(linear(row, weight.to(ctx.dtype)) for weight in weights)
+        ctx.dtype, ctx.full, ctx.eps, ctx.parts = forward_dtype(hidden), hidden.dtype, eps, [*map(len, weights)]
+        kept = stored(weights)
+        ctx.save_for_backward(hidden, gain, inverse, cos, sin, *kept)
+        heads = _products(row.to(ctx.dtype), converted(kept, ctx.dtype)).unflatten(-1, (-1, size))
+        queries, keys, values = (part // size for part in ctx.parts)
+        turned, value = heads.split([queries + keys, values], 1)
+        if cos is not None:
+            turned = _rotated(turned, cos, sin)
+            turned = turned.to(ctx.dtype) if hidden.is_cuda else turned  # on a CPU, attention is in float32
+        return *turned.split([queries, keys], 1), value
 
     @staticmethod
-    def backward(ctx, *by_outputs):
-        hidden, gain, inverse, *weights = ctx.saved_tensors
-        normed = hidden * inverse
-        row = (normed * gain).to(ctx.dtype)
-        by_row = _by_row(by_outputs, [w.to(ctx.dtype) for w in weights]).to(hidden.dtype)
-        by_weights = _by_weights(by_outputs, [row] * len(weights), weights, ctx.needs_input_grad[3:])
-        return *_norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed), None, *by_weights
+    def backward(ctx, by_query, by_key, by_value):
+        hidden, gain, inverse, cos, sin, *kept = ctx.saved_tensors
+        matrices, by_turned = converted(kept, ctx.dtype), torch.cat([by_query, by_key], 1)
+        by_turned = by_turned if cos is None else _rotated_back(by_turned, cos, sin)
+        by_heads = by_turned.new_empty(
+            len(hidden), sum(ctx.parts) // by_value.shape[-1], by_value.shape[-1], dtype=ctx.dtype
+        )
+        by_heads[:, : by_turned.shape[1]] = by_turned
+        by_heads[:, by_turned.shape[1] :] = by_value
+        by_products = by_heads.flatten(1)
+        row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
+        by_weights = _by_weights(by_products, row.to(ctx.dtype), ctx.parts, ctx.needs_input_grad[6:], ctx.full)
+        by_row = _by_row(by_products, matrices, ctx.full)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
+        return by_hidden, by_gain, None, None, None, None, *by_weights
 
 
 class _FeedForward(torch.autograd.Function):
     """The second half of a layer. Saves its input, 1 / r, gate and up."""
 
     @staticmethod
-    def forward(ctx, hidden, gain, eps, gate_weight, up_weight, down_weight):
+    def forward(ctx, hidden, gain, eps, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype = forward_dtype(hidden)
-        row = row.to(ctx.dtype)
-        gate, up = linear(row, gate_weight.to(ctx.dtype)), linear(row, up_weight.to(ctx.dtype))
-        ctx.save_for_backward(hidden, gain, inverse, gate, up, gate_weight, up_weight, down_weight)
-        return hidden + linear(silu(gate).mul_(up), down_weight.to(ctx.dtype))
+        ctx.dtype, ctx.full, ctx.eps = forward_dtype(hidden), hidden.dtype, eps
+        kept, down = stored(weights[:2]), stored(weights[2:])
+        both = _products(row.to(ctx.dtype), converted(kept, ctx.dtype))
+        ctx.save_for_backward(hidden, gain, inverse, both, *down, *kept)
+        gate, up = both.chunk(2, 1)
+        return hidden + linear(silu(gate).mul_(up), *converted(down, ctx.dtype))
 
     @staticmethod
     def backward(ctx, by_output):
-        hidden, gain, inverse, gate, up, *weights = ctx.saved_tensors
-        gate_weight, up_weight, down_weight = (w.to(ctx.dtype) for w in weights)
+        hidden, gain, inverse, both, down, *kept = ctx.saved_tensors
+        matrices, (down,) = converted(kept, ctx.dtype), converted([down], ctx.dtype)
+        (gate, up), half = both.chunk(2, 1), both.shape[1] // 2
         by_down, active = by_output.to(ctx.dtype), silu(gate)
         inner = active * up if ctx.needs_input_grad[5] else None
-        by_inner = by_down @ down_weight
-        by_up = active.mul_(by_inner)
-        by_gate = torch.ops.aten.silu_backward(by_inner.mul_(up), gate)
-        normed = hidden * inverse
-        row = (normed * gain).to(ctx.dtype)
-        by_row = _by_row((by_gate, by_up), (gate_weight, up_weight)).to(hidden.dtype)
+        by_inner, by_both = by_down @ down, torch.empty_like(both)
+        torch.mul(active, by_inner, out=by_both[:, half:])
+        torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_both[:, :half])
+        row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
+        by_weights = _by_weights(by_both, row.to(ctx.dtype), [half, half], ctx.needs_input_grad[3:5], ctx.full)
+        by_weights.append(product(by_down.t(), inner, ctx.full) if inner is not None else None)
+        by_row = _by_row(by_both, matrices, ctx.full)
         by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
-        by_weights = _by_weights((by_gate, by_up, by_down), (row, row, inner), weights, ctx.needs_input_grad[3:])
         return by_hidden.add_(by_output), by_gain, None, *by_weights
 
 

@@ -209,6 +209,10 @@ class OnPolicyLoop:
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
+        with self.passes.weights.in_use():
+            return self._update_step(update)
+
+    def _update_step(self, update: int) -> dict[str, float]:
         self.host_callbacks.call("on_step_begin")
         timer, experience = Timer(), None
         # 1. sample: completions, their log-probs, the reference's, and the critic's values
@@ -347,7 +351,8 @@ class OnPolicyLoop:
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Evaluate on some prompts. Raises RunError if the KL or the perplexity is not finite."""
         update = self.state.global_step
-        result = self.evaluator.evaluate(prompts, update)
+        with self.passes.weights.in_use():
+            result = self.evaluator.evaluate(prompts, update)
         if result.not_finite:
             start = "Check the start model, --temperature and --eval-text"
             advice = self.session.advice(by_score=False) if update else start

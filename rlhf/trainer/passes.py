@@ -17,6 +17,7 @@ from rlhf.distributed.shares import own_share
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
+from rlhf.models.cast_weights import CastWeights
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch
@@ -74,6 +75,7 @@ class ForwardPasses:
         self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
         self.max_tokens = budget_of(base.device).tokens_per_micro_batch  # largest number in a forward pass
         self.share_first, self.oom_hint = share_first, oom_hint
+        self.weights = CastWeights(actor.products(layers=self.packed), dtype)
         self._kept: tuple[Completions, Pass] | None = None
 
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:

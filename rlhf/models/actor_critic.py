@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models import llama
-from rlhf.models.cast_weights import Group
-from rlhf.models.logprobs import backbone_of, base_of, token_logprobs, upcast
+from rlhf.models.logprobs import backbone_of, token_logprobs, upcast
 from rlhf.models.packing import MicroBatch
 from rlhf.models.trl_ppo import AutoModelForCausalLMWithValueHead
 
@@ -156,20 +153,6 @@ class Actor(nn.Module):
         places = places_of(mask, len(tokens))
         return PolicyOutputs(*(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found))
 
-    def products(self, layers: bool) -> Iterator[Group]:
-        """Yields the weights of each matrix product that this project computes: of the head, and with `layers` those
-        of rlhf.models.llama."""
-        head = base_of(self.policy).get_output_embeddings()
-        if type(head) is nn.Linear:
-            yield (head.weight,)
-        for backbone in self.backbones if layers else ():
-            if llama.supports(backbone):
-                yield from llama.products_of(backbone)
-
-    @property
-    def backbones(self) -> list[PreTrainedModel]:
-        return [backbone_of(self.policy)]
-
     def policy_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the part of the hidden states that the language-model head uses, (..., H)."""
         return hidden
@@ -194,10 +177,6 @@ class ActorCritic(Actor):
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
         states = super().forward_backbone(micro_batch)
         return states if self.critic is None else torch.cat([states, micro_batch.forward(self.critic)], -1)
-
-    @property
-    def backbones(self) -> list[PreTrainedModel]:
-        return [*super().backbones, *filter(None, [self.critic])]
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
         return hidden if self.critic is None else hidden[..., : -self.critic_width]

@@ -1,39 +1,34 @@
 """Copies of the weights in the precision of the forward pass, made once per optimizer step.
 
-The weights are trained in float32. Without copies, the bfloat16 layers convert each of them in every forward pass and
-in every backward pass. Matrices that multiply the same rows (q, k and v; gate and up) are one matrix in the copy, so
-they are one product.
+The weights are trained in float32. Without copies, the layers of rlhf.models.llama convert each of them to bfloat16 in
+every forward pass and in every backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-Group = tuple[nn.Parameter, ...]  # weights (out, in) that multiply the same rows
-
 
 class CastWeights:
-    """The copies of groups of float32 weights in `dtype`; no copies if it is None.
+    """Copies of float32 weights in `dtype`; no copies if it is None. They are parts of one tensor, in the same order.
 
-    They are used inside `in_use` only, because a change by `weight.data` cannot be detected. Any other change outside
-    of `refresh` is detected: the weight is then converted where it is used.
+    They are read inside `in_use` only, because a change through `weight.data` cannot be detected. Other changes are: a
+    changed weight has no copy until `refresh`.
     """
 
     _in_use: CastWeights | None = None
 
-    def __init__(self, groups: Iterable[Group], dtype: torch.dtype | None):
-        wanted = [] if dtype is None else [g for g in groups if all(w.dtype == torch.float32 for w in g)]
-        self.groups, self.dtype, self.versions = wanted, dtype, {}
-        self.matrices: dict[int, Tensor] = {}  # id of a group's first weight -> the copy, (sum of out, in)
+    def __init__(self, weights: Iterable[nn.Parameter], dtype: torch.dtype | None):
+        self.weights = [] if dtype is None else [w for w in weights if w.dtype == torch.float32]
+        self.dtype, self.copies, self.versions = dtype, {}, {}  # both by the id of the weight
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context manager: converts all weights, and `stored` returns the copies."""
+        """Context manager: converts all weights, then `stored` returns the copies."""
         before, CastWeights._in_use = CastWeights._in_use, self
         try:
             if before is not self:
@@ -44,45 +39,21 @@ class CastWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Convert all weights. Call it after each optimizer step."""
-        for group in self.groups if not self.matrices else ():
-            rows, width = sum(map(len, group)), group[0].shape[1]
-            self.matrices[id(group[0])] = torch.empty(rows, width, dtype=self.dtype, device=group[0].device)
-        if self.groups:
-            parts = [self.matrices[id(group[0])].split([*map(len, group)]) for group in self.groups]
-            torch._foreach_copy_([p for split in parts for p in split], [w for group in self.groups for w in group])
-        self.versions = {id(group[0]): [w._version for w in group] for group in self.groups}
-
-    def find(self, weights: Sequence[Tensor]) -> Tensor | None:
-        """Return the copy of a group, or None if there is none or a weight has changed since."""
-        key = id(weights[0])
-        return self.matrices[key] if self.versions.get(key) == [w._version for w in weights] else None
+        """Convert all weights, with one operator. Call it after each optimizer step."""
+        if not self.weights:
+            return
+        if not self.copies:
+            sizes, device = [w.numel() for w in self.weights], self.weights[0].device
+            parts = torch.empty(sum(sizes), dtype=self.dtype, device=device).split(sizes)
+            self.copies = {id(w): part.view_as(w) for w, part in zip(self.weights, parts, strict=True)}
+        torch._foreach_copy_(list(self.copies.values()), self.weights)
+        self.versions = {id(w): w._version for w in self.weights}
 
 
-def stored(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the copy of a group of weights, one matrix, or the weights if no copy is in use. `join` makes one matrix
-    of frozen weights, too."""
-    copy = CastWeights._in_use and CastWeights._in_use.find(weights)
-    if copy is not None:
-        return [copy]
-    first, follows = weights[0], [b.storage_offset() - a.storage_offset() == a.numel() for a, b in pairwise(weights)]
-    if first.element_size() == 2 and len({w.untyped_storage()._cdata for w in weights}) == 1 and all(follows):
-        return [first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())]
-    return list(weights)
-
-
-def converted(kept: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return what `stored` returned in `dtype`. Weights that must be converted become one matrix."""
-    if all(w.dtype == dtype for w in kept):
-        return list(kept)
-    return [torch.cat([w.to(dtype) for w in kept]) if len(kept) > 1 else kept[0].to(dtype)]
-
-
-def join(groups: Iterable[Group]) -> None:
-    """Store each group of frozen weights as one matrix, of which the weights are parts."""
-    for group in groups:
-        for weight, part in zip(group, torch.cat([w.detach() for w in group]).split([*map(len, group)]), strict=True):
-            weight.data = part
+def stored(weight: Tensor) -> Tensor:
+    """Return the copy of a weight if one is in use, otherwise the weight."""
+    used = CastWeights._in_use
+    return used.copies[id(weight)] if used and used.versions.get(id(weight)) == weight._version else weight
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf.models.attention import Kernel, Layout
-from rlhf.models.cast_weights import Group, converted, product, stored
+from rlhf.models.cast_weights import product, stored
 from rlhf.models.logprobs import forward_dtype, upcast
 
 BACKBONES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -73,23 +73,13 @@ def _layer(
         key, value = store(torch.stack([key, value], 1))
     attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None)).flatten(1)
     out = attention.o_proj
-    # in float32 the module saves nothing that `_Product` would not save
-    converts = all_plain(out) and forward_dtype(attended) != out.weight.dtype
-    return feed_forward(layer, hidden + (_Product.apply(attended, out.weight) if converts else out(attended)))
+    return feed_forward(layer, hidden + (_Product.apply(attended, out.weight) if all_plain(out) else out(attended)))
 
 
-def products_of(backbone: nn.Module) -> Iterator[Group]:
-    """Yields the weights of each matrix product of `forward` that multiplies plain weights."""
-    for layer in backbone.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        heads, halves = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        if all_plain(*heads):
-            yield tuple(one.weight for one in heads)
-        if all_plain(attention.o_proj):
-            yield (attention.o_proj.weight,)
-        if all_plain(*halves, mlp.down_proj):
-            yield tuple(one.weight for one in halves)
-            yield (mlp.down_proj.weight,)
+def plain_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the weights that `forward` multiplies without a module, in all backbones of a model."""
+    for backbone in filter(supports, model.modules()):
+        yield from (module.weight for module in backbone.layers.modules() if all_plain(module))
 
 
 def window_of(attention: nn.Module) -> int | None:
@@ -129,8 +119,7 @@ def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
     if all_plain(*layers):
         return _FeedForward.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
     row = norm(gain, hidden, forward_dtype(hidden))
-    gate, up = mlp.gate_proj(row), mlp.up_proj(row)
-    return hidden + mlp.down_proj(_SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up))
+    return hidden + mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(row), mlp.up_proj(row)))
 
 
 # --- norm ------------------------------------------------------------------------------------------------------------
@@ -141,10 +130,7 @@ def norm(module: nn.Module, hidden: Tensor, dtype: torch.dtype | None = None) ->
 
     Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4. It is computed in float32 or float64.
     """
-    hidden, gain, eps, dtype = upcast(hidden), upcast(module.weight), module.variance_epsilon, dtype or hidden.dtype
-    if torch.is_grad_enabled():
-        return _Norm.apply(hidden, gain, eps, dtype)
-    return _normed(hidden, gain, eps)[0].to(dtype)
+    return _Norm.apply(upcast(hidden), upcast(module.weight), module.variance_epsilon, dtype or hidden.dtype)
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -218,7 +204,7 @@ def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[
 
 def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns heads (N, heads, D) with the rotary embedding, in the precision of `cos`."""
-    return _Rotary.apply(heads, cos, sin) if torch.is_grad_enabled() else _rotated(heads, cos, sin)
+    return _Rotary.apply(heads, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -248,36 +234,28 @@ class _Rotary(torch.autograd.Function):
 # --- linear layers with plain weights, trained or frozen -------------------------------------------------------------
 
 
-def _products(row: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+def _products(row: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Returns the products of a row (N, H) with matrices (out, H), side by side, (N, sum of out)."""
-    if len(matrices) == 1:
-        return linear(row, matrices[0])
-    found = row.new_empty(len(row), sum(map(len, matrices)))
-    for into, matrix in zip(found.split([*map(len, matrices)], 1), matrices, strict=True):
-        torch.mm(row, matrix.t(), out=into)
+    found = row.new_empty(len(row), sum(map(len, weights)))
+    for into, weight in zip(found.split([*map(len, weights)], 1), weights, strict=True):
+        torch.mm(row, weight.to(row.dtype).t(), out=into)
     return found
 
 
-def _by_row(by_products: Tensor, matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the gradient with respect to the row of `_products`, (N, H) in `dtype`."""
-    first, *others = zip(by_products.split([*map(len, matrices)], 1), matrices, strict=True)
-    if not others:
-        return product(*first, dtype)
-    total = first[0] @ first[1]
-    for by_product, matrix in others:
-        total.addmm_(by_product, matrix)
-    return total.to(dtype)
-
-
-def _by_weights(
-    by_products: Tensor, row: Tensor, parts: Sequence[int], needed: Sequence[bool], dtype: torch.dtype
-) -> list[Tensor | None]:
-    """Returns the gradients of the weights in `dtype`, from the row (N, H) that they multiply. `parts` are the outputs
-    of each. A frozen weight has the gradient None."""
+def _gradients(
+    by_products: Tensor, row: Tensor, weights: Sequence[Tensor], needed: Sequence[bool], dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Returns the gradients with respect to the row (N, H) of `_products` and its weights, in `dtype`; None for a
+    frozen weight. `by_products` is (N, sum of out)."""
+    sizes = [*map(len, weights)]
+    (first, *others) = parts = by_products.split(sizes, 1)
+    by_row = first @ weights[0].to(row.dtype)
+    for part, weight in zip(others, weights[1:], strict=True):
+        by_row.addmm_(part, weight.to(row.dtype))
     if all(needed):
-        return [*product(by_products.t(), row, dtype).split(parts)]
-    each = zip(by_products.split(parts, 1), needed, strict=True)
-    return [product(by_product.t(), row, dtype) if trained else None for by_product, trained in each]
+        return by_row.to(dtype), product(by_products.t(), row, dtype).split(sizes)
+    each = zip(parts, needed, strict=True)
+    return by_row.to(dtype), [product(part.t(), row, dtype) if trained else None for part, trained in each]
 
 
 class _Product(torch.autograd.Function):
@@ -285,16 +263,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, row, weight):
-        (matrix,) = converted(stored([weight]), row.dtype)
-        ctx.save_for_backward(row, matrix)
-        ctx.full = weight.dtype
-        return linear(row, matrix)
+        ctx.full, weight = weight.dtype, stored(weight)
+        ctx.save_for_backward(row, weight)
+        return linear(row, weight.to(row.dtype))
 
     @staticmethod
     def backward(ctx, by_output):
-        row, matrix = ctx.saved_tensors
+        row, weight = ctx.saved_tensors
         by_weight = product(by_output.t(), row, ctx.full) if ctx.needs_input_grad[1] else None
-        return by_output @ matrix if ctx.needs_input_grad[0] else None, by_weight
+        return by_output @ weight.to(row.dtype) if ctx.needs_input_grad[0] else None, by_weight
 
 
 class _AttentionInput(torch.autograd.Function):
@@ -303,11 +280,10 @@ class _AttentionInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, size, cos, sin, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.full, ctx.eps, ctx.parts = forward_dtype(hidden), hidden.dtype, eps, [*map(len, weights)]
-        kept = stored(weights)
-        ctx.save_for_backward(hidden, gain, inverse, cos, sin, *kept)
-        heads = _products(row.to(ctx.dtype), converted(kept, ctx.dtype)).unflatten(-1, (-1, size))
-        queries, keys, values = (part // size for part in ctx.parts)
+        ctx.dtype, ctx.eps, weights = forward_dtype(hidden), eps, [stored(weight) for weight in weights]
+        ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
+        queries, keys, values = (len(weight) // size for weight in weights)
+        heads = _products(row.to(ctx.dtype), weights).unflatten(-1, (-1, size))
         turned, value = heads.split([queries + keys, values], 1)
         if cos is not None:
             turned = _rotated(turned, cos, sin)
@@ -316,19 +292,15 @@ class _AttentionInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, by_query, by_key, by_value):
-        hidden, gain, inverse, cos, sin, *kept = ctx.saved_tensors
-        matrices, by_turned = converted(kept, ctx.dtype), torch.cat([by_query, by_key], 1)
-        by_turned = by_turned if cos is None else _rotated_back(by_turned, cos, sin)
-        by_heads = by_turned.new_empty(
-            len(hidden), sum(ctx.parts) // by_value.shape[-1], by_value.shape[-1], dtype=ctx.dtype
-        )
-        by_heads[:, : by_turned.shape[1]] = by_turned
-        by_heads[:, by_turned.shape[1] :] = by_value
-        by_products = by_heads.flatten(1)
+        hidden, gain, inverse, cos, sin, *weights = ctx.saved_tensors
+        by_heads = torch.cat([by_query, by_key], 1)
+        if cos is not None:
+            by_heads = _rotated_back(by_heads, cos, sin).to(ctx.dtype)
+        by_products = torch.cat([by_heads, by_value], 1).flatten(1)
         row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
-        by_weights = _by_weights(by_products, row.to(ctx.dtype), ctx.parts, ctx.needs_input_grad[6:], ctx.full)
-        by_row = _by_row(by_products, matrices, ctx.full)
-        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
+        needed = ctx.needs_input_grad
+        by_row, by_weights = _gradients(by_products, row.to(ctx.dtype), weights, needed[6:], hidden.dtype)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
         return by_hidden, by_gain, None, None, None, None, *by_weights
 
 
@@ -338,29 +310,26 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.full, ctx.eps = forward_dtype(hidden), hidden.dtype, eps
-        kept, down = stored(weights[:2]), stored(weights[2:])
-        both = _products(row.to(ctx.dtype), converted(kept, ctx.dtype))
-        ctx.save_for_backward(hidden, gain, inverse, both, *down, *kept)
+        ctx.dtype, ctx.eps, (*halves, down) = forward_dtype(hidden), eps, [stored(weight) for weight in weights]
+        both = _products(row.to(ctx.dtype), halves)
+        ctx.save_for_backward(hidden, gain, inverse, both, *halves, down)
         gate, up = both.chunk(2, 1)
-        return hidden + linear(silu(gate).mul_(up), *converted(down, ctx.dtype))
+        return hidden + linear(silu(gate).mul_(up), down.to(ctx.dtype))
 
     @staticmethod
     def backward(ctx, by_output):
-        hidden, gain, inverse, both, down, *kept = ctx.saved_tensors
-        matrices, (down,) = converted(kept, ctx.dtype), converted([down], ctx.dtype)
-        (gate, up), half = both.chunk(2, 1), both.shape[1] // 2
+        hidden, gain, inverse, both, *halves, down = ctx.saved_tensors
+        (gate, up), needed = both.chunk(2, 1), ctx.needs_input_grad
         by_down, active = by_output.to(ctx.dtype), silu(gate)
-        inner = active * up if ctx.needs_input_grad[5] else None
-        by_inner, by_both = by_down @ down, torch.empty_like(both)
-        torch.mul(active, by_inner, out=by_both[:, half:])
-        torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_both[:, :half])
+        by_down_weight = product(by_down.t(), active * up, hidden.dtype) if needed[5] else None
+        by_inner, by_both = by_down @ down.to(ctx.dtype), torch.empty_like(both)
+        by_gate, by_up = by_both.chunk(2, 1)
+        torch.mul(active, by_inner, out=by_up)
+        torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_gate)
         row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
-        by_weights = _by_weights(by_both, row.to(ctx.dtype), [half, half], ctx.needs_input_grad[3:5], ctx.full)
-        by_weights.append(product(by_down.t(), inner, ctx.full) if inner is not None else None)
-        by_row = _by_row(by_both, matrices, ctx.full)
-        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
-        return by_hidden.add_(by_output), by_gain, None, *by_weights
+        by_row, by_weights = _gradients(by_both, row.to(ctx.dtype), halves, needed[3:5], hidden.dtype)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
+        return by_hidden.add_(by_output), by_gain, None, *by_weights, by_down_weight
 
 
 class _SwiGLU(torch.autograd.Function):

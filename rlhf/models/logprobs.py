@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models.budget import budget_of
-from rlhf.models.cast_weights import converted, product, stored
+from rlhf.models.cast_weights import product, stored
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -78,13 +78,13 @@ def token_logprobs(
         if fused and plain and entropy != "gradient":
             return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
         return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
-    weight = _head_matrix(head.weight, hidden) if plain else None
+    weight = stored(head.weight).to(forward_dtype(hidden)) if plain else None  # once, not once per block
     parts = []
     for rows in blocks(len(hidden), head.weight.shape[0], budget_of(hidden.device).logits_per_chunk):
         limits = None if allowed is None else allowed[rows]
         if plain:
             states = _scaled(hidden[rows], temperature, weight.dtype)
-            parts.append(_logprobs_and_probabilities(states, weight, tokens[rows], limits, entropy == "value")[:2])
+            parts.append(_probabilities(states, weight, tokens[rows], limits, entropy == "value")[:2])
         else:
             parts.append(_logprobs_of(scaled_logits(policy, hidden[rows], temperature), tokens[rows], limits, entropy))
     logprobs, entropies = zip(*parts, strict=True)
@@ -114,17 +114,12 @@ def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy
         return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
-def _head_matrix(weight: Tensor, hidden: Tensor) -> Tensor:
-    return converted(stored([weight]), forward_dtype(hidden))[0]
-
-
 def _scaled(hidden: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     """Return hidden states (N, H) divided by the temperature, in `dtype`: their logits are divided, too."""
-    # detail 7 holds here as in `scaled_logits`. The hidden states are smaller than the logits.
     return hidden.to(dtype) if temperature == 1 else (upcast(hidden) / temperature).to(dtype)
 
 
-def _logprobs_and_probabilities(
+def _probabilities(
     states: Tensor, head: Tensor, tokens: Tensor, allowed: Tensor | None, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of the tokens and the entropies, both (N,), and the probabilities (N, V).
@@ -132,8 +127,7 @@ def _logprobs_and_probabilities(
     The softmax of the logits, states (N, H) @ head (V, H)^T, is in float32 or float64, block by block. The entropies
     are 0 unless `entropy`. The probabilities are in the precision of `states`, on a CPU in the memory of the logits.
     """
-    full = torch.promote_types(states.dtype, torch.float32)
-    logits = product(states, head.t(), full) if states.is_cuda else states @ head.t()
+    logits = product(states, head.t(), upcast(states[:0]).dtype if states.is_cuda else states.dtype)
     probabilities = logits if logits.dtype == states.dtype else torch.empty_like(logits, dtype=states.dtype)
     logprobs, entropies = [], []
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
@@ -162,10 +156,9 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
-        head = _head_matrix(weight, hidden)
+        head = stored(weight).to(forward_dtype(hidden))
         states = _scaled(hidden, temperature, head.dtype)
-        found = _logprobs_and_probabilities(states, head, tokens, allowed, entropy == "value")
-        logprobs, entropies, ctx.probabilities = found
+        logprobs, entropies, ctx.probabilities = _probabilities(states, head, tokens, allowed, entropy == "value")
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)
         ctx.mark_non_differentiable(entropies)
@@ -181,10 +174,7 @@ class _FusedLogprobs(torch.autograd.Function):
         # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost
         by_token = torch.expm1(logprobs).unsqueeze(-1).mul_(scale)
         by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
-        by_hidden = by_weight = None
-        if ctx.needs_input_grad[0]:
-            by_hidden = product(by_logits, head, ctx.dtypes[0])
-            by_hidden = by_hidden if ctx.temperature == 1 else by_hidden.div_(ctx.temperature)
-        if ctx.needs_input_grad[1]:
-            by_weight = product(by_logits.t(), states, ctx.dtypes[1])
+        by_states = product(by_logits, head, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        by_hidden = by_states if by_states is None or ctx.temperature == 1 else by_states.div_(ctx.temperature)
+        by_weight = product(by_logits.t(), states, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return by_hidden, by_weight, None, None, None, None

@@ -11,9 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models import llama
 from rlhf.models.actor_critic import scatter_to_padded
-from rlhf.models.cast_weights import join
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import MicroBatch
 
@@ -55,8 +53,6 @@ def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTraine
     """Returns a copy without gradients, with its linear layers stored in `dtype` (None: unchanged)."""
     frozen = copy.deepcopy(policy).eval().requires_grad_(False)
     store_frozen_weights(frozen, dtype)
-    if dtype is not None and llama.supports(backbone_of(frozen)):
-        join(llama.products_of(backbone_of(frozen)))  # the same products as the policy's, so the KL starts at 0
     return frozen
 
 

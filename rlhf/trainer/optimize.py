@@ -73,9 +73,7 @@ class PolicyOptimizer:
         self.progress.optimizer_steps += 1
         return stats
 
-    def minibatch_gradients(
-        self, experience: Experience, rows: Sequence[int], entropy: bool = True
-    ) -> dict[str, Tensor]:
+    def minibatch_gradients(self, experience: Experience, rows: Sequence[int], entropy: bool = True) -> dict:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
         process computes those of its share of the rows, and they are added up. `entropy` as in `gradients`."""
         completions = experience.completions
@@ -106,15 +104,13 @@ class PolicyOptimizer:
         ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
         return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
 
-    def gradients(
-        self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True
-    ) -> dict[str, Tensor]:
+    def gradients(self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True) -> dict:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
 
         With the fused head, the language-model head and the loss run chunk by chunk, and each chunk's backward pass
         stops at the hidden states. So the logits of only one chunk are in memory. Finally one backward pass of the
         backbone uses the gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss.
-        Without `entropy`, the statistics contain no entropy, unless the loss has an entropy bonus.
+        Without `entropy`, the statistics have none, unless the loss has an entropy bonus.
         """
         fused, bonus = self.config.speed.fused_head, self.config.batch.entropy_coef > 0
         how = "gradient" if bonus else "value" if entropy else "none"
@@ -134,7 +130,9 @@ class PolicyOptimizer:
             add(stats, part)
         if fused:
             hidden.backward(leaf.grad)
-        return {name: value for name, value in stats.items() if how != "none" or name != "policy/entropy"}
+        if how == "none":
+            stats.pop("policy/entropy", None)
+        return stats
 
     def chunks(self, micro_batch: MicroBatch) -> Iterator[tuple[slice, slice]]:
         """Yields chunks of whole completions whose logits fit the device's budget, as slices of rows and of tokens."""

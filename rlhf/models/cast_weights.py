@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class CastWeights:
-    """Copies of float32 weights in `dtype`; no copies if it is None. They are parts of one tensor, in the same order.
+    """Copies of float32 weights in `dtype`; no copies if it is None.
 
     They are read inside `in_use` only, because a change through `weight.data` cannot be detected. Other changes are: a
     changed weight has no copy until `refresh`.
@@ -24,7 +24,8 @@ class CastWeights:
 
     def __init__(self, weights: Iterable[nn.Parameter], dtype: torch.dtype | None):
         self.weights = [] if dtype is None else [w for w in weights if w.dtype == torch.float32]
-        self.dtype, self.copies, self.versions = dtype, {}, {}  # both by the id of the weight
+        self.copies = {id(w): torch.empty_like(w, dtype=dtype) for w in self.weights}
+        self.versions: dict[int, int] = {}  # of the weights when they were converted
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -40,13 +41,8 @@ class CastWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Convert all weights, with one operator. Call it after each optimizer step."""
-        if not self.weights:
-            return
-        if not self.copies:
-            sizes, device = [w.numel() for w in self.weights], self.weights[0].device
-            parts = torch.empty(sum(sizes), dtype=self.dtype, device=device).split(sizes)
-            self.copies = {id(w): part.view_as(w) for w, part in zip(self.weights, parts, strict=True)}
-        torch._foreach_copy_(list(self.copies.values()), self.weights)
+        if self.weights:
+            torch._foreach_copy_(list(self.copies.values()), self.weights)
         self.versions = {id(w): w._version for w in self.weights}
 
 

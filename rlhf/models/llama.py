@@ -88,8 +88,9 @@ def window_of(attention: nn.Module) -> int | None:
 
 
 def all_plain(*layers: nn.Module) -> bool:
-    """True if these are linear layers without bias, adapters, quantization or replaced forward pass."""
-    return all(type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer) for layer in layers)
+    """True if these are linear layers without bias, adapters, quantization, hooks or replaced forward pass."""
+    linears = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    return linears and not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
 
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,14 +140,6 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return torch.ops.aten._fused_rms_norm(x, gain.shape, gain, eps)  # one kernel
     inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (x * inverse).mul_(gain), inverse
-
-
-def _normed_again(x: Tensor, gain: Tensor, inverse: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Returns y of `_normed`, and x / r, which `_norm_gradients` needs on a CPU."""
-    if x.is_cuda:
-        return _normed(x, gain, eps)[0], None
-    normed = x * inverse
-    return normed * gain, normed
 
 
 def _norm_gradients(
@@ -280,7 +273,7 @@ class _AttentionInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, size, cos, sin, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.eps, weights = forward_dtype(hidden), eps, [stored(weight) for weight in weights]
+        ctx.dtype, weights = forward_dtype(hidden), [stored(weight) for weight in weights]
         ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
         queries, keys, values = (len(weight) // size for weight in weights)
         heads = _products(row.to(ctx.dtype), weights).unflatten(-1, (-1, size))
@@ -297,9 +290,9 @@ class _AttentionInput(torch.autograd.Function):
         if cos is not None:
             by_heads = _rotated_back(by_heads, cos, sin).to(ctx.dtype)
         by_products = torch.cat([by_heads, by_value], 1).flatten(1)
-        row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
-        needed = ctx.needs_input_grad
-        by_row, by_weights = _gradients(by_products, row.to(ctx.dtype), weights, needed[6:], hidden.dtype)
+        normed, needed = hidden * inverse, ctx.needs_input_grad
+        row = (normed * gain).to(ctx.dtype)
+        by_row, by_weights = _gradients(by_products, row, weights, needed[6:], hidden.dtype)
         by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
         return by_hidden, by_gain, None, None, None, None, *by_weights
 
@@ -310,7 +303,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.eps, (*halves, down) = forward_dtype(hidden), eps, [stored(weight) for weight in weights]
+        ctx.dtype, (*halves, down) = forward_dtype(hidden), [stored(weight) for weight in weights]
         both = _products(row.to(ctx.dtype), halves)
         ctx.save_for_backward(hidden, gain, inverse, both, *halves, down)
         gate, up = both.chunk(2, 1)
@@ -326,8 +319,9 @@ class _FeedForward(torch.autograd.Function):
         by_gate, by_up = by_both.chunk(2, 1)
         torch.mul(active, by_inner, out=by_up)
         torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_gate)
-        row, normed = _normed_again(hidden, gain, inverse, ctx.eps)
-        by_row, by_weights = _gradients(by_both, row.to(ctx.dtype), halves, needed[3:5], hidden.dtype)
+        normed = hidden * inverse
+        row = (normed * gain).to(ctx.dtype)
+        by_row, by_weights = _gradients(by_both, row, halves, needed[3:5], hidden.dtype)
         by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
         return by_hidden.add_(by_output), by_gain, None, *by_weights, by_down_weight
 

@@ -83,7 +83,7 @@ def token_logprobs(
     for rows in blocks(len(hidden), head.weight.shape[0], budget_of(hidden.device).logits_per_chunk):
         limits = None if allowed is None else allowed[rows]
         if plain:
-            states = _scaled(hidden[rows], temperature, weight.dtype)
+            states = (hidden[rows] if temperature == 1 else upcast(hidden[rows]) / temperature).to(weight.dtype)
             parts.append(_probabilities(states, weight, tokens[rows], limits, entropy == "value")[:2])
         else:
             parts.append(_logprobs_of(scaled_logits(policy, hidden[rows], temperature), tokens[rows], limits, entropy))
@@ -112,11 +112,6 @@ def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy
         return logprobs, torch.zeros_like(log_total)
     with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
         return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
-
-
-def _scaled(hidden: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Return hidden states (N, H) divided by the temperature, in `dtype`: their logits are divided, too."""
-    return hidden.to(dtype) if temperature == 1 else (upcast(hidden) / temperature).to(dtype)
 
 
 def _probabilities(
@@ -157,7 +152,8 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
         head = stored(weight).to(forward_dtype(hidden))
-        states = _scaled(hidden, temperature, head.dtype)
+        # the logits of divided hidden states are divided, too. The hidden states are smaller.
+        states = (hidden if temperature == 1 else upcast(hidden) / temperature).to(head.dtype)
         logprobs, entropies, ctx.probabilities = _probabilities(states, head, tokens, allowed, entropy == "value")
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)

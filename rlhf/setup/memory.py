@@ -119,6 +119,10 @@ class _Run:
         return FLOAT if dtype is None else dtype.itemsize
 
     @property
+    def packed(self) -> bool:
+        return self.config.speed.packed and self.given.packs
+
+    @property
     def engine(self) -> str:
         """The rollout engine that samples."""
         return choose_engine(self.config.speed.rollout_engine, self.given.packs, self.given.device)
@@ -160,6 +164,7 @@ class _Run:
             "adapters": own if m.use_lora else 0,
             "critic": critic,
             "reference": 0 if m.use_lora else self.frozen(policy),
+            "weight copies": self.cast_weights(),
             "reward model": self.frozen(reward_model) if reward_model is not None else 0,
             "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
             "vLLM": int(VLLM_MEMORY_SHARE * installed(self.given.device)) if self.engine == "vllm" else 0,
@@ -201,12 +206,11 @@ class _Run:
     def micro_batch(self, prompts: list[int]) -> Row:
         """Return the largest micro-batch."""
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
-        packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         size = min(len(rows), batch.micro_batch_size or len(rows))
-        shared = self.config.group_size if batch.minibatches == 1 and packed else 1
+        shared = self.config.group_size if batch.minibatches == 1 and self.packed else 1
         while True:
-            row = Row.of(rows[:size], length, packed, shared)
+            row = Row.of(rows[:size], length, self.packed, shared)
             if row.tokens <= self.budget.tokens_per_micro_batch or size == 1:
                 return row
             size -= 1
@@ -228,7 +232,7 @@ class _Run:
         return {
             "KV cache": policy.layers * slots * columns * 2 * policy.kv * self.element,
             "prompt pass or sampling": max(policy.forward_peak(prompt_tokens, self.element), drawing),
-            "weight copies": self.decoder_copies(),
+            "decoder's weights": self.decoder_copies(),
         }
 
     def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
@@ -240,17 +244,22 @@ class _Run:
         tokens = sum(rows) + len(rows) * self.config.sampling.max_new_tokens
         return {"reward model's forward pass": reward_model.forward_peak(tokens, self.element), **kept}
 
-    def copies(self) -> int:
-        """Return the bytes of the weights that a forward pass holds in 16 bits, because they are stored in 32."""
-        policy = self.given.policy
-        out = 0 if self.config.model.use_lora else policy.layers * policy.q * policy.hidden
-        return (out + policy.vocabulary * policy.hidden) * self.element if self.element < FLOAT else 0
+    def cast_weights(self) -> int:
+        """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
+        policy, lora = self.given.policy, self.config.model.use_lora
+        trained = 0 if lora or not self.packed else sum(s.matrices for s in filter(None, [policy, self.critic]))
+        return self.head_copy * (policy.tied or not lora) + trained * self.element * (self.element < FLOAT)
+
+    @property
+    def head_copy(self) -> int:
+        """Bytes of a head that is stored in 32 bits, in 16 bits; 0 if the forward pass is in float32."""
+        return self.given.policy.vocabulary * self.given.policy.hidden * self.element if self.element < FLOAT else 0
 
     def decoder_copies(self) -> int:
         """Return the bytes of the copies of weights that decoding uses."""
         policy, m = self.given.policy, self.config.model
         if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
-            return self.copies()
+            return self.head_copy
         if self.element == FLOAT and self.given.device.type == "cuda":
             return policy.layers * policy.copied_by_decoder(m.lora_targets if m.use_lora else ()) * FLOAT
         return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
@@ -264,7 +273,8 @@ class _Run:
     def forward(self, tokens: int, completion: int) -> dict[str, int]:
         """Return purpose -> bytes of a pass without gradients."""
         passed = self.given.policy.forward_peak(tokens, self.element)
-        return {"forward pass or logits": max(passed, self.logits(completion)), "weight copies": self.copies()}
+        reference = 0 if self.config.model.use_lora else self.head_copy
+        return {"forward pass or logits": max(passed, self.logits(completion)), "reference's head": reference}
 
     def activations(self, row: Row) -> dict[str, int]:
         """Return purpose -> bytes that the forward pass over a micro-batch keeps until its backward pass."""
@@ -290,7 +300,7 @@ class _Run:
         logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
-        at_head = {**saved, "logits": logits, "weight copies": self.copies()}
+        at_head = {**saved, "logits": logits}
         at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks
         rest = min(1, self.config.minibatch_size / row.episodes - 1)  # share of the next micro-batch
         at_next_head = {name: int(rest * size) for name, size in at_head.items()} | {"gradients": self.every_trained}

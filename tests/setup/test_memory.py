@@ -154,7 +154,7 @@ def test_weights_that_a_decoder_copies_on_a_gpu_in_float32(tmp_path, monkeypatch
     lora = {"use_lora": True, "lora_targets": list(targets)} if targets else {}
     config = make_config(bf16=False, rollout_engine="slots", **lora)
     phases = Estimator(shape, None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)(config).phases
-    assert next(phase for phase in phases if phase.name == "rollout").parts["weight copies"] == 4 * copied
+    assert next(phase for phase in phases if phase.name == "rollout").parts["decoder's weights"] == 4 * copied
 
 
 def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):

@@ -129,11 +129,14 @@ def experience_of(episodes: int, length: int, vocabulary: int) -> Experience:
     )  # fmt: skip
 
 
-def optimizer_step(algorithm: str = "ppo", episodes: int = 4, length: int = 128, dtype=torch.bfloat16) -> Counter:
-    """Return the operators of one optimizer step over one micro-batch of SmolLM2-135M's shape."""
+def optimizer_step(layers: int = 30, algorithm: str = "ppo", episodes: int = 4, length: int = 128) -> Counter:
+    """Return the kernels of one optimizer step over one micro-batch in bfloat16, by operator. The shape is that of
+    SmolLM2-135M, with this number of layers."""
     with gpu_branches():
         config = make_config(algorithm=algorithm, batch_size=episodes, bf16=True)
-        policy = LlamaForCausalLM(llama_config("smollm2", 0)).train()
+        shape = llama_config("smollm2", 0)
+        shape.num_hidden_layers = layers
+        policy = LlamaForCausalLM(shape).train()
         actor = ActorCritic(with_value_head(policy)) if ALGORITHMS[algorithm].has_critic else Actor(policy)
         host = SimpleNamespace(
             model=actor,
@@ -145,20 +148,17 @@ def optimizer_step(algorithm: str = "ppo", episodes: int = 4, length: int = 128,
                 clip_grad_norm_=lambda weights, norm: torch.nn.utils.clip_grad_norm_(weights, norm, foreach=True),
             ),
         )
-        passes = ForwardPasses(actor, Reference(None, policy), 0.7, dtype)
+        passes = ForwardPasses(actor, Reference(None, policy), 0.7, torch.bfloat16)
         optimizer = PolicyOptimizer(config, host, ALGORITHMS[algorithm].build(config), passes, Progress())
         experience = experience_of(episodes, length, 49_152)
-        with (
-            passes.weights.in_use(),
-            patch("rlhf.trainer.optimize.check_step"),
-        ):  # reads values, which fake tensors do not have
+        # check_step reads values, which fake tensors do not have
+        with passes.weights.in_use(), patch("rlhf.trainer.optimize.check_step"):
             optimizer.step(experience, range(episodes))  # allocates the optimizer's state
             counter = Counter()
             with counting(counter):
-                optimizer.step(experience, range(episodes))
-    return Counter(
-        {name: n for (kind, name), n in counter.items() if kind == "operator" and name[:4] in ("aten", "stan")}
-    )
+                optimizer.step(experience, range(episodes), entropy=False)
+    kernels = {name: n for (kind, name), n in counter.items() if kind == "operator" and "empty" not in name}
+    return Counter({name: n for name, n in kernels.items() if name.startswith(("aten.", "stand_in."))})
 
 
 if __name__ == "__main__":

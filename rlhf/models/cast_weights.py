@@ -1,7 +1,6 @@
 """Copies of the weights in the precision of the forward pass, made once per optimizer step.
 
-The weights are trained in float32. Without copies, the layers of rlhf.models.llama convert each of them to bfloat16 in
-every forward pass and in every backward pass.
+The weights are trained in float32. Without copies, each would be converted in every forward and backward pass.
 """
 
 from __future__ import annotations

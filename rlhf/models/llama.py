@@ -99,9 +99,8 @@ def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Ten
     layers = attention.q_proj, attention.k_proj, attention.v_proj
     own_norms = hasattr(attention, "q_norm")  # Qwen 3 normalizes each head before the rotary embedding
     if all_plain(*layers):
-        turn = (None, None) if own_norms else cos_sin
-        weights = (one.weight for one in layers)
-        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, size, *turn, *weights)
+        more = [*((None, None) if own_norms else cos_sin), *(one.weight for one in layers)]
+        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, size, *more)
         if not own_norms:
             return query, key, value
     else:
@@ -275,13 +274,12 @@ class _AttentionInput(torch.autograd.Function):
         row, inverse = _normed(hidden, gain, eps)
         ctx.dtype, weights = forward_dtype(hidden), [stored(weight) for weight in weights]
         ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
-        queries, keys, values = (len(weight) // size for weight in weights)
-        heads = _products(row.to(ctx.dtype), weights).unflatten(-1, (-1, size))
-        turned, value = heads.split([queries + keys, values], 1)
+        row, (*turning, last) = row.to(ctx.dtype), weights
+        turned, value = _products(row, turning).unflatten(-1, (-1, size)), linear(row, last.to(ctx.dtype))
         if cos is not None:
             turned = _rotated(turned, cos, sin)
             turned = turned.to(ctx.dtype) if hidden.is_cuda else turned  # on a CPU, attention is in float32
-        return *turned.split([queries, keys], 1), value
+        return *turned.split([len(weight) // size for weight in turning], 1), value.unflatten(-1, (-1, size))
 
     @staticmethod
     def backward(ctx, by_query, by_key, by_value):

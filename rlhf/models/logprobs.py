@@ -152,7 +152,6 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
         head = stored(weight).to(forward_dtype(hidden))
-        # the logits of divided hidden states are divided, too. The hidden states are smaller.
         states = (hidden if temperature == 1 else upcast(hidden) / temperature).to(head.dtype)
         logprobs, entropies, ctx.probabilities = _probabilities(states, head, tokens, allowed, entropy == "value")
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)

@@ -224,7 +224,6 @@ def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_device(device: torch.device, numbers: np.ndarray) -> Tensor:
-    """Returns integers as a tensor (int64) on a device. The copy to a GPU waits for nothing."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 

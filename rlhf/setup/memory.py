@@ -119,10 +119,6 @@ class _Run:
         return FLOAT if dtype is None else dtype.itemsize
 
     @property
-    def packed(self) -> bool:
-        return self.config.speed.packed and self.given.packs
-
-    @property
     def engine(self) -> str:
         """The rollout engine that samples."""
         return choose_engine(self.config.speed.rollout_engine, self.given.packs, self.given.device)
@@ -206,11 +202,12 @@ class _Run:
     def micro_batch(self, prompts: list[int]) -> Row:
         """Return the largest micro-batch."""
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
+        packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         size = min(len(rows), batch.micro_batch_size or len(rows))
-        shared = self.config.group_size if batch.minibatches == 1 and self.packed else 1
+        shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
-            row = Row.of(rows[:size], length, self.packed, shared)
+            row = Row.of(rows[:size], length, packed, shared)
             if row.tokens <= self.budget.tokens_per_micro_batch or size == 1:
                 return row
             size -= 1
@@ -247,8 +244,9 @@ class _Run:
     def cast_weights(self) -> int:
         """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
         policy, lora = self.given.policy, self.config.model.use_lora
-        trained = 0 if lora or not self.packed else sum(s.matrices for s in filter(None, [policy, self.critic]))
-        return self.head_copy * (policy.tied or not lora) + trained * self.element * (self.element < FLOAT)
+        read = self.config.speed.packed and self.given.packs and self.element < FLOAT and not lora
+        trained = sum(shape.matrices for shape in filter(None, [policy, self.critic]))
+        return self.head_copy * (policy.tied or not lora) + self.element * trained * read
 
     @property
     def head_copy(self) -> int:

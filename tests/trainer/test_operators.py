@@ -24,8 +24,8 @@ def test_an_optimizer_step_has_at_least_600_operators_fewer(counted):
 
 
 def test_no_weight_is_converted_alone(counted):
-    """Per layer, forward: the rows of both norms, queries with keys. Backward: the gradients of both outputs, of queries
-    with keys, of both rows; and both rows again. Outside of the layers: the head's rows and gradients."""
+    """Per layer, forward: the rows of both norms, queries with keys. Backward: the gradients of both outputs, of
+    queries with keys, of both rows; and both rows again. Outside of the layers: the head's rows and gradients."""
     assert counted["aten._to_copy.default"] <= LAYERS * 10 + 10
 
 

@@ -3,14 +3,22 @@ effect on what is learned."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from rlhf.models import llama, logprobs
-from rlhf.models.cast_weights import CastWeights, stored
+from rlhf.models.actor_critic import Actor
+from rlhf.models.cast_weights import CastWeights, product, stored
+from rlhf.models.packing import PackedMicroBatch, TokenBatch
+from rlhf.models.reference import Reference
 from tests.conftest import whole_gradient
+from tests.models.test_packing import CONFIGS, episodes
 
 
 @pytest.fixture
@@ -132,3 +140,43 @@ def test_entropy_is_that_of_the_first_epoch(build):
     one, two = (build(*flags, "--ppo-epochs", epochs).update_step(1) for epochs in (1, 2))
     assert one["policy/entropy"] == two["policy/entropy"] > 0
     assert one["policy/approx_kl"] != two["policy/approx_kl"]
+
+
+# --- the same bits, and what only a GPU shows -------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_product_in_bfloat16_is_written_in_float32_without_rounding():
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 576).bfloat16(), torch.randn(576, 192).bfloat16()
+    found = product(a.cuda(), b.cuda(), torch.float32).cpu()
+    expected = a.double() @ b.double()
+    assert found.dtype == torch.float32 and (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_log_probs_have_the_same_bits_with_and_without_gradients_and_in_the_reference(kind, temperature):
+    """In bfloat16: so the first ratio is exactly 1, and the KL at the start exactly 0. The gradients are near those of
+    a CPU in float32."""
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    exact, device = Actor(copy.deepcopy(policy)), torch.device(kind)
+    policy = policy.to(device)
+    reference, actor = Reference.before_training(policy, torch.bfloat16), Actor(policy)
+    copies = CastWeights([policy.lm_head.weight, *llama.plain_weights(policy)], torch.bfloat16)
+    batch = PackedMicroBatch(on_device(episodes((0, 1, 0, 0)), device), range(4))
+    with copies.in_use(), torch.autocast(kind, torch.bfloat16):
+        with torch.no_grad():
+            sampled, of_reference = actor(batch, temperature)[0], reference.logprobs(batch, temperature, None)
+        trained = actor(batch, temperature)[0]
+    assert torch.equal(trained, sampled) and torch.equal(of_reference, sampled)
+    trained.sum().backward()
+    exact(PackedMicroBatch(episodes((0, 1, 0, 0)), range(4)), temperature)[0].sum().backward()
+    for (name, weight), expected in zip(policy.named_parameters(), exact.policy.parameters(), strict=True):
+        assert (weight.grad.cpu() - expected.grad).norm() < 0.05 * expected.grad.norm(), name
+
+
+def on_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(TokenBatch)}
+    return TokenBatch(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()})

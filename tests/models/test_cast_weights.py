@@ -142,7 +142,7 @@ def test_entropy_is_that_of_the_first_epoch(build):
     assert one["policy/approx_kl"] != two["policy/approx_kl"]
 
 
-# --- the same bits, and what only a GPU shows -------------------------------------------------------------------------
+# --- the same bits, and what only a GPU shows ------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

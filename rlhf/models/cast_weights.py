@@ -52,7 +52,7 @@ def stored(weight: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`. A GPU adds up a product in bfloat16 in float32, and can write it without rounding."""
+    """Return a @ b in `dtype`. A GPU adds up a bfloat16 product in float32, and can write it without rounding."""
     if a.is_cuda and (a.dtype, dtype) == (torch.bfloat16, torch.float32):
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)

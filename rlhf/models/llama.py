@@ -89,8 +89,8 @@ def window_of(attention: nn.Module) -> int | None:
 
 def all_plain(*layers: nn.Module) -> bool:
     """True if these are linear layers without bias, adapters, quantization, hooks or replaced forward pass."""
-    linears = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-    return linears and not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
+    plain = (type(m) is nn.Linear and m.bias is None and "forward" not in vars(m) for m in layers)
+    return all(plain) and not any(m._forward_hooks for m in layers)
 
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,8 +99,8 @@ def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Ten
     layers = attention.q_proj, attention.k_proj, attention.v_proj
     own_norms = hasattr(attention, "q_norm")  # Qwen 3 normalizes each head before the rotary embedding
     if all_plain(*layers):
-        more = [*((None, None) if own_norms else cos_sin), *(one.weight for one in layers)]
-        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, size, *more)
+        more = (size, *((None, None) if own_norms else cos_sin), *(one.weight for one in layers))
+        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, *more)
         if not own_norms:
             return query, key, value
     else:
@@ -277,16 +277,15 @@ class _AttentionInput(torch.autograd.Function):
         row, (*turning, last) = row.to(ctx.dtype), weights
         turned, value = _products(row, turning).unflatten(-1, (-1, size)), linear(row, last.to(ctx.dtype))
         if cos is not None:
-            turned = _rotated(turned, cos, sin)
-            turned = turned.to(ctx.dtype) if hidden.is_cuda else turned  # on a CPU, attention is in float32
+            # on a CPU, attention is in float32
+            turned = _rotated(turned, cos, sin).to(ctx.dtype if hidden.is_cuda else cos.dtype)
         return *turned.split([len(weight) // size for weight in turning], 1), value.unflatten(-1, (-1, size))
 
     @staticmethod
     def backward(ctx, by_query, by_key, by_value):
         hidden, gain, inverse, cos, sin, *weights = ctx.saved_tensors
         by_heads = torch.cat([by_query, by_key], 1)
-        if cos is not None:
-            by_heads = _rotated_back(by_heads, cos, sin).to(ctx.dtype)
+        by_heads = by_heads if cos is None else _rotated_back(by_heads, cos, sin).to(ctx.dtype)
         by_products = torch.cat([by_heads, by_value], 1).flatten(1)
         normed, needed = hidden * inverse, ctx.needs_input_grad
         row = (normed * gain).to(ctx.dtype)

@@ -112,9 +112,8 @@ class PolicyOptimizer:
         backbone uses the gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss.
         Without `entropy`, the statistics have none, unless the loss has an entropy bonus.
         """
-        fused, bonus = self.config.speed.fused_head, self.config.batch.entropy_coef > 0
-        how = "gradient" if bonus else "value" if entropy else "none"
-        micro_batch, hidden = forward
+        how = "gradient" if self.config.batch.entropy_coef > 0 else "value" if entropy else "none"
+        fused, (micro_batch, hidden) = self.config.speed.fused_head, forward
         allowed = experience.completions.allowed_mask(micro_batch)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}

@@ -128,13 +128,14 @@ def generalized_advantage_estimate(
 
     The returns are the critic's targets. Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
-    deltas = td_errors(rewards, values, mask, gamma)
+    deltas = td_errors(rewards, values, mask, gamma).cpu()  # a GPU would wait for three kernels per token
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])
     for t in reversed(range(deltas.shape[1])):
         # A_t = delta_t + gamma * lambda * A_{t+1}
         running = deltas[:, t] + gamma * lam * running
         advantages[:, t] = running
+    advantages = advantages.to(values.device)
     # return_t = A_t + V(s_t)
     return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 

@@ -14,7 +14,7 @@ this forward pass with the model's own when a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf.models.attention import Kernel, Layout
+from rlhf.models.cast_weights import product, stored
 from rlhf.models.logprobs import forward_dtype, upcast
 
 BACKBONES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -70,8 +71,15 @@ def _layer(
     query, key, value = attention_input(layer, hidden, cos_sin)
     if store is not None:
         key, value = store(torch.stack([key, value], 1))
-    attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None))
-    return feed_forward(layer, hidden + attention.o_proj(attended.flatten(1)))
+    attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None)).flatten(1)
+    out = attention.o_proj
+    return feed_forward(layer, hidden + (_Product.apply(attended, out.weight) if all_plain(out) else out(attended)))
+
+
+def plain_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the weights that `forward` multiplies without a module, in all backbones of a model."""
+    for backbone in filter(supports, model.modules()):
+        yield from (module.weight for module in backbone.layers.modules() if all_plain(module))
 
 
 def window_of(attention: nn.Module) -> int | None:
@@ -80,22 +88,25 @@ def window_of(attention: nn.Module) -> int | None:
 
 
 def all_plain(*layers: nn.Module) -> bool:
-    """True if these are linear layers without bias, adapters, quantization or replaced forward pass."""
-    return all(type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer) for layer in layers)
+    """True if these are linear layers without bias, adapters, quantization, hooks or replaced forward pass."""
+    plain = (type(m) is nn.Linear and m.bias is None and "forward" not in vars(m) for m in layers)
+    return all(plain) and not any(m._forward_hooks for m in layers)
 
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
-    attention, size = layer.self_attn, layer.self_attn.head_dim
+    attention, size, gain = layer.self_attn, layer.self_attn.head_dim, layer.input_layernorm
     layers = attention.q_proj, attention.k_proj, attention.v_proj
-    if torch.is_grad_enabled() and all_plain(*layers):
-        gain = layer.input_layernorm
-        found = _NormedProducts.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
+    own_norms = hasattr(attention, "q_norm")  # Qwen 3 normalizes each head before the rotary embedding
+    if all_plain(*layers):
+        more = (size, *((None, None) if own_norms else cos_sin), *(one.weight for one in layers))
+        query, key, value = _AttentionInput.apply(hidden, gain.weight, gain.variance_epsilon, *more)
+        if not own_norms:
+            return query, key, value
     else:
-        row = norm(layer.input_layernorm, hidden, forward_dtype(hidden))
-        found = [one(row) for one in layers]
-    query, key, value = (x.unflatten(-1, (-1, size)) for x in found)
-    if hasattr(attention, "q_norm"):  # Qwen 3 normalizes each head
+        row = norm(gain, hidden, forward_dtype(hidden))
+        query, key, value = (one(row).unflatten(-1, (-1, size)) for one in layers)
+    if own_norms:
         query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
     return apply_rotary(query, *cos_sin), apply_rotary(key, *cos_sin), value
 
@@ -105,11 +116,10 @@ def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
     states (N, H). Shazeer 2020, arXiv 2002.05202, eq. 6."""
     mlp, gain = layer.mlp, layer.post_attention_layernorm
     layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    if torch.is_grad_enabled() and all_plain(*layers):
+    if all_plain(*layers):
         return _FeedForward.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
     row = norm(gain, hidden, forward_dtype(hidden))
-    gate, up = mlp.gate_proj(row), mlp.up_proj(row)
-    return hidden + mlp.down_proj(_SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up))
+    return hidden + mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(row), mlp.up_proj(row)))
 
 
 # --- norm ------------------------------------------------------------------------------------------------------------
@@ -120,10 +130,7 @@ def norm(module: nn.Module, hidden: Tensor, dtype: torch.dtype | None = None) ->
 
     Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4. It is computed in float32 or float64.
     """
-    hidden, gain, eps, dtype = upcast(hidden), upcast(module.weight), module.variance_epsilon, dtype or hidden.dtype
-    if torch.is_grad_enabled():
-        return _Norm.apply(hidden, gain, eps, dtype)
-    return _normed(hidden, gain, eps)[0].to(dtype)
+    return _Norm.apply(upcast(hidden), upcast(module.weight), module.variance_epsilon, dtype or hidden.dtype)
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -189,12 +196,16 @@ def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[
 
 def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns heads (N, heads, D) with the rotary embedding, in the precision of `cos`."""
-    return _Rotary.apply(heads, cos, sin) if torch.is_grad_enabled() else _rotated(heads, cos, sin)
+    return _Rotary.apply(heads, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # y = x cos + swap(x) sin, in which swap exchanges the halves of each head
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1).to(cos.dtype), sin)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _rotated_back(by_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (by_output * sin).roll(by_output.shape[-1] // 2, -1).addcmul_(by_output, cos)
 
 
 class _Rotary(torch.autograd.Function):
@@ -209,81 +220,107 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_output):
         cos, sin = ctx.saved_tensors
-        by_output = by_output.to(cos.dtype)
-        swapped = (by_output * sin).roll(by_output.shape[-1] // 2, -1)
-        return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
+        return _rotated_back(by_output, cos, sin).to(ctx.dtype), None, None
 
 
 # --- linear layers with plain weights, trained or frozen -------------------------------------------------------------
 
 
-def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Returns the gradient with respect to a row (N, H) that several matrices multiply."""
-    (first, *others) = zip(by_outputs, weights, strict=True)
-    total = first[0] @ first[1]
-    for by_output, weight in others:
-        total.addmm_(by_output, weight)
-    return total
+def _products(row: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Returns the products of a row (N, H) with matrices (out, H), side by side, (N, sum of out)."""
+    found = row.new_empty(len(row), sum(map(len, weights)))
+    for into, weight in zip(found.split([*map(len, weights)], 1), weights, strict=True):
+        torch.mm(row, weight.to(row.dtype).t(), out=into)
+    return found
 
 
-def _by_weights(
-    by_outputs: Sequence[Tensor], rows: Sequence[Tensor | None], weights: Sequence[Tensor], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Returns the gradient with respect to each matrix, from the rows that it multiplies; None for a frozen one."""
-    return [
-        (b.t() @ row).to(w.dtype) if trained else None
-        for b, row, w, trained in zip(by_outputs, rows, weights, needed, strict=True)
-    ]
+def _gradients(
+    by_products: Tensor, row: Tensor, weights: Sequence[Tensor], needed: Sequence[bool], dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Returns the gradients with respect to the row (N, H) of `_products` and its weights, in `dtype`; None for a
+    frozen weight. `by_products` is (N, sum of out)."""
+    sizes = [*map(len, weights)]
+    (first, *others) = parts = by_products.split(sizes, 1)
+    by_row = first @ weights[0].to(row.dtype)
+    for part, weight in zip(others, weights[1:], strict=True):
+        by_row.addmm_(part, weight.to(row.dtype))
+    if all(needed):
+        return by_row.to(dtype), product(by_products.t(), row, dtype).split(sizes)
+    each = zip(parts, needed, strict=True)
+    return by_row.to(dtype), [product(part.t(), row, dtype) if trained else None for part, trained in each]
 
 
-class _NormedProducts(torch.autograd.Function):
-    """Products of the normalized hidden states with several matrices. Saves the hidden states and 1 / r."""
+class _Product(torch.autograd.Function):
+    """The product of a row with one matrix, with its gradient in the precision of the weight."""
 
     @staticmethod
-    def forward(ctx, hidden, gain, eps, *weights):
+    def forward(ctx, row, weight):
+        ctx.full, weight = weight.dtype, stored(weight)
+        ctx.save_for_backward(row, weight)
+        return linear(row, weight.to(row.dtype))
+
+    @staticmethod
+    def backward(ctx, by_output):
+        row, weight = ctx.saved_tensors
+        by_weight = product(by_output.t(), row, ctx.full) if ctx.needs_input_grad[1] else None
+        return by_output @ weight.to(row.dtype) if ctx.needs_input_grad[0] else None, by_weight
+
+
+class _AttentionInput(torch.autograd.Function):
+    """Queries and keys with the rotary embedding, if `cos` is given, and values. Saves the hidden states and 1 / r."""
+
+    @staticmethod
+    def forward(ctx, hidden, gain, eps, size, cos, sin, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, ctx.eps = forward_dtype(hidden), eps
-        ctx.save_for_backward(hidden, gain, inverse, *weights)
-        row = row.to(ctx.dtype)
-        return tuple(linear(row, weight.to(ctx.dtype)) for weight in weights)
+        ctx.dtype, weights = forward_dtype(hidden), [stored(weight) for weight in weights]
+        ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
+        row, (*turning, last) = row.to(ctx.dtype), weights
+        turned, value = _products(row, turning).unflatten(-1, (-1, size)), linear(row, last.to(ctx.dtype))
+        if cos is not None:
+            # on a CPU, attention is in float32
+            turned = _rotated(turned, cos, sin).to(ctx.dtype if hidden.is_cuda else cos.dtype)
+        return *turned.split([len(weight) // size for weight in turning], 1), value.unflatten(-1, (-1, size))
 
     @staticmethod
-    def backward(ctx, *by_outputs):
-        hidden, gain, inverse, *weights = ctx.saved_tensors
-        normed = hidden * inverse
+    def backward(ctx, by_query, by_key, by_value):
+        hidden, gain, inverse, cos, sin, *weights = ctx.saved_tensors
+        by_heads = torch.cat([by_query, by_key], 1)
+        by_heads = by_heads if cos is None else _rotated_back(by_heads, cos, sin).to(ctx.dtype)
+        by_products = torch.cat([by_heads, by_value], 1).flatten(1)
+        normed, needed = hidden * inverse, ctx.needs_input_grad
         row = (normed * gain).to(ctx.dtype)
-        by_row = _by_row(by_outputs, [w.to(ctx.dtype) for w in weights]).to(hidden.dtype)
-        by_weights = _by_weights(by_outputs, [row] * len(weights), weights, ctx.needs_input_grad[3:])
-        return *_norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed), None, *by_weights
+        by_row, by_weights = _gradients(by_products, row, weights, needed[6:], hidden.dtype)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
+        return by_hidden, by_gain, None, None, None, None, *by_weights
 
 
 class _FeedForward(torch.autograd.Function):
     """The second half of a layer. Saves its input, 1 / r, gate and up."""
 
     @staticmethod
-    def forward(ctx, hidden, gain, eps, gate_weight, up_weight, down_weight):
+    def forward(ctx, hidden, gain, eps, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype = forward_dtype(hidden)
-        row = row.to(ctx.dtype)
-        gate, up = linear(row, gate_weight.to(ctx.dtype)), linear(row, up_weight.to(ctx.dtype))
-        ctx.save_for_backward(hidden, gain, inverse, gate, up, gate_weight, up_weight, down_weight)
-        return hidden + linear(silu(gate).mul_(up), down_weight.to(ctx.dtype))
+        ctx.dtype, (*halves, down) = forward_dtype(hidden), [stored(weight) for weight in weights]
+        both = _products(row.to(ctx.dtype), halves)
+        ctx.save_for_backward(hidden, gain, inverse, both, *halves, down)
+        gate, up = both.chunk(2, 1)
+        return hidden + linear(silu(gate).mul_(up), down.to(ctx.dtype))
 
     @staticmethod
     def backward(ctx, by_output):
-        hidden, gain, inverse, gate, up, *weights = ctx.saved_tensors
-        gate_weight, up_weight, down_weight = (w.to(ctx.dtype) for w in weights)
+        hidden, gain, inverse, both, *halves, down = ctx.saved_tensors
+        (gate, up), needed = both.chunk(2, 1), ctx.needs_input_grad
         by_down, active = by_output.to(ctx.dtype), silu(gate)
-        inner = active * up if ctx.needs_input_grad[5] else None
-        by_inner = by_down @ down_weight
-        by_up = active.mul_(by_inner)
-        by_gate = torch.ops.aten.silu_backward(by_inner.mul_(up), gate)
+        by_down_weight = product(by_down.t(), active * up, hidden.dtype) if needed[5] else None
+        by_inner, by_both = by_down @ down.to(ctx.dtype), torch.empty_like(both)
+        by_gate, by_up = by_both.chunk(2, 1)
+        torch.mul(active, by_inner, out=by_up)
+        torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_gate)
         normed = hidden * inverse
         row = (normed * gain).to(ctx.dtype)
-        by_row = _by_row((by_gate, by_up), (gate_weight, up_weight)).to(hidden.dtype)
-        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, ctx.needs_input_grad[1], normed)
-        by_weights = _by_weights((by_gate, by_up, by_down), (row, row, inner), weights, ctx.needs_input_grad[3:])
-        return by_hidden.add_(by_output), by_gain, None, *by_weights
+        by_row, by_weights = _gradients(by_both, row, halves, needed[3:5], hidden.dtype)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
+        return by_hidden.add_(by_output), by_gain, None, *by_weights, by_down_weight
 
 
 class _SwiGLU(torch.autograd.Function):

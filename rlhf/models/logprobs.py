@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models.budget import budget_of
+from rlhf.models.cast_weights import product, stored
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -77,14 +78,13 @@ def token_logprobs(
         if fused and plain and entropy != "gradient":
             return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
         return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
-    dtype = forward_dtype(hidden)
-    weight = head.weight.to(dtype) if plain else None  # under autocast, convert once instead of once per block
+    weight = stored(head.weight).to(forward_dtype(hidden)) if plain else None  # once, not once per block
     parts = []
     for rows in blocks(len(hidden), head.weight.shape[0], budget_of(hidden.device).logits_per_chunk):
         limits = None if allowed is None else allowed[rows]
         if plain:
-            logits = hidden[rows].to(dtype) @ weight.t()
-            parts.append(_probabilities(logits, tokens[rows], temperature, limits, entropy == "value"))
+            states = (hidden[rows] if temperature == 1 else upcast(hidden[rows]) / temperature).to(weight.dtype)
+            parts.append(_probabilities(states, weight, tokens[rows], limits, entropy == "value")[:2])
         else:
             parts.append(_logprobs_of(scaled_logits(policy, hidden[rows], temperature), tokens[rows], limits, entropy))
     logprobs, entropies = zip(*parts, strict=True)
@@ -115,27 +115,30 @@ def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy
 
 
 def _probabilities(
-    logits: Tensor, tokens: Tensor, temperature: float, allowed: Tensor | None, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Convert logits (N, V) to probabilities, in place, in float32 block by block.
+    states: Tensor, head: Tensor, tokens: Tensor, allowed: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the tokens and the entropies, both (N,), and the probabilities (N, V).
 
-    Returns the tokens' log-probabilities and the entropies, both (N,); the entropies are 0 unless `entropy`.
+    The softmax of the logits, states (N, H) @ head (V, H)^T, is in float32 or float64, block by block. The entropies
+    are 0 unless `entropy`. The probabilities are in the precision of `states`, on a CPU in the memory of the logits.
     """
+    logits = product(states, head.t(), upcast(states[:0]).dtype if states.is_cuda else states.dtype)
+    probabilities = logits if logits.dtype == states.dtype else torch.empty_like(logits, dtype=states.dtype)
     logprobs, entropies = [], []
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
-        block = logits[rows]
-        values = upcast(block).div_(temperature)  # in the memory of the logits, unless they are in half precision
+        values = upcast(logits[rows])
         if allowed is not None:
-            values.masked_fill_(~allowed[rows], torch.finfo(values.dtype).min)
-        values.sub_(values.logsumexp(-1, keepdim=True))
+            values = values.masked_fill(~allowed[rows], torch.finfo(values.dtype).min)
+        values = torch.log_softmax(values, -1)
         logprobs.append(values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1))
-        probabilities = values.exp() if entropy else values.exp_()
         if entropy:
-            entropies.append(values.mul_(probabilities).sum(-1).neg_())
-        if entropy or values.dtype != block.dtype:
-            block.copy_(probabilities)
+            block = values.exp()
+            entropies.append(values.mul_(block).sum(-1).neg_())
+            probabilities[rows] = block
+        else:
+            torch.exp(values, out=probabilities[rows])
     found = joined(logprobs)
-    return found, joined(entropies) if entropy else torch.zeros_like(found)
+    return found, joined(entropies) if entropy else torch.zeros_like(found), probabilities
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -148,10 +151,9 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
-        dtype = forward_dtype(hidden)
-        states, head = hidden.to(dtype), weight.to(dtype)
-        ctx.probabilities = states @ head.t()
-        logprobs, entropies = _probabilities(ctx.probabilities, tokens, temperature, allowed, entropy == "value")
+        head = stored(weight).to(forward_dtype(hidden))
+        states = (hidden if temperature == 1 else upcast(hidden) / temperature).to(head.dtype)
+        logprobs, entropies, ctx.probabilities = _probabilities(states, head, tokens, allowed, entropy == "value")
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)
         ctx.mark_non_differentiable(entropies)
@@ -160,13 +162,14 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_logprobs, _):
         states, head, tokens, logprobs = ctx.saved_tensors
-        # dL/dlogits = dL/dlogprob * (1[token] - p) / temperature, computed in the memory of the probabilities
+        # dL/dlogits = dL/dlogprob * (1[token] - p), computed in the memory of the probabilities
         by_logits, ctx.probabilities = ctx.probabilities, None
-        scale = (by_logprobs / -ctx.temperature).unsqueeze(-1)
+        scale = by_logprobs.neg().unsqueeze(-1)
         by_logits.mul_(scale.to(by_logits.dtype))
         # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost
         by_token = torch.expm1(logprobs).unsqueeze(-1).mul_(scale)
         by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
-        by_hidden = (by_logits @ head).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        by_weight = (by_logits.t() @ states).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        by_states = product(by_logits, head, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        by_hidden = by_states if by_states is None or ctx.temperature == 1 else by_states.div_(ctx.temperature)
+        by_weight = product(by_logits.t(), states, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return by_hidden, by_weight, None, None, None, None

@@ -224,7 +224,8 @@ def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_device(device: torch.device, numbers: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def pack_rows(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, PackedLayout]:

@@ -131,7 +131,9 @@ def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
     Synchronizes with the device once.
     """
     weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
+    weights = {name: weight for name, weight in weights.items() if weight.is_floating_point()}
     if not weights:
         return []
-    finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
+    # the largest absolute value of each weight: NaN if one is NaN
+    finite = torch.stack(torch._foreach_norm(list(weights.values()), torch.inf)).isfinite().tolist()
     return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

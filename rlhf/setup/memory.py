@@ -160,6 +160,7 @@ class _Run:
             "adapters": own if m.use_lora else 0,
             "critic": critic,
             "reference": 0 if m.use_lora else self.frozen(policy),
+            "weight copies": self.cast_weights(),
             "reward model": self.frozen(reward_model) if reward_model is not None else 0,
             "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
             "vLLM": int(VLLM_MEMORY_SHARE * installed(self.given.device)) if self.engine == "vllm" else 0,
@@ -234,7 +235,7 @@ class _Run:
     def decoding(self, slots: int, columns: int) -> dict[str, int]:
         """Return purpose -> bytes of the decoder and its KV cache."""
         cache = self.given.policy.layers * slots * columns * 2 * self.given.policy.kv * self.element
-        return {"KV cache": cache, "weight copies": self.decoder_copies()}
+        return {"KV cache": cache, "decoder's weights": self.decoder_copies()}
 
     def kept(self) -> dict[str, int]:
         """Return purpose -> bytes that CUDA graphs keep between rollouts; {} if nothing is kept."""
@@ -258,17 +259,23 @@ class _Run:
         tokens = sum(rows) + len(rows) * self.config.sampling.max_new_tokens
         return {"reward model's forward pass": reward_model.forward_peak(tokens, self.element), **kept}
 
-    def copies(self) -> int:
-        """Return the bytes of the weights that a forward pass holds in 16 bits, because they are stored in 32."""
-        policy = self.given.policy
-        out = 0 if self.config.model.use_lora else policy.layers * policy.q * policy.hidden
-        return (out + policy.vocabulary * policy.hidden) * self.element if self.element < FLOAT else 0
+    def cast_weights(self) -> int:
+        """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
+        policy, lora = self.given.policy, self.config.model.use_lora
+        read = self.config.speed.packed and self.given.packs and self.element < FLOAT and not lora
+        trained = sum(shape.matrices for shape in filter(None, [policy, self.critic]))
+        return self.head_copy * (policy.tied or not lora) + self.element * trained * read
+
+    @property
+    def head_copy(self) -> int:
+        """Bytes of a head that is stored in 32 bits, in 16 bits; 0 if the forward pass is in float32."""
+        return self.given.policy.vocabulary * self.given.policy.hidden * self.element if self.element < FLOAT else 0
 
     def decoder_copies(self) -> int:
         """Return the bytes of the copies of weights that decoding uses."""
         policy, m, half = self.given.policy, self.config.model, self.element < FLOAT
         if self.engine == "plain" or m.load_in_4bit:
-            return self.copies()
+            return self.head_copy
         head, gpu = policy.vocabulary * policy.hidden, self.given.device.type == "cuda"
         targets = m.lora_targets if m.use_lora else ()
         apart = policy.adapters(m.lora_r, targets) if half else 0
@@ -287,7 +294,8 @@ class _Run:
     def forward(self, tokens: int, completion: int) -> dict[str, int]:
         """Return purpose -> bytes of a pass without gradients."""
         passed = self.given.policy.forward_peak(tokens, self.element)
-        return {"forward pass or logits": max(passed, self.logits(completion)), "weight copies": self.copies()}
+        reference = 0 if self.config.model.use_lora else self.head_copy
+        return {"forward pass or logits": max(passed, self.logits(completion)), "reference's head": reference}
 
     def activations(self, row: Row) -> dict[str, int]:
         """Return purpose -> bytes that the forward pass over a micro-batch keeps until its backward pass."""
@@ -313,7 +321,7 @@ class _Run:
         logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
-        at_head = {**saved, "logits": logits, "weight copies": self.copies()}
+        at_head = {**saved, "logits": logits}
         at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks
         rest = min(1, self.config.minibatch_size / row.episodes - 1)  # share of the next micro-batch
         at_next_head = {name: int(rest * size) for name, size in at_head.items()} | {"gradients": self.every_trained}

@@ -210,37 +210,38 @@ class OnPolicyLoop:
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
-        self.host_callbacks.call("on_step_begin")
-        timer, experience = Timer(), None
-        # 1. sample: completions, their log-probs, the reference's, and the critic's values
-        with timer("rollout"):
-            rollout = self.collector.collect(self.episodes_of(update), update)
-        try:
-            # 2. score: reward model and reward functions, then dynamic sampling and the control
-            with timer("score"):
-                check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
-                scores = self.collector.score(rollout)
-                rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update, timer)
-                scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
-            with timer("update"):
-                # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
-                experience = self.advantages(rollout, scores.shaped)
-                self.events.call("on_batch", update, experience, scores)
-                # 4. optimize: passes over shuffled minibatches
-                stats = self.policy_optimizer.run(experience, update)
-        except SkipUpdate as reason:
-            return self.skip_update(update, reason.rollout or rollout, experience, reason)
-        finally:
-            self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
-        self.progress.count_update(scores, rollout.completions.tokens)
-        require_finite_weights(self.model, update, self.session.advice)
-        metrics = self.metrics_of(update, experience, scores, timer) | stats
-        # 5. next beta: towards the KL target; and the end of the value warm-up
-        self.adjust_beta(update, metrics)
-        for line in self.policy_optimizer.warmup.after_update(update, metrics):
-            self.session.say(line)
-        self.end_update(update, metrics)
-        return metrics
+        with self.passes.weights.in_use():
+            self.host_callbacks.call("on_step_begin")
+            timer, experience = Timer(), None
+            # 1. sample: completions, their log-probs, the reference's, and the critic's values
+            with timer("rollout"):
+                rollout = self.collector.collect(self.episodes_of(update), update)
+            try:
+                # 2. score: reward model and reward functions, then dynamic sampling and the control
+                with timer("score"):
+                    check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
+                    scores = self.collector.score(rollout)
+                    rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update, timer)
+                    scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+                with timer("update"):
+                    # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
+                    experience = self.advantages(rollout, scores.shaped)
+                    self.events.call("on_batch", update, experience, scores)
+                    # 4. optimize: passes over shuffled minibatches
+                    stats = self.policy_optimizer.run(experience, update)
+            except SkipUpdate as reason:
+                return self.skip_update(update, reason.rollout or rollout, experience, reason)
+            finally:
+                self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
+            self.progress.count_update(scores, rollout.completions.tokens)
+            require_finite_weights(self.model, update, self.session.advice)
+            metrics = self.metrics_of(update, experience, scores, timer) | stats
+            # 5. next beta: towards the KL target; and the end of the value warm-up
+            self.adjust_beta(update, metrics)
+            for line in self.policy_optimizer.warmup.after_update(update, metrics):
+                self.session.say(line)
+            self.end_update(update, metrics)
+            return metrics
 
     def episodes_of(self, update: int) -> list[tuple[int, Prompt]]:
         """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
@@ -348,7 +349,8 @@ class OnPolicyLoop:
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Evaluate on some prompts. Raises RunError if the KL or the perplexity is not finite."""
         update = self.state.global_step
-        result = self.evaluator.evaluate(prompts, update)
+        with self.passes.weights.in_use():
+            result = self.evaluator.evaluate(prompts, update)
         if result.not_finite:
             start = "Check the start model, --temperature and --eval-text"
             advice = self.session.advice(by_score=False) if update else start

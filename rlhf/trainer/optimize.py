@@ -42,11 +42,12 @@ class PolicyOptimizer:
         for epoch in range(self.config.batch.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 self.seed_dropout(update, len(steps))
-                steps.append(self.step(experience, rows))
+                steps.append(self.step(experience, rows, epoch == 0))
         self.host.lr_scheduler.step()
-        means = torch.stack([torch.stack(list(stats.values())) for stats in steps]).mean(0).tolist()
+        found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in steps[0]}
+        means = torch.stack([values.mean() for values in found.values()]).tolist()
         own = {"learning_rate/critic": last_rate} if self.config.critic.critic_learning_rate is not None else {}
-        return {**dict(zip(steps[0], means, strict=True)), "learning_rate": rate, **own}
+        return {**dict(zip(found, means, strict=True)), "learning_rate": rate, **own}
 
     def seed_dropout(self, update: int, step: int) -> None:
         """Seed the adapters' dropout by (seed, update, number of the optimizer step in the update)."""
@@ -59,21 +60,22 @@ class PolicyOptimizer:
         order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
 
-    def step(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
+    def step(self, experience: Experience, rows: Sequence[int], entropy: bool = True) -> dict[str, Tensor]:
         """Take one optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if the
-        loss or the gradient norm is not finite, or the mean ratio is out of range."""
-        stats = self.minibatch_gradients(experience, rows)
+        loss or the gradient norm is not finite, or the mean ratio is out of range. `entropy` as in `gradients`."""
+        stats = self.minibatch_gradients(experience, rows, entropy)
         check_step(stats, rows)
         self.progress.last_good_update = self.host.state.global_step
         with self.passes.raise_on_oom("the optimizer step"):
             self.host.optimizer.step()
+        self.passes.weights.refresh()
         self.host.optimizer.zero_grad()
         self.progress.optimizer_steps += 1
         return stats
 
-    def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
+    def minibatch_gradients(self, experience: Experience, rows: Sequence[int], entropy: bool = True) -> dict:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
-        process computes those of its share of the rows, and they are added up."""
+        process computes those of its share of the rows, and they are added up. `entropy` as in `gradients`."""
         completions = experience.completions
         chosen = on_device(self.passes.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
@@ -84,7 +86,7 @@ class PolicyOptimizer:
             stats: dict[str, Tensor] = {}
             self.host.optimizer.zero_grad()  # removes the gradients of an attempt that ran out of memory
             for one in passes:
-                add(stats, self.gradients(experience, one, tokens))
+                add(stats, self.gradients(experience, one, tokens, entropy))
                 del one  # frees its memory before the next pass
             return stats
 
@@ -102,15 +104,16 @@ class PolicyOptimizer:
         ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
         return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
 
-    def gradients(self, experience: Experience, forward: Pass, tokens: Tensor) -> dict[str, Tensor]:
+    def gradients(self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True) -> dict:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
 
         With the fused head, the language-model head and the loss run chunk by chunk, and each chunk's backward pass
         stops at the hidden states. So the logits of only one chunk are in memory. Finally one backward pass of the
         backbone uses the gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss.
+        Without `entropy`, the statistics have none, unless the loss has an entropy bonus.
         """
-        fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
-        micro_batch, hidden = forward
+        how = "gradient" if self.config.batch.entropy_coef > 0 else "value" if entropy else "none"
+        fused, (micro_batch, hidden) = self.config.speed.fused_head, forward
         allowed = experience.completions.allowed_mask(micro_batch)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}
@@ -119,13 +122,15 @@ class PolicyOptimizer:
             with autocast(self.passes.device, self.passes.dtype):
                 outputs = self.host.actor.forward_heads(
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
-                    self.passes.temperature, limits, entropy, fused,
+                    self.passes.temperature, limits, how, fused,
                 )  # fmt: skip
             loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], outputs, tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
         if fused:
             hidden.backward(leaf.grad)
+        if how == "none":
+            stats.pop("policy/entropy", None)
         return stats
 
     def chunks(self, micro_batch: MicroBatch) -> Iterator[tuple[slice, slice]]:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from rlhf.distributed.shares import own_share
+from rlhf.models import llama
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
+from rlhf.models.cast_weights import CastWeights
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch
@@ -74,6 +76,8 @@ class ForwardPasses:
         self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
         self.max_tokens = budget_of(base.device).tokens_per_micro_batch  # largest number in a forward pass
         self.share_first, self.oom_hint = share_first, oom_hint
+        layers = llama.plain_weights(actor) if self.packed else ()
+        self.weights = CastWeights([base.get_output_embeddings().weight, *layers], dtype)
         self._kept: tuple[Completions, Pass] | None = None
 
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:

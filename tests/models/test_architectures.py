@@ -245,8 +245,8 @@ def train(flags: list[str], algorithm: str, output: Path, killed: Path) -> dict[
         seen.setdefault("first_kl", experience.kl)
         return experience
 
-    def step_of(optimizer, experience, rows):
-        seen["steps"].append(step(optimizer, experience, rows))
+    def step_of(optimizer, *given):
+        seen["steps"].append(step(optimizer, *given))
         return seen["steps"][-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -72,7 +72,8 @@ def test_every_gradient_equals_the_one_of_transformers(model):
 
 
 def test_frozen_matrices_cost_no_products_for_their_gradients():
-    """As under LoRA of the attention: the feed-forward layers are frozen. The other gradients stay the same."""
+    """As under LoRA of the attention: the feed-forward layers are frozen. The other gradients stay the same. The
+    gradients of gate and up are one product."""
 
     def products(frozen: bool) -> tuple[int, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
@@ -85,7 +86,7 @@ def test_frozen_matrices_cost_no_products_for_their_gradients():
         return counts["aten::mm"], gradients
 
     (all_products, every), (fewer, rest) = products(False), products(True)
-    assert all_products - fewer == 3 * CONFIGS["llama"].num_hidden_layers
+    assert all_products - fewer == 2 * CONFIGS["llama"].num_hidden_layers
     assert rest.keys() == {name for name in every if "mlp" not in name}
     assert all(torch.equal(rest[name], every[name]) for name in rest)
 
@@ -136,12 +137,14 @@ def test_under_bfloat16_the_difference_is_rounding():
     "function",
     [
         lambda x, g, w, v: llama._Norm.apply(x, g, 1e-5, torch.float64),
-        lambda x, g, w, v: torch.cat(llama._NormedProducts.apply(x, g, 1e-5, w, v), -1),
+        lambda x, g, w, v: torch.cat(llama._AttentionInput.apply(x, g, 1e-5, 2, None, None, w, v, w * v), 1),
+        lambda x, g, w, v: torch.cat(llama._AttentionInput.apply(x, g, 1e-5, 2, *COS_SIN, w, v, w * v), 1),
+        lambda x, g, w, v: llama._Product.apply(x, w),
         lambda x, g, w, v: llama._FeedForward.apply(x, g, 1e-5, w, v, (w * v).t()),
         lambda x, g, w, v: llama._SwiGLU.apply(x @ w.t(), x @ v.t()),
         lambda x, g, w, v: llama._Rotary.apply(x.unflatten(-1, (2, 2)), *COS_SIN),
     ],
-    ids=["norm", "products", "feed-forward", "swiglu", "rotary"],
+    ids=["norm", "attention input", "attention input with rotary", "product", "feed-forward", "swiglu", "rotary"],
 )  # fmt: skip
 def test_gradients_by_finite_differences(function):
     torch.manual_seed(0)

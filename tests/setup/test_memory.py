@@ -156,7 +156,7 @@ def test_weights_that_a_decoder_copies_on_a_gpu(tmp_path, monkeypatch, targets, 
     lora = {"use_lora": True, "lora_targets": list(targets), "lora_r": 5} if targets else {}
     config = make_config(bf16=dtype is not None, rollout_engine="slots", **lora)
     estimate = Estimator(shape_of(model), None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)
-    predicted = next(p for p in estimate(config).phases if p.name == "rollout").parts["weight copies"]
+    predicted = next(p for p in estimate(config).phases if p.name == "rollout").parts["decoder's weights"]
     assert predicted == pytest.approx(copied, rel=0.05)  # B has zeros between the layers' blocks
 
 

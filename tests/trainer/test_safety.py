@@ -214,8 +214,8 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_are_saved(
     train = partial(train_command, algorithm)
     original, from_update = optimize.PolicyOptimizer.gradients, 1
 
-    def nan_gradients(self, batch, forward, tokens):
-        stats = original(self, batch, forward, tokens)
+    def nan_gradients(self, *given):
+        stats = original(self, *given)
         if self.host.state.global_step >= from_update:
             next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
@@ -332,11 +332,11 @@ def limit_memory(trainer, most):
     """Simulates memory for at most `most` completions and returns the list of attempted micro-batch sizes."""
     original, sizes = trainer.policy_optimizer.gradients, []
 
-    def gradients(batch, forward, tokens):
+    def gradients(batch, forward, *more):
         sizes.append(len(forward.micro_batch.rows))
         if sizes[-1] > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return original(batch, forward, tokens)
+        return original(batch, forward, *more)
 
     trainer.policy_optimizer.gradients = gradients
     return sizes

@@ -94,7 +94,7 @@ class Estimator:
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
         lengths = [len(p.ids) for p in longest_batch(config, self.train, self.updates)]
-        return _Run(config, self, budget_of(self.device)).forecast(lengths)
+        return _Run(config, self, budget_of(self.device, config)).forecast(lengths)
 
 
 def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
@@ -203,7 +203,8 @@ class _Run:
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
-        size = min(len(rows), batch.micro_batch_size or len(rows))
+        fewest = max(1, length - 1)  # tokens of an episode, so that not every size is tried
+        size = min(len(rows), batch.micro_batch_size or len(rows), self.budget.tokens_per_micro_batch // fewest + 1)
         shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
             row = Row.of(rows[:size], length, packed, shared)
@@ -217,11 +218,11 @@ class _Run:
 
     def rollout(self, prompts: list[int], sampling: SamplingSettings) -> dict[str, int]:
         """Return purpose -> bytes for sampling one completion per prompt."""
-        policy, speed = self.given.policy, self.config.speed
+        policy = self.given.policy
         plain = self.engine == "plain"
         if self.engine == "vllm" or not prompts:
             return {}  # vLLM's memory is held throughout the run
-        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
+        slots = len(prompts) if plain else min(len(prompts), self.budget.rollout_slots)
         columns = max(prompts) + sampling.max_new_tokens
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
         drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)

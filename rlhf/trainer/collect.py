@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_group, own_share
+from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
+from rlhf.models.logprobs import base_of
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.choice import WITH_SLOTS, choose_engine
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.exchange import exchange_completions
@@ -24,6 +30,7 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.system import release_gpu_cache
 
 
@@ -43,6 +50,7 @@ class RolloutCollector:
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
         self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
+        self.slots = budget_of(self.device, config).rollout_slots  # half of them after an out-of-memory error
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -102,11 +110,36 @@ class RolloutCollector:
         with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
             if self.vllm is not None and training:
                 return self.vllm.sample(prompts, pad, device)
-            speed = self.config.speed
-            return sample_completions(
-                self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
-                engine=speed.own_engine, slots=speed.rollout_slots,
+            return self._in_slots(
+                lambda slots: sample_completions(
+                    self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
+                    engine=self.config.speed.own_engine, slots=slots,
+                ), phase, len(prompts),
             )  # fmt: skip
+
+    def _in_slots(self, sample: Callable[[int], Completions], phase: str, count: int) -> Completions:
+        """Return `sample(slots)`, which samples `count` completions.
+
+        After an out-of-memory error, the slots are halved for the rest of the training run, and all completions are
+        sampled again: a token depends on its episode's random numbers, not on the slots. The error is raised with one
+        slot, by the engine "plain", which has none, and in the capture of a CUDA graph, after which nothing works.
+        """
+        engine = choose_engine(self.config.speed.own_engine, packable(base_of(self.host.actor.policy)), self.device)
+        while True:
+            try:
+                return sample(self.slots)
+            except torch.OutOfMemoryError as error:
+                if min(self.slots, count) == 1 or engine not in WITH_SLOTS or getattr(error, "in_capture", False):
+                    raise
+            self.slots = -(-min(self.slots, count) // 2)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            warnings.warn(
+                f"out of memory in {phase}: reduced the rollout slots to {self.slots} for the rest of the run. The "
+                "completions do not change, except for rounding",
+                RLHFWarning,
+                stacklevel=2,
+            )
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.

@@ -54,6 +54,7 @@ class ForwardPasses:
         dtype: torch.dtype | None = None,
         packed: bool = True,
         max_rows: int = 0,
+        max_tokens: int = 0,
         share_first: bool = False,
         oom_hint: Callable[[], str] = default_oom_hint,
     ):
@@ -66,13 +67,14 @@ class ForwardPasses:
             dtype: precision of the forward passes; None: float32.
             packed: pack the completions, if the architecture supports it.
             max_rows: largest number of completions in a forward pass; 0: no limit.
+            max_tokens: largest number of tokens in a forward pass; 0: that of the device's budget.
             share_first: the first optimizer step uses all completions, and its forward pass is that of the rollout.
             oom_hint: returns the advice at the end of an out-of-memory message.
         """
         base = base_of(actor.policy)
         self.actor, self.reference, self.temperature, self.dtype = actor, reference, temperature, dtype
         self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
-        self.max_tokens = budget_of(base.device).tokens_per_micro_batch  # largest number in a forward pass
+        self.max_tokens = max_tokens or budget_of(base.device).tokens_per_micro_batch
         self.share_first, self.oom_hint = share_first, oom_hint
         self._kept: tuple[Completions, Pass] | None = None
 

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rlhf.config import make_config
     from rlhf.settings.types import MemorySize
-    from rlhf.setup.fit import CONTEXT, MARGIN, changed_flags, choose
+    from rlhf.setup.fit import changed_flags, choose, room_in
     from rlhf.utils.console import gib
 
     torch.cuda.is_bf16_supported = lambda *_, **__: True  # the prediction is for a GPU that computes in bfloat16
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{arguments.recipe}, {arguments.algorithm}: {estimate.policy.parameters:,} parameters")
     print(f"without --fit: predicted peak {gib(forecast.peak)} GiB ({forecast.largest.name})")
     for size in map(MemorySize.parse, arguments.sizes):
-        room = int(size.bytes / MARGIN) - CONTEXT["cuda"]
+        room = room_in(size.bytes, estimate.device)
         chosen = choose(config, estimate, room)
         forecast, flags = estimate(chosen), changed_flags(config, chosen) or "nothing is changed"
         fits = "" if forecast.peak <= room else "does not fit: "
@@ -52,17 +52,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def estimator(config, model: str, length: int):
     """Return the estimator of a run on a GPU from the config of its start model, without a reward model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.gpu_limits import shape_named
     from rlhf.data.prompts import ids_alone
     from rlhf.setup.memory import Estimator
-    from rlhf.setup.shape import Shape
 
-    values = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
-        shape = Shape.of(values, AutoModelForCausalLM.from_config(values).num_parameters())
     prompts = [ids_alone([0] * length)] * config.batch.batch_size
-    return Estimator(shape, None, torch.device("cuda"), prompts, [length] * config.data.eval_prompts, 1)
+    return Estimator(shape_named(model), None, torch.device("cuda"), prompts, [length] * config.data.eval_prompts, 1)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,13 @@ def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
 
     Synchronizes with the device once.
     """
-    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
+    weights = {
+        name: weight.detach()
+        for name, weight in module.named_parameters()
+        if weight.is_floating_point() and (frozen or weight.requires_grad)
+    }
     if not weights:
         return []
-    finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
+    largest = torch._foreach_norm(list(weights.values()), torch.inf)  # of all weights in a few kernels on a GPU
+    finite = torch.stack(largest).isfinite().tolist()
     return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rlhf.config import make_config
     from rlhf.settings.types import MemorySize
-    from rlhf.setup.fit import changed_flags, choose, room_in
+    from rlhf.setup.fit import CONTEXT, MARGIN, changed_flags, choose
     from rlhf.utils.console import gib
 
     torch.cuda.is_bf16_supported = lambda *_, **__: True  # the prediction is for a GPU that computes in bfloat16
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{arguments.recipe}, {arguments.algorithm}: {estimate.policy.parameters:,} parameters")
     print(f"without --fit: predicted peak {gib(forecast.peak)} GiB ({forecast.largest.name})")
     for size in map(MemorySize.parse, arguments.sizes):
-        room = room_in(size.bytes, estimate.device)
+        room = int(size.bytes / MARGIN) - CONTEXT["cuda"]
         chosen = choose(config, estimate, room)
         forecast, flags = estimate(chosen), changed_flags(config, chosen) or "nothing is changed"
         fits = "" if forecast.peak <= room else "does not fit: "

@@ -32,8 +32,6 @@ class Budget:
     scoring_batch_size: int = 32
     # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
     generation_batch_size: int = 64
-    # completions sampled at a time for the demo's preference pairs: many, because its model is tiny
-    demo_slots: int = 256
 
 
 VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
@@ -54,9 +52,6 @@ BUDGETS = {
 }
 
 
-MOST_AT_ONCE = 256  # completions of a batch in an evaluation
-
-
 def budget_of(device: torch.device, config: Config | None = None) -> Budget:
     """Return the budget of a device type, with the tokens and the slots that `config` sets. An evaluation samples as
     many completions together as there are slots. Other devices than CPUs and CUDA GPUs have the budget of a CPU."""
@@ -64,7 +59,7 @@ def budget_of(device: torch.device, config: Config | None = None) -> Budget:
     if config is None:
         return budget
     tokens, slots = config.batch.micro_batch_tokens, config.speed.rollout_slots
-    together = min(slots, MOST_AT_ONCE)
+    together = min(slots, 256)
     return replace(
         budget,
         tokens_per_micro_batch=tokens or budget.tokens_per_micro_batch,

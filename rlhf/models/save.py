@@ -137,6 +137,6 @@ def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
     }
     if not weights:
         return []
-    largest = torch._foreach_norm(list(weights.values()), torch.inf)  # of all weights in a few kernels on a GPU
+    largest = torch._foreach_norm(list(weights.values()), torch.inf)  # all in a few kernels on a GPU
     finite = torch.stack(largest).isfinite().tolist()
     return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 MARGIN = 1.1  # times the prediction, which is within 10% of what is measured
 CONTEXT = {"cpu": 0, "cuda": 2**29}  # bytes on a GPU outside torch's tensors: CUDA's context and its kernels
-FEWEST_SLOTS = 8
 # of a GPU, largest first. More tokens than 16,384 do not make a GPU faster; fewer than 1,024 leave it idle
 TOKENS, SLOTS = [2**k for k in range(14, 9, -1)], [2**k for k in range(10, 2, -1)]
 
@@ -94,17 +93,9 @@ def of_longest(config: Config, inputs: RunInputs, device: torch.device) -> Estim
     return replace(estimator(inputs, 1, device), train=one_topic, libraries=libraries)
 
 
-def room_in(size: int, device: torch.device) -> int:
-    """Return the bytes that a predicted peak may have, if the device has `size` bytes for the run."""
-    return int(size / MARGIN) - CONTEXT[device.type]
-
-
 def choose_batches(config: Config, estimate: Estimator, free: int, screen: Screen) -> Config:
     """Return the configuration with micro_batch_tokens and rollout_slots, if they are 0: the largest numbers whose
-    predicted peak fits `free` bytes. If nothing fits, the largest with the peak of the smallest.
-
-    Prints them if a micro-batch or the slots are smaller than on a GPU with more memory.
-    """
+    predicted peak fits `free` bytes; if none does, the largest with the peak of the smallest. Prints smaller ones."""
     tokens = [config.batch.micro_batch_tokens] if config.batch.micro_batch_tokens else TOKENS
     engine = choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device)
     slots = SLOTS if engine in WITH_SLOTS and not config.speed.rollout_slots else [config.speed.rollout_slots]
@@ -112,7 +103,7 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
     def peak(size: int, count: int) -> int:
         return estimate(replaced(config, micro_batch_tokens=size, rollout_slots=count)).peak
 
-    most = max(room_in(free, estimate.device), peak(tokens[-1], slots[-1]))
+    most = max(int(free / MARGIN) - CONTEXT[estimate.device.type], peak(tokens[-1], slots[-1]))
     size = next(size for size in tokens if peak(size, slots[-1]) <= most)
     count = next(count for count in slots if peak(size, count) <= most)
     if (size, count) != (tokens[0], slots[0]):
@@ -125,9 +116,8 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
 
 
 def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
-    """Return the configuration with settings that fit into the size of --fit, and print them. Raises UserError if none
-    fit."""
-    estimate, room = of_longest(config, inputs, device), room_in(config.speed.fit.bytes, device)
+    """Return the configuration with settings that fit the size of --fit, and print them. UserError if none do."""
+    estimate, room = of_longest(config, inputs, device), int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
     tensors, m = weights_of(inputs.start.folder), config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
     has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
@@ -178,8 +168,7 @@ def _slots(config: Config, estimate: Estimator) -> list[int]:
     if choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device) not in WITH_SLOTS:
         return [config.speed.rollout_slots]
     most = budget_of(estimate.device, config).rollout_slots
-    fewer = [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if FEWEST_SLOTS <= n < most]
-    return [config.speed.rollout_slots, *fewer]
+    return [config.speed.rollout_slots, *(n for n in SLOTS if n < most)]
 
 
 def _largest_parts(config: Config, estimate: Estimator, room: int) -> Config:

@@ -203,8 +203,8 @@ class _Run:
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
-        fewest = max(1, length - 1)  # tokens of an episode, so that not every size is tried
-        size = min(len(rows), batch.micro_batch_size or len(rows), self.budget.tokens_per_micro_batch // fewest + 1)
+        most = self.budget.tokens_per_micro_batch // max(1, length - 1) + 1  # episodes; fewer if prompts are long
+        size = min(len(rows), batch.micro_batch_size or len(rows), most)
         shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
             row = Row.of(rows[:size], length, packed, shared)

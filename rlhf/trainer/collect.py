@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,25 +11,21 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_group, own_share
-from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.logprobs import base_of
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.choice import WITH_SLOTS, choose_engine
 from rlhf.rollout.completions import Completions, Rollout
-from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.engine import default_engine, sample_completions
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config, SamplingSettings
-from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.passes import ForwardPasses, free_and_warn
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.system import release_gpu_cache
 
 
@@ -118,28 +113,18 @@ class RolloutCollector:
             )  # fmt: skip
 
     def _in_slots(self, sample: Callable[[int], Completions], phase: str, count: int) -> Completions:
-        """Return `sample(slots)`, which samples `count` completions.
-
-        After an out-of-memory error, the slots are halved for the rest of the training run, and all completions are
-        sampled again: a token depends on its episode's random numbers, not on the slots. The error is raised with one
-        slot, by the engine "plain", which has none, and in the capture of a CUDA graph, after which nothing works.
-        """
-        engine = choose_engine(self.config.speed.own_engine, packable(base_of(self.host.actor.policy)), self.device)
+        """Return `sample(slots)`, which samples `count` completions. An out-of-memory error halves the slots for the
+        rest of the training run, and all are sampled again, with the same random numbers. With one slot, with the
+        engine "plain", and after a failed capture of a CUDA graph, the error is raised."""
+        engines = self.config.speed.own_engine, default_engine(self.host.actor.policy, self.device)
         while True:
             try:
                 return sample(self.slots)
             except torch.OutOfMemoryError as error:
-                if min(self.slots, count) == 1 or engine not in WITH_SLOTS or getattr(error, "in_capture", False):
+                if min(self.slots, count) == 1 or "plain" in engines or getattr(error, "in_capture", False):
                     raise
             self.slots = -(-min(self.slots, count) // 2)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            warnings.warn(
-                f"out of memory in {phase}: reduced the rollout slots to {self.slots} for the rest of the run. The "
-                "completions do not change, except for rounding",
-                RLHFWarning,
-                stacklevel=2,
-            )
+            free_and_warn(phase, f"rollout slots to {self.slots}", "The completions change by rounding only")
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.

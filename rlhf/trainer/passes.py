@@ -33,6 +33,14 @@ def default_oom_hint() -> str:
     return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
 
 
+def free_and_warn(phase: str, reduced: str, same: str) -> None:
+    """After an out-of-memory error in `phase`, free cached GPU memory, and warn of what is reduced and what is not."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    message = f"out of memory in {phase}: reduced the {reduced} for the rest of the run. {same}"
+    warnings.warn(message, RLHFWarning, stacklevel=3)
+
+
 class Pass(NamedTuple):
     """One forward pass of the actor's backbone."""
 
@@ -143,14 +151,7 @@ class ForwardPasses:
             if largest == 1:
                 raise RunError(f"out of memory with one completion at a time: {phase} ({reason}). {self.oom_hint()}")
             self.max_rows = -(-largest // 2)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            warnings.warn(
-                f"out of memory in {phase}: reduced the micro-batch size to {self.max_rows} for the rest of the run. "
-                "The optimizer steps do not change",
-                RLHFWarning,
-                stacklevel=2,
-            )
+            free_and_warn(phase, f"micro-batch size to {self.max_rows}", "The optimizer steps do not change")
 
     def run(self, completions: Completions, rows: Sequence[int]) -> Pass:
         """Run the actor's backbone over one micro-batch, `rows`."""

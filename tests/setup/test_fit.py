@@ -15,7 +15,7 @@ from rlhf.settings.fields import replaced
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY
 from rlhf.settings.types import MemorySize
 from rlhf.setup import fit as module
-from rlhf.setup.fit import MARGIN, choose, choose_batches, estimator, fit, room_in
+from rlhf.setup.fit import CONTEXT, MARGIN, choose, choose_batches, estimator, fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.shape import Shape
@@ -196,7 +196,8 @@ def test_batches_are_the_largest_that_fit_the_free_memory(configured, on_gpu, ca
     assert capsys.readouterr().out == ""
     found = choose_batches(config, on_gpu, 8 * GIB, Screen())
     assert batches(found) == (4_096, 1_024) and "4096" in capsys.readouterr().out
-    assert on_gpu(found).peak <= room_in(8 * GIB, GPU) < on_gpu(replaced(found, micro_batch_tokens=8_192)).peak
+    room = 8 * GIB / MARGIN - CONTEXT["cuda"]
+    assert on_gpu(found).peak <= room < on_gpu(replaced(found, micro_batch_tokens=8_192)).peak
 
 
 def test_batches_do_not_shrink_below_what_makes_a_difference(configured, on_gpu):
@@ -204,7 +205,7 @@ def test_batches_do_not_shrink_below_what_makes_a_difference(configured, on_gpu)
     config = configured("--batch-size", 1, "--max-new-tokens", 8, "--minibatches", 1)
     found = choose_batches(config, on_gpu, GIB, Screen(quiet=True))
     smallest = on_gpu(replaced(config, micro_batch_tokens=1_024, rollout_slots=8)).peak
-    assert room_in(GIB, GPU) < on_gpu(found).peak == smallest and found.batch.micro_batch_tokens == 16_384
+    assert GIB < on_gpu(found).peak == smallest and found.batch.micro_batch_tokens == 16_384
 
 
 def test_batches_of_flags_are_kept(configured, on_gpu):

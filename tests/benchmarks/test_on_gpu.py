@@ -12,14 +12,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from benchmarks import gpu_measures, gpu_trainings, gpu_updates, on_gpu
+from benchmarks import gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
+from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.work import EOS, PAD, TEMPERATURE, Work, random_prompts
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
+from rlhf.setup.shape import Shape
 from rlhf.utils.system import WINDOWS
 from tests.scripts.test_scripts import ROOT, run
 
@@ -175,6 +178,54 @@ def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
     on_gpu.end_all(process, family)
     psutil.wait_procs(family, timeout=10)
     assert not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
+
+
+# --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------
+
+
+class Capture:
+    """Takes the place of torch.cuda.graph. A capture takes two ticks of the clock."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def test_captures_are_counted_apart_from_steps(monkeypatch):
+    clock = iter(range(10, 100))
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(gpu_measures, "seconds", lambda device: next(clock))
+    captures = gpu_measures.Captures()
+    for _ in range(3):
+        with torch.cuda.graph():
+            next(clock)
+    assert (captures.count, captures.seconds) == (3, 3 * 2)
+
+
+def test_shares_of_the_hardware_of_a_known_gpu(tmp_path, monkeypatch):
+    """An update at the H100's peak has an MFU of 100%, and a step at its bandwidth an MBU of 100%."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    section = Section(Plan("update", 60.0, "cuda", "tiny", str(tmp_path), str(tmp_path)), io.StringIO())
+    work = Work("", size="tiny", batch_size=2, prompt_length=3, reply_length=4, ppo_epochs=4)
+    policy = gpu_measures.policy_for(section_of(tmp_path, Report(tmp_path, [], "")), work, gpu_measures.Case(2))
+    shape = Shape.of(policy.config, policy.num_parameters())
+    spent = gpu_limits.update_flops(shape, 2, 3, 4, passes=4, reward=True) / GPUS["H100"].peak
+    assert gpu_updates.share_of_peak(section, work, spent) == "; MFU 100.0%"
+    step = gpu_limits.decoding_bytes(shape, 2, 5) / GPUS["H100"].bandwidth
+    assert gpu_measures.share_of_bandwidth(section, policy, work, 2, 2 * step) == ", MBU 50%"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
+    assert gpu_updates.share_of_peak(section, work, spent) == ""
+
+
+@pytest.mark.parametrize(("printed", "clock"), [("580.1, 1980, 1980, 2619, 310.5, 700.0, 41, 2870, [N/A]\n", "1980"),
+                                                ("no devices were found\n", "unknown")])  # fmt: skip
+def test_state_of_the_gpu_is_that_of_nvidia_smi(monkeypatch, printed, clock):
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=printed))
+    found = machine.gpu_state()
+    assert found["clocks.sm"] == clock and set(found) == set(machine.OF_GPU)
+    assert found["power.limit"] == ("700.0" if clock == "1980" else "unknown")
 
 
 def test_failed_attempt_is_recorded_and_the_section_continues(tmp_path):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from benchmarks.gpu_limits import decoding_bytes, gpu_named
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import gib, seconds
 from benchmarks.work import (
@@ -23,15 +28,20 @@ from benchmarks.work import (
     model_config,
     random_prompts,
     rule_out_special,
+    varied,
 )
 from benchmarks.worker import ROOT, Worker
 from rlhf.models.device import autocast
+from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
+from rlhf.setup.shape import Shape
 
 ENGINES = ("plain", "slots", "graph")
-SLOTS = (64, 128, 256, 512, 1024)
+SLOTS = (64, 256)
+MORE_SLOTS = (64, 128, 256, 512, 1024)  # with --full
+REFILLS = 4  # prompts per slot, if the lengths are mixed
 REPEATS = 3  # measurements of each decoding, if there is time
 EPOCH = 10_000  # prompts per epoch
 RECORD_EVERY = 5  # updates of a whole epoch
@@ -78,6 +88,8 @@ class Outcomes:
             self.ended[report.nodeid] = report.outcome
         if report.failed:
             self.section.error(report.nodeid, last_line(report.longreprtext))
+        if report.when == "call" and report.passed:
+            self.section.finished(report.nodeid)
         if report.skipped:
             self.reasons.add(report.longrepr[2])
         self.record()
@@ -86,13 +98,15 @@ class Outcomes:
         import pytest
 
         if self.section.left <= 0:
+            self.section.error("the other GPU tests", OUT_OF_TIME)
             pytest.exit(OUT_OF_TIME, returncode=0)
 
     def record(self) -> None:
         counts = {name: list(self.ended.values()).count(name) for name in ("passed", "failed", "skipped")}
-        counts["not run"] = self.selected - len(self.ended)
+        counts["not run"], before = self.selected - len(self.ended), len(self.section.plan.done)
+        counts["passed"] += before
         note = "; ".join([", ".join(f"{count} {name}" for name, count in counts.items()), *self.reasons])
-        self.section.figure("GPU tests passed", counts["passed"], f"of {self.selected}", note)
+        self.section.figure("GPU tests passed", counts["passed"], f"of {self.selected + before}", note)
 
 
 def last_line(text: str) -> str:
@@ -102,58 +116,143 @@ def last_line(text: str) -> str:
 
 
 def self_test(section: Section) -> None:
-    """Run the tests marked `gpu`. The slow ones of predicted memory run only with --full."""
+    """Run the tests marked `gpu` that an earlier call has not passed. The slow ones of predicted memory run only with
+    --full."""
     import pytest
 
     files = ["scripts/test_gpu.py", *(["setup/test_memory.py"] if section.plan.full else [])]
+    passed = [word for name in section.plan.done for word in ("--deselect", name)]
     words = ["-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-q", *(str(ROOT / "tests" / f) for f in files)]
-    pytest.main(words, plugins=[Outcomes(section)])
+    pytest.main([*words, "--rootdir", str(ROOT), *passed], plugins=[Outcomes(section)])
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def decoding(section: Section) -> None:
-    """Measure completion tokens per second of each engine. Each slot generates one completion of the full length.
+def decoding(engine: str, section: Section) -> None:
+    """Measure one engine: completions of one length, and of mixed lengths with EOS and waiting prompts, also with
+    top-p and with adapters. With one length, each slot generates one completion."""
+    if engine == "graph" and not section.on_gpu:
+        return section.error("graph", "needs a CUDA GPU")
+    if section.on_gpu:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as every run does
+    captures = Captures()
+    cases = {f"{slots:,} slots": Case(slots) for slots in (MORE_SLOTS if section.plan.full else SLOTS)}
+    if engine != "plain":  # in the longest completion's time, whatever the others' lengths are
+        cases["64 slots, mixed lengths"] = Case(64, mixed=True)
+        cases["64 slots, mixed lengths, top-p 0.9"] = Case(64, mixed=True, top_p=0.9)
+        cases["64 slots, mixed lengths, LoRA"] = Case(64, mixed=True, lora=True)
+    for name, case in cases.items():
+        name = f"{name}, {engine}"
+        section.attempt(name, partial(decode, section, name, case, engine, captures))
+    return None
 
-    The time includes the prefill and, for `graph`, the capture of the CUDA graph.
-    """
-    work = Work("", size=section.plan.size, **LENGTHS[section.plan.size])
-    device = torch.device(section.device)
+
+@dataclass(frozen=True)
+class Case:
+    """What is decoded."""
+
+    slots: int
+    mixed: bool = False  # prompts and completions of different lengths, and more prompts than slots
+    top_p: float = 1.0
+    lora: bool = False
+
+
+class Captures:
+    """Counts the captures of CUDA graphs in this process, and measures their seconds."""
+
+    def __init__(self):
+        self.count, self.seconds, captures = 0, 0.0, self
+
+        class Counted(torch.cuda.graph):
+            def __enter__(self):
+                self.start = seconds("cuda")
+                return super().__enter__()
+
+            def __exit__(self, *error):
+                result = super().__exit__(*error)
+                captures.count, captures.seconds = captures.count + 1, captures.seconds + seconds("cuda") - self.start
+                return result
+
+        torch.cuda.graph = Counted
+
+
+def policy_for(section: Section, work: Work, case: Case) -> torch.nn.Module:
+    """Return the policy with random weights. With mixed lengths EOS is as likely as completions of half the length
+    need on average."""
     torch.manual_seed(SEED)
-    with device:
+    with torch.device(section.device):
         policy = LlamaForCausalLM(model_config(work)).eval()
-    rule_out_special(policy.get_input_embeddings().weight.data)
-    for slots in SLOTS:
-        for engine in ENGINES if section.on_gpu else ENGINES[:-1]:  # a CUDA graph needs a GPU
-            name = f"{slots:,} slots, {engine}"
-            section.attempt(name, partial(decode, section, name, policy, work, slots, engine))
+    weights = policy.get_input_embeddings().weight.data
+    rule_out_special(weights)
+    if case.mixed:
+        ids = torch.arange(EOS + 1, EOS + 257, device=policy.device).unsqueeze(0)
+        with torch.no_grad():
+            hidden = policy.model(input_ids=ids).last_hidden_state[0]
+            others = (hidden @ weights.t()).div(TEMPERATURE).logsumexp(-1).mean()
+        weights[EOS] = 0.0
+        weights[EOS, 0] = TEMPERATURE * (others - math.log(work.reply_length / 2)) / hidden[:, 0].mean()
+    if case.lora:
+        policy = get_peft_model(policy, LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).eval()
+    return policy
 
 
-def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, slots: int, engine: str) -> None:
-    device = policy.device
-    prompts = random_prompts([work.prompt_length] * slots, policy.config.vocab_size, SEED)
-    noise = uniform_noise(SEED, 0, "rollout", range(slots), work.reply_length)
+def decode(section: Section, name: str, case: Case, engine: str, captures: Captures) -> None:
+    work, device = Work("", size=section.plan.size, **LENGTHS[section.plan.size]), torch.device(section.device)
+    policy = policy_for(section, work, case)
+    count, longest = case.slots * (REFILLS if case.mixed else 1), work.prompt_length
+    lengths = varied(longest / 2, longest, count, SEED) if case.mixed else [longest] * count
+    prompts = random_prompts(lengths, policy.config.vocab_size, SEED)
+    noise = uniform_noise(SEED, 0, "rollout", range(count), work.reply_length)
 
-    def sample(length: int) -> tuple[int, float]:
-        sampling = SamplingSettings(length, TEMPERATURE)
+    def sample(length: int) -> tuple[Completions, float, float]:
+        """Return the completions, the seconds without captures, and those of captures."""
+        sampling, before = SamplingSettings(length, TEMPERATURE, 0, case.top_p), captures.seconds
         start = seconds(device.type)
         with autocast(device, torch.bfloat16 if section.on_gpu else None):
             completions = sample_completions(
                 policy, prompts, noise[:, :length], sampling,
-                eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
+                eos=EOS, pad=PAD, device=device, engine=engine, slots=case.slots,
             )  # fmt: skip
-        tokens = sum(completions.completion_lengths)
-        return tokens, seconds(device.type) - start
+        captured = captures.seconds - before
+        return completions, seconds(device.type) - start - captured, captured
 
     sample(4)  # warm-up: selects kernels, allocates memory
-    rates = []
-    while len(rates) < REPEATS and (not rates or section.left > work.reply_length * slots / rates[-1]):
-        tokens, spent = sample(work.reply_length)
-        rates.append(tokens / spent)
-    lengths = f"{work.prompt_length} prompt and {work.reply_length} completion tokens"
-    note = f"median of {len(rates)}, including prefill, {lengths}, {section.dtype}"
-    section.figure(name, median(rates), "tokens/s", note, all=rates)
+    first, found = sample(1)[1], []
+    while len(found) < REPEATS and (not found or section.left > 2 * sum(found[-1][1:])):
+        found.append(sample(work.reply_length))
+    completions = found[-1][0]
+    rates = [one.tokens / (spent + captured) for one, spent, captured in found]
+    tokens = f"{sum(lengths) / count:.0f} prompt and {completions.tokens / count:.0f} completion tokens on average"
+    notes = [f"median of {len(found)}, with prefill and captures", tokens, section.dtype]
+    if section.on_gpu:
+        notes.append(f"{captures.count} captures in all, {median(one[2] for one in found):.3f} s per measurement")
+    if not case.mixed:
+        step = (median(one[1] for one in found) - first) / (work.reply_length - 1)
+        notes.append(f"{1000 * step:.3g} ms per step{share_of_bandwidth(section, policy, work, case.slots, step)}")
+    notes.append(equal_to_slots(section, name, engine, completions))
+    section.figure(name, median(rates), "tokens/s", "; ".join(filter(None, notes)), all=rates)
+
+
+def share_of_bandwidth(section: Section, policy: LlamaForCausalLM, work: Work, slots: int, step: float) -> str:
+    """Return the share of the GPU's memory bandwidth that a decoding step uses (MBU); "" for an unknown GPU."""
+    gpu = gpu_named(torch.cuda.get_device_name(0)) if section.on_gpu else None
+    if gpu is None:
+        return ""
+    columns = work.prompt_length + work.reply_length / 2
+    moved = decoding_bytes(Shape.of(policy.config, policy.num_parameters()), slots, columns)
+    return f", MBU {moved / step / gpu.bandwidth:.0%}"
+
+
+def equal_to_slots(section: Section, name: str, engine: str, completions: Completions) -> str:
+    """Store the completions of `slots`. For `graph`, return how many are equal to them."""
+    rows, file = completions.rows(), section.folder("tokens") / f"{name.removesuffix(f', {engine}')}.json"
+    if engine == "slots":
+        file.write_text(json.dumps(rows), encoding="utf-8")
+    if engine != "graph" or not file.is_file():
+        return ""
+    equal = sum(a == b for a, b in zip(rows, json.loads(file.read_text(encoding="utf-8")), strict=True))
+    return f"{equal} of {len(rows)} completions equal those of slots"
 
 
 # --- peak memory -----------------------------------------------------------------------------------------------------
@@ -177,13 +276,17 @@ def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     from rlhf.setup.fit import estimator_of
 
     worker.go()
-    measured = [worker.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
+    memory = [worker.go()["memory"] for _ in range(work.updates)][-1]
+    measured = memory["above_imports"]
+    outside = [f"{name.replace('_', ' ')} {gib(memory[name]) if isinstance(memory[name], int) else memory[name]}"
+               for name in ("reserved", "by_nvidia_smi") if name in memory]  # fmt: skip
     trainer = ours.build(work)
     predicted = estimator_of(trainer)(trainer.config)
     section.figure(
         f"PPO, {kind}, measured / predicted", measured / predicted.peak, "",
         f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "
-        f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
+        + "".join(f"{one}; " for one in outside)
+        + f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
         measured_bytes=measured, predicted_bytes=predicted.peak,
     )  # fmt: skip
 
@@ -220,4 +323,9 @@ def epoch_of(section: Section, algorithm: str, until: float) -> None:
         raise OutOfTime
 
 
-SECTIONS = {"self-test": self_test, "decoding": decoding, "memory": memory, "epochs": epochs}
+SECTIONS = {
+    "self-test": self_test,
+    **{f"decoding-{engine}": partial(decoding, engine) for engine in ENGINES},
+    "memory": memory,
+    "epochs": epochs,
+}

@@ -52,17 +52,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def estimator(config, model: str, length: int):
     """Return the estimator of a run on a GPU from the config of its start model, without a reward model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.gpu_limits import shape_named
     from rlhf.data.prompts import ids_alone
     from rlhf.setup.memory import Estimator
-    from rlhf.setup.shape import Shape
 
-    values = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
-        shape = Shape.of(values, AutoModelForCausalLM.from_config(values).num_parameters())
     prompts = [ids_alone([0] * length)] * config.batch.batch_size
-    return Estimator(shape, None, torch.device("cuda"), prompts, [length] * config.data.eval_prompts, 1)
+    return Estimator(shape_named(model), None, torch.device("cuda"), prompts, [length] * config.data.eval_prompts, 1)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class SectionRecord:
     seconds: float = 0.0
     error: str | None = None
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, in the order of measurement
+    done: list[str] = field(default_factory=list)  # attempts that need not be repeated
 
 
 @dataclass
@@ -33,21 +35,44 @@ class Report:
     machine: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, SectionRecord] = field(default_factory=dict)
 
-    def begin(self, section: str, share: float) -> None:
-        self.sections[section] = SectionRecord(share)
+    def read(self) -> None:
+        """Read the sections that an earlier call wrote into the folder, if there are any."""
+        file = self.folder / "figures.json"
+        for name, record in json.loads(file.read_text(encoding="utf-8"))["sections"].items() if file.is_file() else ():
+            figures = {figure["name"]: figure for figure in record.pop("figures")}
+            self.sections[name] = SectionRecord(**record, figures=figures)
+
+    def is_over(self, section: str) -> bool:
+        """True if another call need not start or continue a section."""
+        return section in self.sections and self.sections[section].state in (DONE, FAILED)
+
+    def done(self, section: str) -> list[str]:
+        """Return the attempts of a section that need not be repeated."""
+        return self.sections[section].done if section in self.sections else []
+
+    def begin(self, section: str, share: float) -> SectionRecord:
+        """Start a section, or continue it without its errors. Returns its record."""
+        before = self.sections.get(section, SectionRecord(share))
+        known = {name: figure for name, figure in before.figures.items() if "error" not in figure}
+        self.sections[section] = replace(before, share=share, state=RUNNING, error=None, figures=known)
         self.write()
+        return self.sections[section]
 
     def add(self, section: str, message: dict[str, Any]) -> None:
         """Store the machine's facts, or a figure. A figure replaces an older one with the same name."""
         if "machine" in message:
             self.machine = message["machine"]
+        elif "done" in message:
+            self.sections[section].done.append(message["done"])
         else:
             self.sections[section].figures[message["name"]] = message
         self.write()
 
     def end(self, section: str, state: str, seconds: float, error: str | None = None) -> None:
         record = self.sections[section]
-        record.state, record.seconds, record.error = state, seconds, error
+        waits = any(OUT_OF_TIME in figure.get("error", "") for figure in record.figures.values())
+        record.state, record.error = OUT_OF_TIME if state == DONE and waits else state, error
+        record.seconds += seconds
         self.write()
 
     def write(self) -> None:
@@ -83,9 +108,8 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     if not machine:
         return []
     memory = machine.get("gpu_memory_gib")
-    gpu = (
-        f"{machine['gpu']}, {memory:.0f} GiB, driver {machine['driver']}, CUDA {machine['cuda']}" if memory else "none"
-    )
+    state = ", ".join(f"{name} {value}" for name, value in (machine.get("gpu_state") or {}).items())
+    gpu = f"{machine['gpu']}, {memory:.0f} GiB, CUDA {machine['cuda']}, {state}" if memory else "none"
     versions = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["versions"].items())
     return [
         f"- GPU: {gpu}",

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Plan:
     output: str  # folder of the results
     demo_parts: str | None = None  # folder from which the demo's parts are copied
     full: bool = False
+    done: list[str] = field(default_factory=list)  # attempts that an earlier call finished
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,16 +75,24 @@ class Section:
         self._send({"name": name, "error": error})
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Call `measure`, which records its own figures. If it fails, record the error under `name` and continue."""
+        """Call `measure`, which records its own figures, unless an earlier call finished it. If it fails, record the
+        error under `name` and continue."""
+        if name in self.plan.done:
+            return None
         if self.left <= 0:
             return self.error(name, OUT_OF_TIME)
         try:
             measure()
+            self.finished(name)
         except OutOfTime:
             self.error(name, OUT_OF_TIME)
         except Exception as error:  # any error of a library or the driver is a result
             lines = str(error).strip().splitlines() or [""]
             self.error(name, f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}")
+
+    def finished(self, name: str) -> None:
+        """Record that an attempt need not be repeated."""
+        self._send({"done": name})
 
     def machine(self) -> None:
         from benchmarks.machine import gpu_machine
@@ -112,6 +121,12 @@ def main() -> None:
     sections = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
     section.machine()
     sections[plan.section](section)
+    if section.on_gpu:
+        from benchmarks.machine import gpu_state
+
+        state = gpu_state()
+        clock, others = state.pop("clocks.sm"), ", ".join(map(" ".join, state.items()))
+        section.figure("clock at the end of the section", clock, "MHz", others)
 
 
 if __name__ == "__main__":

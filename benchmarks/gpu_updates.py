@@ -8,59 +8,74 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+import torch
+
 from benchmarks.against_trl import alternate
 from benchmarks.epoch import summarize_epoch
+from benchmarks.gpu_limits import gpu_named, shape_of_config, update_flops
 from benchmarks.gpu_measures import EPOCH, REPEATS, UPDATE, make_shared_models, work_for
 from benchmarks.gpu_section import OutOfTime, Section
 from benchmarks.machine import busy, gib
-from benchmarks.work import Work
+from benchmarks.work import Work, model_config, prompt_lengths
 from benchmarks.worker import Worker
 from rlhf.utils.console import Screen
 
 PRECISION = {"no": "float32", "bf16": "bfloat16"}  # accelerate's name of the precision -> dtype of the forward pass
 UPDATES = 10  # measured updates for an extrapolated epoch
-# benchmarks/stock.py has no stock trainer for these. After a second optimizer step, RLOO's ratio of whole completions
-# of random weights is above the limit (35 for 64 tokens), so the update would be skipped.
-ALONE = {"rloo": {"batch_size": 4, "K": 6, "ppo_epochs": 1}}
+# updates of this project alone. After a second optimizer step, RLOO's ratio of whole completions of random weights is
+# above the limit (35 for 64 tokens), so the update would be skipped.
+ALONE = {
+    "RLOO": {"algorithm": "rloo", "batch_size": 4, "K": 6, "ppo_epochs": 1},
+    "PPO, 64 prompts": {"algorithm": "ppo", "batch_size": 64, "minibatches": 16},
+    "PPO, 64 prompts of mixed lengths": {"algorithm": "ppo", "batch_size": 64, "minibatches": 16, "varied": True},
+}
 
 # --- an update against stock TRL -------------------------------------------------------------------------------------
 
 
 def update(section: Section) -> None:
-    """Alternate updates of this project and of stock TRL: PPO, then GRPO. Then updates of RLOO alone. All workers
-    import at the same time."""
-    works = {
-        algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
-        for algorithm, more in UPDATE.items()
-    }
-    with ExitStack() as stack:
-        workers = {}
-        for algorithm, work in works.items():
-            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
-            workers[algorithm] = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")]
-        alone = {a: work_for(section, algorithm=a, updates=1 + UPDATES, **more) for a, more in ALONE.items()}
-        for algorithm, work in alone.items():
-            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
-            workers[algorithm] = [stack.enter_context(Worker("ours", work_file))]
-        make_shared_models(works["ppo"])  # while the workers import
-        for algorithm, work in alone.items():
-            name = f"{algorithm.upper()}, one update"
-            section.attempt(name, partial(updates_alone, section, work, workers[algorithm][0]))
-        for number, (algorithm, work) in enumerate(works.items()):
-            until = time.monotonic() + section.left / (len(works) - number)
-            name = f"{algorithm.upper()}, one update"
-            section.attempt(name, partial(alternate_until, section, work, workers[algorithm], until))
+    """Measure updates of this project alone, then alternate updates of this project and of stock TRL."""
+    for name, more in ALONE.items():
+        section.attempt(name, partial(updates_alone, section, name, more))
+    for number, (algorithm, more) in enumerate(UPDATE.items()):
+        until = time.monotonic() + section.left / (len(UPDATE) - number)
+        name = f"{algorithm.upper()}, one update"
+        section.attempt(name, partial(updates_of_both, section, algorithm, more, until))
 
 
-def updates_alone(section: Section, work: Work, worker: Worker) -> None:
+def updates_alone(section: Section, name: str, more: dict) -> None:
     """Measure a warm-up and three updates of this project."""
-    worker.go()
-    worker.go()
-    spent = [worker.go()["seconds"] for _ in range(REPEATS)]
-    worker.process.kill()  # the next algorithm needs its memory
-    worker.process.wait()
-    note = f"median of {REPEATS}; {work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
-    section.figure(f"{work.algorithm.upper()}, one update, ours", median(spent), "s", note, all=spent)
+    work = work_for(section, updates=1 + REPEATS, **more)
+    make_shared_models(work)
+    with Worker("ours", work.write(section.folder(f"workers/{name}") / "work.json")) as worker:
+        worker.go()
+        worker.go()
+        spent = [worker.go()["seconds"] for _ in range(REPEATS)]
+    steps = f"{work.ppo_epochs * work.minibatches} optimizer steps"
+    note = f"median of {REPEATS}; {work.episodes} episodes, {steps}{share_of_peak(section, work, median(spent))}"
+    section.figure(f"{name}, one update, ours", median(spent), "s", note, all=spent)
+
+
+def share_of_peak(section: Section, work: Work, spent: float) -> str:
+    """Return the share of the GPU's peak in bfloat16 that an update of `spent` seconds uses (MFU); "" for an unknown
+    GPU."""
+    gpu = gpu_named(torch.cuda.get_device_name(0)) if section.on_gpu else None
+    if gpu is None:
+        return ""
+    prompt = sum(prompt_lengths(work)) / len(prompt_lengths(work))
+    shape = shape_of_config(model_config(work))
+    flops = update_flops(shape, work.episodes, prompt, work.reply_length, work.ppo_epochs, reward=True)
+    return f"; MFU {flops / spent / gpu.peak:.1%}"
+
+
+def updates_of_both(section: Section, algorithm: str, more: dict, until: float) -> None:
+    """Measure updates of this project and of stock TRL, which import at the same time."""
+    work = work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
+    work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")]
+        make_shared_models(work)  # while the workers import
+        alternate_until(section, work, workers, until)
 
 
 def alternate_until(section: Section, work: Work, workers: list[Worker], until: float) -> None:
@@ -93,7 +108,8 @@ def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: 
         section.figure(
             f"{title}, one update, {names[name]}", spread["median"], "s",
             f"median of {len(timings) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
-            f"peak memory {gib(figures['memory']['peak'])} ({kind})",
+            f"peak memory {gib(figures['memory']['peak'])} ({kind})"
+            + (share_of_peak(section, work, spread["median"]) if name == "ours" else ""),
             all=spread["pairs"],
         )  # fmt: skip
         section.figure(
@@ -112,7 +128,7 @@ def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: 
 
 def operators(section: Section) -> None:
     """Count the operators of each part of an update. At this size a GPU waits for their launches."""
-    for algorithm, more in {**UPDATE, **ALONE}.items():
+    for algorithm, more in {**UPDATE, "rloo": {"batch_size": 4, "K": 6, "ppo_epochs": 1}}.items():
         section.attempt(algorithm.upper(), partial(operators_of, section, algorithm, more))
 
 

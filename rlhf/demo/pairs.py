@@ -9,13 +9,13 @@ import torch
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
-from rlhf.models.budget import budget_of
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # minimum difference in gold quality between chosen and rejected
+SLOTS = 256  # completions sampled at a time: many, because the model is tiny
 PER_REPORT = 4  # completions sampled between two progress lines, per slot
 PER_QUESTION = 2  # pairs of sampled completions
 MISMATCHED_SHARE = 0.15  # of the pairs; their rejected completion is a good answer to another question
@@ -83,13 +83,12 @@ def sample_answers(
     prompts = [prompt for prompt in encoded for _ in range(repeats)]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     answers: list[tuple[str, bool]] = [("", False)] * len(prompts)
-    slots = budget_of(device).demo_slots
-    for start in range(0, len(order), PER_REPORT * slots):
-        rows = order[start : start + PER_REPORT * slots]
+    for start in range(0, len(order), PER_REPORT * SLOTS):
+        rows = order[start : start + PER_REPORT * SLOTS]
         noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.max_new_tokens)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         completions = sample_completions(
-            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device, slots=slots
+            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device, slots=SLOTS
         )
         for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
             answers[row] = (text, ended)

@@ -5,17 +5,19 @@ These numbers do not change the algorithm. They change memory, speed, and the or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from rlhf.settings.training import Config
 
 
 @dataclass(frozen=True)
 class Budget:
     """The largest batch for each kind of work."""
 
-    # prompt and completion tokens of one forward pass, if --micro-batch-size is 0. With few tokens a GPU is idle. More
-    # than about a thousand do not make a CPU faster, and their activations take memory.
+    # prompt and completion tokens of one forward pass, if --micro-batch-tokens is 0. With few tokens a GPU is idle.
+    # More than about a thousand do not make a CPU faster, and their activations take memory.
     tokens_per_micro_batch: int
     # logits (tokens x vocabulary) that are in memory together: in bfloat16 64 MiB on a CPU, 256 MiB on a GPU. The
     # logits of a whole micro-batch would be its largest tensor.
@@ -30,8 +32,6 @@ class Budget:
     scoring_batch_size: int = 32
     # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
     generation_batch_size: int = 64
-    # completions sampled at a time for the demo's preference pairs: many, because its model is tiny
-    demo_slots: int = 256
 
 
 VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
@@ -52,6 +52,18 @@ BUDGETS = {
 }
 
 
-def budget_of(device: torch.device) -> Budget:
-    """Return the budget of a device type. Other devices than CPUs and CUDA GPUs have the budget of a CPU."""
-    return BUDGETS["cuda" if device.type == "cuda" else "cpu"]
+def budget_of(device: torch.device, config: Config | None = None) -> Budget:
+    """Return the budget of a device type, with the tokens and the slots that `config` sets. An evaluation samples as
+    many completions together as there are slots. Other devices than CPUs and CUDA GPUs have the budget of a CPU."""
+    budget = BUDGETS["cuda" if device.type == "cuda" else "cpu"]
+    if config is None:
+        return budget
+    tokens, slots = config.batch.micro_batch_tokens, config.speed.rollout_slots
+    together = min(slots, 256)
+    return replace(
+        budget,
+        tokens_per_micro_batch=tokens or budget.tokens_per_micro_batch,
+        rollout_slots=slots or budget.rollout_slots,
+        eval_batch_size=max(together, budget.eval_batch_size),
+        generation_batch_size=max(together, budget.generation_batch_size),
+    )

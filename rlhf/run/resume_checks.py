@@ -15,7 +15,7 @@ from rlhf.checkpoints.run_record import (
     read_json,
 )
 from rlhf.settings.fields import replaced, to_dict
-from rlhf.settings.training import FITTED, Config
+from rlhf.settings.training import FITTED, FROM_FREE_MEMORY, Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
@@ -39,9 +39,11 @@ def check_resume(config: Config) -> None:
 
 def with_choices_of(config: Config, run: RunRecord) -> Config:
     """Return the configuration with the settings that the run chose when it started: the precision if --bf16 is unset,
-    and with --fit those of --fit. A resumed run reads them from run.json like all its settings; several seeds have no
-    common run.json."""
-    names = (*(("bf16",) if config.model.bf16 is None else ()), *(FITTED if config.speed.fit is not None else ()))
+    tokens per micro-batch and slots that are 0, and with --fit those of --fit. A resumed run reads them from run.json
+    like all its settings; several seeds have no common run.json."""
+    given = flat_settings(to_dict(config))
+    unset = [name for name in FROM_FREE_MEMORY if not given[name]] + ["bf16"] * (config.model.bf16 is None)
+    names = (*unset, *(FITTED if config.speed.fit is not None else ()))
     return replaced(config, **{name: run.flat_settings[name] for name in names if name in run.flat_settings})
 
 

@@ -249,10 +249,17 @@ class BatchSettings:
     )
     micro_batch_size: int = setting(
         0,
-        "episodes per forward pass; 0: as many as fit into 16,384 tokens on a GPU, 1,024 on a CPU. Changes the memory "
-        "use, not the result",
+        "episodes per forward pass; 0: as many as fit into --micro-batch-tokens. Changes the memory use, not the "
+        "result",
         ge=0,
         aliases=("mini_batch_size",),
+    )
+    micro_batch_tokens: int = setting(
+        0,
+        "prompt and completion tokens per forward pass, also if --micro-batch-size is set; 0: on a GPU as many as the "
+        "free memory allows when the run starts, up to 16,384; 1,024 on a CPU. Changes the memory use, not the result",
+        ge=0,
+        aliases=("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
     )
     gradient_accumulation_steps: int | None = setting(
         None,
@@ -311,7 +318,8 @@ class SpeedSettings:
     )
     rollout_slots: int = setting(
         0,
-        "completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU",
+        "completions sampled at the same time; 0: on a GPU as many as the free memory allows when the run starts, up "
+        "to 1,024; 64 on a CPU",
         ge=0,
         needs=("!rollout_engine=plain", "!rollout_engine=vllm"),
     )
@@ -335,6 +343,7 @@ class SpeedSettings:
 
 
 FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim", "use_lora")  # that --fit chooses
+FROM_FREE_MEMORY = ("micro_batch_tokens", "rollout_slots")  # that a run on a GPU chooses if they are 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The predicted memory of a run, and the settings that reduce it: `--fit`, and the advice for too little memory."""
+"""The predicted memory of a run, the settings that follow from it, and those that reduce it: batches that fit a GPU's
+free memory, `--fit`, and the advice for too little memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from transformers.utils import is_bitsandbytes_available
 from rlhf.checkpoints.model_folder import ALL_LINEAR, linear_modules, missing_targets
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import gather
 from rlhf.models.budget import budget_of
+from rlhf.models.device import available
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.choice import WITH_SLOTS, choose_engine
 from rlhf.settings.fields import replaced, to_dict
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 
 MARGIN = 1.1  # times the prediction, which is within 10% of what is measured
 CONTEXT = {"cpu": 0, "cuda": 2**29}  # bytes on a GPU outside torch's tensors: CUDA's context and its kernels
-FEWEST_SLOTS = 8
+# of a GPU, largest first. More tokens than 16,384 do not make a GPU faster; fewer than 1,024 leave it idle
+TOKENS, SLOTS = [2**k for k in range(14, 9, -1)], [2**k for k in range(10, 2, -1)]
 
 
 def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
@@ -69,26 +74,50 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
 
 
 def choose_settings(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
-    """Return the configuration with the settings that a new run chooses for its machine: the precision, and with --fit
-    those that reduce memory. Raises UserError as `fit`."""
-    return fit(choose_precision(config, inputs.start.folder, device, screen), inputs, device, screen)
+    """Return the configuration with the settings that a new run chooses for its machine: the precision, on a GPU the
+    tokens per micro-batch and the slots, and with --fit those that reduce memory. Raises UserError as `fit`."""
+    config = choose_precision(config, inputs.start.folder, device, screen)
+    if config.speed.fit is not None:
+        return fit(config, inputs, device, screen)
+    if device.type != "cuda":
+        return config
+    free = min(gather(available(device)))  # of all processes, so that they choose the same
+    return choose_batches(config, of_longest(config, inputs, device), free, screen)
+
+
+def of_longest(config: Config, inputs: RunInputs, device: torch.device) -> Estimator:
+    """Return the estimator for a batch of the longest prompts, so that a choice is the same for every seed."""
+    longest = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
+    one_topic = [Prompt(prompt.ids, replace(prompt.example, topic=None)) for prompt in longest]
+    libraries = 0 if device.type == "cuda" else IMPORTED
+    return replace(estimator(inputs, 1, device), train=one_topic, libraries=libraries)
+
+
+def choose_batches(config: Config, estimate: Estimator, free: int, screen: Screen) -> Config:
+    """Return the configuration with micro_batch_tokens and rollout_slots, if they are 0: the largest numbers whose
+    predicted peak fits `free` bytes; if none does, the largest with the peak of the smallest. Prints smaller ones."""
+    tokens = [config.batch.micro_batch_tokens] if config.batch.micro_batch_tokens else TOKENS
+    engine = choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device)
+    slots = SLOTS if engine in WITH_SLOTS and not config.speed.rollout_slots else [config.speed.rollout_slots]
+
+    def peak(size: int, count: int) -> int:
+        return estimate(replaced(config, micro_batch_tokens=size, rollout_slots=count)).peak
+
+    most = max(int(free / MARGIN) - CONTEXT[estimate.device.type], peak(tokens[-1], slots[-1]))
+    size = next(size for size in tokens if peak(size, slots[-1]) <= most)
+    count = next(count for count in slots if peak(size, count) <= most)
+    if (size, count) != (tokens[0], slots[0]):
+        chosen = f"--micro-batch-tokens {size}" + (f" --rollout-slots {count}" if count else "")
+        screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {chosen}")
+    return replaced(config, micro_batch_tokens=size, rollout_slots=count)
 
 
 # --- --fit -----------------------------------------------------------------------------------------------------------
 
 
 def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
-    """With --fit, return the configuration with settings that fit, and print them. Raises UserError if none fit.
-
-    The choice assumes a batch of the longest prompts, so that it is the same for every seed.
-    """
-    if config.speed.fit is None:
-        return config
-    longest = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
-    libraries = 0 if device.type == "cuda" else IMPORTED
-    one_topic = [Prompt(prompt.ids, replace(prompt.example, topic=None)) for prompt in longest]
-    estimate = replace(estimator(inputs, 1, device), train=one_topic, libraries=libraries)
-    room = int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
+    """Return the configuration with settings that fit the size of --fit, and print them. UserError if none do."""
+    estimate, room = of_longest(config, inputs, device), int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
     tensors, m = weights_of(inputs.start.folder), config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
     has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
@@ -138,9 +167,8 @@ def _slots(config: Config, estimate: Estimator) -> list[int]:
     is the only one if the engine that samples has no slots."""
     if choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device) not in WITH_SLOTS:
         return [config.speed.rollout_slots]
-    most = config.speed.rollout_slots or budget_of(estimate.device).rollout_slots
-    fewer = [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if FEWEST_SLOTS <= n < most]
-    return [config.speed.rollout_slots, *fewer]
+    most = budget_of(estimate.device, config).rollout_slots
+    return [config.speed.rollout_slots, *(n for n in SLOTS if n < most)]
 
 
 def _largest_parts(config: Config, estimate: Estimator, room: int) -> Config:

@@ -94,7 +94,7 @@ class Estimator:
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
         lengths = [len(p.ids) for p in longest_batch(config, self.train, self.updates)]
-        return _Run(config, self, budget_of(self.device)).forecast(lengths)
+        return _Run(config, self, budget_of(self.device, config)).forecast(lengths)
 
 
 def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
@@ -205,7 +205,8 @@ class _Run:
         batch, length = self.config.batch, self.config.sampling.max_new_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
-        size = min(len(rows), batch.micro_batch_size or len(rows))
+        most = self.budget.tokens_per_micro_batch // max(1, length - 1) + 1  # episodes; fewer if prompts are long
+        size = min(len(rows), batch.micro_batch_size or len(rows), most)
         shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
             row = Row.of(rows[:size], length, packed, shared)
@@ -219,13 +220,12 @@ class _Run:
 
     def rollout(self, prompts: list[int], sampling: SamplingSettings) -> dict[str, int]:
         """Return purpose -> bytes for sampling one completion per prompt."""
-        policy, speed = self.given.policy, self.config.speed
+        policy = self.given.policy
         plain = self.engine == "plain"
         if self.engine == "vllm" or not prompts:
             return {}  # vLLM's memory is held throughout the run
-        most = speed.rollout_slots or self.budget.rollout_slots
-        slots = len(prompts) if plain else min(len(prompts), most)
-        slots = graph_slots(slots, most) if self.engine == "graph" else slots
+        slots = len(prompts) if plain else min(len(prompts), self.budget.rollout_slots)
+        slots = graph_slots(slots, self.budget.rollout_slots) if self.engine == "graph" else slots
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
         drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)
         tokens = max(policy.forward_peak(prompt_tokens, self.element), drawing)
@@ -246,7 +246,7 @@ class _Run:
         longest = max([*(len(prompt.ids) for prompt in given.train), *given.evaluation])
         evaluated = min(self.budget.eval_batch_size, len(given.evaluation) * config.run.eval_samples)
         rows = max(config.episodes_per_update, evaluated)
-        slots = graph_slots(rows, config.speed.rollout_slots or self.budget.rollout_slots)
+        slots = graph_slots(rows, self.budget.rollout_slots)
         parts = {**self.decoding(slots, longest + length), "kept masks": self.token_masks(rows, config.sampling)}
         return parts if sum(parts.values()) <= KEPT_SHARE * installed(given.device) else {}
 

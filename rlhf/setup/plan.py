@@ -164,7 +164,7 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
     b = config.batch
     group = f" x {config.group_size} completions" if config.group_size > 1 else ""
     episodes = config.episodes_per_update // b.minibatches
-    tokens = budget_of(device).tokens_per_micro_batch
+    tokens = budget_of(device, config).tokens_per_micro_batch
     at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens:,} tokens"
     return (
         f"{b.batch_size} prompts{group} = {config.episodes_per_update} episodes per update; minibatches: "

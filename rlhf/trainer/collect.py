@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_group, own_share
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, Rollout
-from rlhf.rollout.engine import KeptBatcher, sample_completions
+from rlhf.rollout.engine import KeptBatcher, default_engine, sample_completions
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config, SamplingSettings
-from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.passes import ForwardPasses, free_and_warn
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
@@ -46,6 +48,7 @@ class RolloutCollector:
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
         self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
         self.kept = KeptBatcher(longest_prompt + config.sampling.max_new_tokens)
+        self.slots = budget_of(self.device, config).rollout_slots  # half of them after an out-of-memory error
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -105,11 +108,26 @@ class RolloutCollector:
         with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
             if self.vllm is not None and training:
                 return self.vllm.sample(prompts, pad, device)
-            speed = self.config.speed
-            return sample_completions(
-                self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
-                engine=speed.own_engine, slots=speed.rollout_slots, kept=self.kept,
+            return self._in_slots(
+                lambda slots: sample_completions(
+                    self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
+                    engine=self.config.speed.own_engine, slots=slots, kept=self.kept,
+                ), phase, len(prompts),
             )  # fmt: skip
+
+    def _in_slots(self, sample: Callable[[int], Completions], phase: str, count: int) -> Completions:
+        """Return `sample(slots)`, which samples `count` completions. An out-of-memory error halves the slots for the
+        rest of the training run, and all are sampled again, with the same random numbers. With one slot, with the
+        engine "plain", and after a failed capture of a CUDA graph, the error is raised."""
+        engines = self.config.speed.own_engine, default_engine(self.host.actor.policy, self.device)
+        while True:
+            try:
+                return sample(self.slots)
+            except torch.OutOfMemoryError as error:
+                if min(self.slots, count) == 1 or "plain" in engines or getattr(error, "in_capture", False):
+                    raise
+            self.slots = self.kept.slots = -(-min(self.slots, count) // 2)
+            free_and_warn(phase, f"rollout slots to {self.slots}", "The completions change by rounding only")
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.

@@ -246,7 +246,7 @@ class PolicyEvaluator:
         """Returns the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
         each prompt do not depend on `samples`."""
         rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
-        batch = size() * budget_of(self.collector.device).eval_batch_size
+        batch = size() * budget_of(self.collector.device, self.config).eval_batch_size
         return [rows[start : start + batch] for start in range(0, len(rows), batch)]
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:

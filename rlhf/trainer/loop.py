@@ -122,6 +122,7 @@ class OnPolicyLoop:
             self.dtype,
             packed=config.speed.packed,
             max_rows=batch.micro_batch_size,
+            max_tokens=batch.micro_batch_tokens,
             share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
             oom_hint=self.session.memory_advice,
         )

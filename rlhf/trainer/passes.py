@@ -35,6 +35,14 @@ def default_oom_hint() -> str:
     return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
 
 
+def free_and_warn(phase: str, reduced: str, same: str) -> None:
+    """After an out-of-memory error in `phase`, free cached GPU memory, and warn of what is reduced and what is not."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    message = f"out of memory in {phase}: reduced the {reduced} for the rest of the run. {same}"
+    warnings.warn(message, RLHFWarning, stacklevel=3)
+
+
 class Pass(NamedTuple):
     """One forward pass of the actor's backbone."""
 
@@ -56,6 +64,7 @@ class ForwardPasses:
         dtype: torch.dtype | None = None,
         packed: bool = True,
         max_rows: int = 0,
+        max_tokens: int = 0,
         share_first: bool = False,
         oom_hint: Callable[[], str] = default_oom_hint,
     ):
@@ -68,13 +77,14 @@ class ForwardPasses:
             dtype: precision of the forward passes; None: float32.
             packed: pack the completions, if the architecture supports it.
             max_rows: largest number of completions in a forward pass; 0: no limit.
+            max_tokens: largest number of tokens in a forward pass; 0: that of the device's budget.
             share_first: the first optimizer step uses all completions, and its forward pass is that of the rollout.
             oom_hint: returns the advice at the end of an out-of-memory message.
         """
         base = base_of(actor.policy)
         self.actor, self.reference, self.temperature, self.dtype = actor, reference, temperature, dtype
         self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
-        self.max_tokens = budget_of(base.device).tokens_per_micro_batch  # largest number in a forward pass
+        self.max_tokens = max_tokens or budget_of(base.device).tokens_per_micro_batch
         self.share_first, self.oom_hint = share_first, oom_hint
         layers = llama.plain_weights(actor) if self.packed else ()
         self.weights = CastWeights([base.get_output_embeddings().weight, *layers], dtype)
@@ -145,14 +155,7 @@ class ForwardPasses:
             if largest == 1:
                 raise RunError(f"out of memory with one completion at a time: {phase} ({reason}). {self.oom_hint()}")
             self.max_rows = -(-largest // 2)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            warnings.warn(
-                f"out of memory in {phase}: reduced the micro-batch size to {self.max_rows} for the rest of the run. "
-                "The optimizer steps do not change",
-                RLHFWarning,
-                stacklevel=2,
-            )
+            free_and_warn(phase, f"micro-batch size to {self.max_rows}", "The optimizer steps do not change")
 
     def run(self, completions: Completions, rows: Sequence[int]) -> Pass:
         """Run the actor's backbone over one micro-batch, `rows`."""

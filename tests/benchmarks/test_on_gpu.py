@@ -8,13 +8,21 @@ import sys
 import time
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from benchmarks import gpu_measures, gpu_trainings, gpu_updates, on_gpu
-from benchmarks.gpu_report import DONE, OUT_OF_TIME, Report
+from benchmarks import gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
+from benchmarks.gpu_limits import GPUS
+from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
+from benchmarks.work import EOS, PAD, TEMPERATURE, Work, random_prompts
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
+from rlhf.settings.training import SamplingSettings
+from rlhf.setup.shape import Shape
 from rlhf.utils.system import WINDOWS
 from tests.scripts.test_scripts import ROOT, run
 
@@ -45,10 +53,11 @@ def test_sections_are_measured_and_written(tmp_path):
 @pytest.mark.proof
 def test_all_sections(tmp_path):
     """The slow tests of memory need a GPU, so the self-test passes none. `real` needs the hub."""
-    found = run_sections(tmp_path, "--full", "--minutes", "30")
+    found = run_sections(tmp_path, "--full", "--minutes", "45")
     assert list(found) == list(on_gpu.FULL) and {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
     figures = {name: figure for record in found.values() for name, figure in record["figures"].items()}
-    for name in ("64 slots, plain", "PPO, one update, ours", "GRPO, stock TRL's time / ours", "demo parts",
+    for name in ("--check", "RLOO, three updates", "64 slots, plain", "64 slots, mixed lengths, LoRA, slots",
+                 "PPO, one update, ours", "GRPO, stock TRL's time / ours", "demo parts",
                  "PPO, 4-bit LoRA, measured / predicted", "RLOO, one epoch of 10,000 prompts"):  # fmt: skip
         assert "error" not in figures[name], figures[name]
     assert figures["PPO, --deterministic"]["value"] == "bit-identical"
@@ -58,8 +67,73 @@ def test_all_sections(tmp_path):
 def test_every_section_of_a_plan_exists():
     known = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
     assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
-    selected = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "demo"]))
-    assert selected == pytest.approx({"decoding": 180 * 1.5 / 3.5, "demo": 180 * 2 / 3.5})
+    selected = on_gpu.shares_of(on_gpu.parse(["--only", "decoding-graph", "demo"]))
+    assert selected == {"decoding-graph": 2 * 60, "demo": 4 * 60}
+    names = list(on_gpu.SHORT)
+    assert names[0] == "runs" and on_gpu.SHORT["runs"] <= 4, "correctness in the first four minutes"
+    engines = [name for name in names if name.startswith("decoding")]
+    assert engines[-1] == "decoding-graph", "nothing works in a process after a failed capture"
+
+
+def section_of(folder: Path, report: Report, name: str = "update") -> Section:
+    plan = Plan(name, 60.0, "cpu", "tiny", str(folder), str(folder), done=report.done(name))
+    return Section(plan, io.StringIO())
+
+
+def test_another_call_continues_the_section_that_ran_out_of_time(tmp_path):
+    """What is measured is not measured again, errors are tried again, and finished and failed sections are over."""
+    measured = []
+
+    def call(late: bool) -> Report:
+        report = Report(tmp_path, ["on_gpu.py"], "today")
+        report.read()
+        section = section_of(tmp_path, report)
+        report.begin("update", 60.0)
+        for name in ("one", "two"):
+            section.deadline -= 100 * (late and name == "two")
+            section.attempt(name, lambda name=name: (measured.append(name), section.figure(name, 1.0)))
+        for line in section.channel.getvalue().splitlines():
+            report.add("update", json.loads(line))
+        report.end("update", DONE, 5.0)
+        return report
+
+    report = call(late=True)
+    assert measured == ["one"] and "error" in report.sections["update"].figures["two"]
+    assert report.sections["update"].state == OUT_OF_TIME and not report.is_over("update")
+    report = call(late=False)
+    assert measured == ["one", "two"] and "error" not in report.sections["update"].figures["two"]
+    assert report.is_over("update") and report.sections["update"].seconds == 10.0
+    report.end("update", FAILED, 1.0, "exit status 1")
+    assert report.is_over("update") and not report.is_over("demo")
+
+
+def test_a_call_without_time_starts_no_section(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(on_gpu, "choose_device", lambda device: device)
+    monkeypatch.setattr(on_gpu, "measure", lambda plan, report: pytest.fail(plan.section))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+    on_gpu.main(["--device", "cpu", "--minutes", "0.1", "--output", str(tmp_path)])
+    assert "runs, decoding-plain, decoding-slots" in capsys.readouterr().out
+
+
+def test_mixed_lengths_end_at_eos_and_share_the_slots(tmp_path):
+    """Random weights with an EOS that is as likely as completions of half the length need."""
+    section = section_of(tmp_path, Report(tmp_path, [], "today"), "decoding-slots")
+    work = Work("", size="tiny", prompt_length=16, reply_length=64)
+    policy = gpu_measures.policy_for(section, work, gpu_measures.Case(8, mixed=True))
+    noise = uniform_noise(0, 0, "rollout", range(64), 64)
+    prompts, sampling = random_prompts([8] * 64, policy.config.vocab_size, 0), SamplingSettings(64, TEMPERATURE)
+    at = {"eos": EOS, "pad": PAD, "device": policy.device, "engine": "slots", "slots": 8}
+    lengths = sample_completions(policy, prompts, noise, sampling, **at).completion_lengths
+    mean = sum(min(n, 64) * (31 / 32) ** (n - 1) / 32 for n in range(1, 2_000))  # 27.8: geometric, cut off at 64
+    assert mean / 1.4 < sum(lengths) / len(lengths) < 1.4 * mean and len(set(lengths)) > 10
+
+
+def test_completions_of_a_graph_are_compared_with_those_of_slots(tmp_path):
+    section = section_of(tmp_path, Report(tmp_path, [], "today"))
+    found = SimpleNamespace(rows=lambda: [[5, 6], [7], [8]])
+    assert gpu_measures.equal_to_slots(section, "64 slots, slots", "slots", found) == ""
+    other = SimpleNamespace(rows=lambda: [[5, 6], [7], [9]])
+    assert gpu_measures.equal_to_slots(section, "64 slots, graph", "graph", other).startswith("2 of 3 ")
 
 
 STUCK = """
@@ -73,13 +147,85 @@ time.sleep(60)
 @pytest.mark.ci
 def test_section_over_its_time_limit_is_ended_with_its_child_processes():
     process, received = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS), []
-    assert not on_gpu.follow(process, time.monotonic() + 2, received.append)
-    on_gpu.end_all(process)
+    family: set[psutil.Process] = set()
+    assert not on_gpu.follow(process, time.monotonic() + 2, received.append, family)
+    on_gpu.end_all(process, family)
     (child,) = received
     deadline = time.monotonic() + 10
     while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child process is still running"
         time.sleep(0.05)
+
+
+ENDED = """
+import json, subprocess, sys, time
+words = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+print(json.dumps({"name": "child", "value": child.pid}), flush=True)
+time.sleep(1.5 * float(sys.argv[1]))
+"""
+
+
+@pytest.mark.ci
+def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
+    """It does not belong to the section's process group, as on Windows, where there are none."""
+    words = [sys.executable, "-c", ENDED, str(on_gpu.LOOK_EVERY)]
+    process, received = Popen(words, stdout=PIPE, text=True, start_new_session=not WINDOWS), []
+    family: set[psutil.Process] = set()
+    assert on_gpu.follow(process, time.monotonic() + 30, received.append, family)
+    (child,) = received
+    assert psutil.pid_exists(child["value"])
+    on_gpu.end_all(process, family)
+    psutil.wait_procs(family, timeout=10)
+    assert not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
+
+
+# --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------
+
+
+class Capture:
+    """Takes the place of torch.cuda.graph. A capture takes two ticks of the clock."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def test_captures_are_counted_apart_from_steps(monkeypatch):
+    clock = iter(range(10, 100))
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(gpu_measures, "seconds", lambda device: next(clock))
+    captures = gpu_measures.Captures()
+    for _ in range(3):
+        with torch.cuda.graph():
+            next(clock)
+    assert (captures.count, captures.seconds) == (3, 3 * 2)
+
+
+def test_shares_of_the_hardware_of_a_known_gpu(tmp_path, monkeypatch):
+    """An update at the H100's peak has an MFU of 100%, and a step at its bandwidth an MBU of 100%."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    section = Section(Plan("update", 60.0, "cuda", "tiny", str(tmp_path), str(tmp_path)), io.StringIO())
+    work = Work("", size="tiny", batch_size=2, prompt_length=3, reply_length=4, ppo_epochs=4)
+    policy = gpu_measures.policy_for(section_of(tmp_path, Report(tmp_path, [], "")), work, gpu_measures.Case(2))
+    shape = Shape.of(policy.config, policy.num_parameters())
+    spent = gpu_limits.update_flops(shape, 2, 3, 4, passes=4, reward=True) / GPUS["H100"].peak
+    assert gpu_updates.share_of_peak(section, work, spent) == "; MFU 100.0%"
+    step = gpu_limits.decoding_bytes(shape, 2, 5) / GPUS["H100"].bandwidth
+    assert gpu_measures.share_of_bandwidth(section, policy, work, 2, 2 * step) == ", MBU 50%"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
+    assert gpu_updates.share_of_peak(section, work, spent) == ""
+
+
+@pytest.mark.parametrize(("printed", "clock"), [("580.1, 1980, 1980, 2619, 310.5, 700.0, 41, 2870, [N/A]\n", "1980"),
+                                                ("no devices were found\n", "unknown")])  # fmt: skip
+def test_state_of_the_gpu_is_that_of_nvidia_smi(monkeypatch, printed, clock):
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=printed))
+    found = machine.gpu_state()
+    assert found["clocks.sm"] == clock and set(found) == set(machine.OF_GPU)
+    assert found["power.limit"] == ("700.0" if clock == "1980" else "unknown")
 
 
 def test_failed_attempt_is_recorded_and_the_section_continues(tmp_path):

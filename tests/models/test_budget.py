@@ -10,6 +10,7 @@ import torch
 from rlhf.models.budget import BUDGETS, budget_of
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
+from rlhf.setup.fit import SLOTS, TOKENS
 from rlhf.setup.plan import batch_line
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -36,11 +37,17 @@ def test_plan_prints_the_budget_of_the_device(configured, device, tokens):
 def test_help_texts_contain_the_budget_numbers():
     """The settings do not import torch, so their help texts repeat the numbers."""
     settings, cpu, gpu = settings_of(Config), budget_of(CPU), budget_of(GPU)
-    micro_batch = (
-        f"as many as fit into {gpu.tokens_per_micro_batch:,} tokens on a GPU, {cpu.tokens_per_micro_batch:,} on"
-    )
-    assert micro_batch in settings["micro_batch_size"].help
-    assert f"0: {gpu.rollout_slots} on a GPU, {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help
+    tokens = f"up to {gpu.tokens_per_micro_batch:,}; {cpu.tokens_per_micro_batch:,} on a CPU"
+    assert tokens in settings["micro_batch_tokens"].help and gpu.tokens_per_micro_batch == TOKENS[0]
+    assert f"up to {SLOTS[0]:,}; {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help
+
+
+def test_settings_of_a_run_replace_numbers_of_the_budget(configured):
+    """An evaluation samples as many completions together as there are slots: 32 to 256."""
+    found = budget_of(GPU, configured("--micro-batch-tokens", 2_048, "--rollout-slots", 64))
+    assert (found.tokens_per_micro_batch, found.rollout_slots, found.eval_batch_size) == (2_048, 64, 64)
+    assert [budget_of(GPU, configured("--rollout-slots", n)).eval_batch_size for n in (8, 1_024)] == [32, 256]
+    assert budget_of(CPU, configured()) == BUDGETS["cpu"]
 
 
 def test_micro_batches_respect_the_token_budget(build, monkeypatch):

@@ -388,6 +388,10 @@ def test_micro_batch_size_changes_the_number_of_passes(build):
     assert forward_passes(build, "--micro-batch-size", "1") == 4 * forward_passes(build)
 
 
+def test_micro_batch_tokens_changes_the_number_of_passes(build):
+    assert forward_passes(build, "--micro-batch-tokens", "1") == 4 * forward_passes(build)
+
+
 def test_gradient_accumulation_steps_is_micro_batches_per_optimizer_step(build):
     """Four episodes in micro-batches of two: two forward passes, and two optimizer steps or one."""
 
@@ -493,8 +497,10 @@ def test_check_prints_checks_and_writes_no_folder(configured, capsys):
     assert "save and reload  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
 
 
-SEPARATE = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
-         "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
+SEPARATE = {
+    *("micro_batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "gradient_checkpointing", "output"),
+    *("dry_run", "check", "rollout_engine", "rollout_slots", "packed", "fused_head"),
+}  # each has its own test above
 DATA = {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # tests/data/test_readers.py
 SAMPLER = {"steps_per_topic"}  # tests/data/test_sampler.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py

@@ -10,17 +10,18 @@ import torch
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import ids_alone
+from rlhf.run import train as train_module
 from rlhf.settings.fields import replaced
-from rlhf.settings.training import FITTED
+from rlhf.settings.training import FITTED, FROM_FREE_MEMORY
 from rlhf.settings.types import MemorySize
 from rlhf.setup import fit as module
-from rlhf.setup.fit import MARGIN, choose, estimator, fit
+from rlhf.setup.fit import CONTEXT, MARGIN, choose, choose_batches, estimator, fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.shape import Shape
 from rlhf.utils.console import Screen
 
-CPU, GIB = torch.device("cpu"), 2**30
+CPU, GPU, GIB = torch.device("cpu"), torch.device("cuda"), 2**30
 SMOLLM2 = Shape.of(
     {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
      "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}, 134_515_008
@@ -173,3 +174,70 @@ def test_seeds_with_fit_are_recognised_as_finished(run_flags, configured, capsys
     capsys.readouterr()
     train_ppo.main([*flags, "--resume"])
     assert capsys.readouterr().out.count("already finished") == 2
+
+
+# --- batches that fit the free memory of a GPU -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """SmolLM2-135M on a GPU with bfloat16, 64 prompts of 200 tokens."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    return replace(smollm2(1), device=GPU, train=[ids_alone([5] * 200)] * 64, libraries=0)
+
+
+def batches(config) -> tuple[int, int]:
+    return config.batch.micro_batch_tokens, config.speed.rollout_slots
+
+
+def test_batches_are_the_largest_that_fit_the_free_memory(configured, on_gpu, capsys):
+    config = configured("--batch-size", 64, "--max-new-tokens", 128)
+    assert batches(choose_batches(config, on_gpu, 80 * GIB, Screen())) == (16_384, 1_024)
+    assert capsys.readouterr().out == ""
+    found = choose_batches(config, on_gpu, 8 * GIB, Screen())
+    assert batches(found) == (4_096, 1_024) and "4096" in capsys.readouterr().out
+    room = 8 * GIB / MARGIN - CONTEXT["cuda"]
+    assert on_gpu(found).peak <= room < on_gpu(replaced(found, micro_batch_tokens=8_192)).peak
+
+
+def test_batches_do_not_shrink_below_what_makes_a_difference(configured, on_gpu):
+    """Weights, gradients and moments alone do not fit."""
+    config = configured("--batch-size", 1, "--max-new-tokens", 8, "--minibatches", 1)
+    found = choose_batches(config, on_gpu, GIB, Screen(quiet=True))
+    smallest = on_gpu(replaced(config, micro_batch_tokens=1_024, rollout_slots=8)).peak
+    assert GIB < on_gpu(found).peak == smallest and found.batch.micro_batch_tokens == 16_384
+
+
+def test_batches_of_flags_are_kept(configured, on_gpu):
+    config = configured("--batch-size", 64, "--micro-batch-tokens", 5_000, "--rollout-slots", 7)
+    assert choose_batches(config, on_gpu, 2 * GIB, Screen(quiet=True)) == config
+
+
+def test_the_plain_engine_has_no_slots_to_choose(configured, on_gpu):
+    config = configured("--batch-size", 64, "--rollout-engine", "plain")
+    assert batches(choose_batches(config, on_gpu, 8 * GIB, Screen(quiet=True)))[1] == 0
+
+
+def test_a_run_stores_the_chosen_batches_and_resumes_with_them(run_flags, tmp_path, monkeypatch):
+    """Also if the free memory has changed, which would choose others."""
+    flags = ("--save-every", 1, "--eval-every", 1)
+    for free in (8, 1):
+
+        def chosen(config, inputs, device, screen, free=free):
+            return replaced(config, micro_batch_tokens=4 * free, rollout_slots=free)
+
+        monkeypatch.setattr(train_module, "choose_settings", chosen)
+        resumed = ("--resume", "--resume-anyway") if free == 1 else ()
+        train_ppo.main(run_flags("--num-iterations", 2 - (free == 8), *flags, *resumed))
+        stored = RunRecord.read(tmp_path / "run").flat_settings
+        assert [stored[name] for name in FROM_FREE_MEMORY] == [32, 8]
+
+
+def test_weights_do_not_depend_on_the_batches(build):
+    """Micro-batches change the order of sums; slots change nothing else, because random numbers belong to episodes."""
+    found = []
+    for flags in ((), ("--micro-batch-tokens", 40, "--rollout-slots", 2)):
+        trainer = build("--num-iterations", 1, *flags)
+        trainer.update_step(1)
+        found.append(torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]))
+    assert 0 < float((found[0] - found[1]).abs().max()) < 1e-5

@@ -63,7 +63,10 @@ def test_bad_weights_returns_the_names_of_non_finite_weights():
     module.bias.data[1] = math.inf
     assert bad_weights(module) == ["bias"]
     module.bias.requires_grad_(False)
-    assert bad_weights(module) == []
+    module.counts = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)  # as 4-bit weights
+    assert bad_weights(module) == [] and bad_weights(module, frozen=True) == ["bias"]
+    module.weight.data[0, 0], module.bias.data[1] = torch.finfo(torch.float32).max, math.nan
+    assert bad_weights(module, frozen=True) == ["bias"], "the largest float is finite"
 
 
 @pytest.mark.parametrize("updates", [1, 3])

@@ -20,6 +20,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import BATCH_FILE, INCIDENT_FILE, TENSORS_FILE, WEIGHTS, save_incident
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.commands.train import train_command
+from rlhf.rollout.continuous_batching import ContinuousBatcher
 from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, run_command
 from tests.conftest import BY_TIER, attach
@@ -386,6 +387,44 @@ def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypa
         trainer.update_step(1)
     snapshot(*(warning.message for warning in caught))
     assert sizes == [4, 4, 2, 1, 1, 1, 1], "with the kept pass, then without it, then in smaller micro-batches"
+
+
+def limit_slots(monkeypatch, most, in_capture=False):
+    """Simulates memory for sampling at most `most` completions at a time: the third step of more runs out of it.
+    Returns a list that receives the number of slots of each step."""
+    decode, steps = ContinuousBatcher._decode, []
+
+    def limited(batcher, span):
+        steps.append(len(batcher.used))
+        if len(batcher.used) > most and len(steps) > 2:
+            error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            error.in_capture = in_capture
+            raise error
+        return decode(batcher, span)
+
+    monkeypatch.setattr(ContinuousBatcher, "_decode", limited)
+    return steps
+
+
+def test_out_of_memory_in_sampling_halves_the_slots_and_changes_no_token(build, monkeypatch, snapshot):
+    expected = build()
+    expected = [expected.collector.collect(expected.episodes_of(update), update).completions for update in (1, 2)]
+    limited, steps = build(), limit_slots(monkeypatch, most=2)
+    with pytest.warns(RLHFWarning, match="rollout slots to 2") as caught:
+        found = limited.collector.collect(limited.episodes_of(1), 1).completions
+    snapshot(*(warning.message for warning in caught))
+    assert found.rows() == expected[0].rows() and torch.equal(found.ended, expected[0].ended)
+    assert steps[:3] == [4, 4, 4] and max(steps[3:]) == 2
+    steps.clear()
+    assert limited.collector.collect(limited.episodes_of(2), 2).completions.rows() == expected[1].rows()
+    assert max(steps) == 2, "halved for the rest of the run"
+
+
+def test_out_of_memory_in_the_capture_of_a_graph_is_not_retried(build, monkeypatch, user_error):
+    trainer, steps = build(), limit_slots(monkeypatch, most=2, in_capture=True)
+    with user_error("the rollout", "--", kind=RunError):
+        trainer.update_step(1)
+    assert steps == [4, 4, 4]
 
 
 def test_kept_pass_is_freed_if_computing_logprobs_needs_its_memory(build, monkeypatch):

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+HAS_FLOAT_OUTPUT = "dtype" in torch.ops.aten.mm.overloads()  # a bfloat16 product with a float32 result, on CUDA
+
 
 class CastWeights:
     """Copies of float32 weights in `dtype`; no copies if it is None.
@@ -53,6 +55,6 @@ def stored(weight: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in `dtype`. A GPU adds up a bfloat16 product in float32, and can write it without rounding."""
-    if a.is_cuda and (a.dtype, dtype) == (torch.bfloat16, torch.float32):
+    if a.is_cuda and (a.dtype, dtype) == (torch.bfloat16, torch.float32) and HAS_FLOAT_OUTPUT:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from rlhf.models import llama
 from rlhf.models.attention import Kernel
+from rlhf.models.cast_weights import product, stored
 from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, joined, scaled_logits, upcast
 from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
 
 Product = Callable[[Tensor], Tensor]  # (S, in) -> (S, out)
-HAS_FLOAT_OUTPUT = "dtype" in torch.ops.aten.mm.overloads()  # a bfloat16 product with a float32 result, on CUDA
 
 
 class Decoder(Protocol):
@@ -97,12 +97,12 @@ def adapters_of(layer: nn.Module) -> list[str]:
 
 
 def decoding_weight(layer: nn.Module, merge: bool) -> Tensor:
-    """Return the weight (out, in) of a linear layer, with its adapters if `merge`. A decoder takes the weights of all
-    its products from here."""
-    weight = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight.detach()
-    for name in adapters_of(layer) if merge else ():
-        weight = weight + layer.get_delta_weight(name).detach()
-    return weight
+    """Return the weight (out, in) of a linear layer, with its adapters if `merge`, and otherwise in the precision of the
+    forward pass if a copy exists. A decoder takes the weights of all its products from here."""
+    weight, adapters = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight, adapters_of(layer)
+    if not (merge and adapters):
+        return stored(weight).detach()
+    return weight.detach() + sum(layer.get_delta_weight(name).detach() for name in adapters)
 
 
 class _Product:
@@ -149,8 +149,8 @@ class _Product:
 
     def floats(self, row: Tensor) -> Tensor:
         """Return the products in float32 or float64."""
-        if row.is_cuda and row.dtype == torch.bfloat16 and self.kept.keys() == {"weight"} and HAS_FLOAT_OUTPUT:
-            return torch.mm(row, self.kept["weight"].t(), out_dtype=torch.float32)
+        if self.kept.keys() == {"weight"}:
+            return product(row, self.kept["weight"].t(), upcast(row[:0]).dtype)
         return upcast(self(row))
 
 
@@ -174,13 +174,13 @@ class FusedDecoder:
 
         self.products: list[_Product] = []
 
-        def product(*layers: nn.Module, **changes) -> _Product:
+        def make_product(*layers: nn.Module, **changes) -> _Product:
             self.products.append(_Product(layers, self.dtype, slots, static, **changes))
             return self.products[-1]
 
         self.norm = _Norm(self.backbone.norm, static)
-        self.layers = [_FusedLayer(layer, product, static) for layer in self.backbone.layers]
-        self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
+        self.layers = [_FusedLayer(layer, make_product, static) for layer in self.backbone.layers]
+        self.head = make_product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
         # cosines and signed sines of all positions, (columns, 2, 1, D)
         self.cos_sin = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)

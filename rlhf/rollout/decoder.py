@@ -97,8 +97,8 @@ def adapters_of(layer: nn.Module) -> list[str]:
 
 
 def decoding_weight(layer: nn.Module, merge: bool) -> Tensor:
-    """Return the weight (out, in) of a linear layer, with its adapters if `merge`, and otherwise in the precision of the
-    forward pass if a copy exists. A decoder takes the weights of all its products from here."""
+    """Return the weight (out, in) of a linear layer: with its adapters if `merge`, otherwise its copy in the precision
+    of the forward pass, if one exists. A decoder takes the weights of all its products from here."""
     weight, adapters = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight, adapters_of(layer)
     if not (merge and adapters):
         return stored(weight).detach()
@@ -187,8 +187,8 @@ class FusedDecoder:
 
     def load(self) -> None:
         """Copy the present weights of the policy."""
-        for product in self.products:
-            product.load()
+        for one in self.products:
+            one.load()
 
     @property
     def size(self) -> int:

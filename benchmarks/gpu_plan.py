@@ -22,16 +22,20 @@ def main(argv: list[str] | None = None) -> None:
 
     from rlhf.config import make_config
     from rlhf.settings.types import MemorySize
+    from rlhf.setup import memory
     from rlhf.setup.fit import CONTEXT, MARGIN, changed_flags, choose
     from rlhf.utils.console import gib
 
     torch.cuda.is_bf16_supported = lambda *_, **__: True  # the prediction is for a GPU that computes in bfloat16
     config = make_config(arguments.recipe, arguments.algorithm)
     estimate = estimator(config, arguments.model or config.model.actor_model, arguments.prompt_tokens)
+    sizes = [MemorySize.parse(size) for size in arguments.sizes]
+    memory.installed = lambda _: max(size.bytes for size in sizes)  # of the GPU, which this machine may not have
     forecast = estimate(config)
     print(f"{arguments.recipe}, {arguments.algorithm}: {estimate.policy.parameters:,} parameters")
     print(f"without --fit: predicted peak {gib(forecast.peak)} GiB ({forecast.largest.name})")
-    for size in map(MemorySize.parse, arguments.sizes):
+    for size in sizes:
+        memory.installed = lambda _, size=size: size.bytes
         room = int(size.bytes / MARGIN) - CONTEXT["cuda"]
         chosen = choose(config, estimate, room)
         forecast, flags = estimate(chosen), changed_flags(config, chosen) or "nothing is changed"

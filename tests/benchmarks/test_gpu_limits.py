@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import gpu_limits, gpu_plan
 from benchmarks.gpu_limits import GPU, GPUS, gpu_named
+from rlhf.setup import memory
 from rlhf.setup.shape import Shape
 from tests.documents import ROOT
 
@@ -60,6 +61,7 @@ def test_the_page_has_the_printed_table(capsys):
 def test_a_plan_for_gpus_needs_the_config_of_the_model_only(tmp_path, capsys, monkeypatch):
     """SmolLM2-135M's shape with the recipe qwen3-gsm8k. A size that is too small is reported."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    monkeypatch.setattr(memory, "installed", memory.installed)  # the script replaces both
     configs = json.loads((ROOT / "tests/models/published_configs.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(configs["HuggingFaceTB/SmolLM2-135M-Instruct"]))
     gpu_plan.main(["--model", str(tmp_path), "--sizes", "1GB", "24GB"])

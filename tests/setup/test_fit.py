@@ -15,6 +15,7 @@ from rlhf.settings.fields import replaced
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY
 from rlhf.settings.types import MemorySize
 from rlhf.setup import fit as module
+from rlhf.setup import memory
 from rlhf.setup.fit import CONTEXT, MARGIN, choose, choose_batches, estimator, fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator
@@ -183,6 +184,7 @@ def test_seeds_with_fit_are_recognised_as_finished(run_flags, configured, capsys
 def on_gpu(monkeypatch):
     """SmolLM2-135M on a GPU with bfloat16, 64 prompts of 200 tokens."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    monkeypatch.setattr(memory, "installed", lambda _: 80 * GIB)
     return replace(smollm2(1), device=GPU, train=[ids_alone([5] * 200)] * 64, libraries=0)
 
 

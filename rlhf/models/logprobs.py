@@ -169,7 +169,6 @@ class _FusedLogprobs(torch.autograd.Function):
         # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost
         by_token = torch.expm1(logprobs).unsqueeze(-1).mul_(scale)
         by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
-        by_states = product(by_logits, head, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        by_hidden = by_states if by_states is None or ctx.temperature == 1 else by_states.div_(ctx.temperature)
+        by_hidden = product(by_logits, head, ctx.dtypes[0]).div_(ctx.temperature) if ctx.needs_input_grad[0] else None
         by_weight = product(by_logits.t(), states, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return by_hidden, by_weight, None, None, None, None

@@ -268,7 +268,7 @@ def environment() -> dict[str, Any]:
     """Return command line, Python, platform, package versions and commit."""
     return {
         "command": typed_words(),
-        "python": platform.pythonversion_of(),
+        "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: version_of(name) for name in PACKAGES},
         "commit": _commit() if is_checkout() else None,

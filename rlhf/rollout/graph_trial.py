@@ -87,7 +87,7 @@ def main(
                                  num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                                  max_position_embeddings=256)  # fmt: skip
     torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_config(shape).eval().to(where)
+    policy = AutoModelForCausalLM.from_config(shape, trust_remote_code=False).eval().to(where)
     prompts, equal = [ids_alone(range(3, 7 + row % 5)) for row in range(ROWS)], 0
     for _ in range(ROUNDS):
         noise, sampling = torch.rand(ROWS, LENGTH), SamplingSettings(max_new_tokens=LENGTH)

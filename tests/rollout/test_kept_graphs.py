@@ -161,7 +161,7 @@ def test_engines_in_bfloat16_sample_almost_the_same(name, lora):
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
     model = adapted(model, use_rslora=True) if lora else model
-    model.get_output_embeddings().weight.data.mul_(20)
+    model.get_output_embeddings().weight.data.mul_(8)
     assert equal_share(model, name, top_p=0.9) > 0.6
 
 

@@ -273,6 +273,7 @@ def old_gpu(inputs: Inputs) -> list[object]:
     inputs.monkeypatch.setattr("rlhf.run.train.start_device", lambda *_: torch.device("cuda"))
     inputs.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     inputs.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
+    inputs.monkeypatch.setattr("rlhf.setup.fit.available", lambda _: 8 * 2**30)
     return ["--bf16"]
 
 

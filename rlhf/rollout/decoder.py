@@ -244,7 +244,9 @@ class _FusedLayer:
         self.exchanged = static and not hasattr(attention, "q_norm")
         self.before, self.between = (_Norm(m, static) for m in (layer.input_layernorm, layer.post_attention_layernorm))
         self.qkv = product(query, key, value, outputs=self._with_exchanged_halves if self.exchanged else None)
-        self.out, self.gate_up, self.down = product(out, inputs=self._as_attended), product(gate, up), product(down)
+        self.static = static
+        self.out = product(out, inputs=self._as_attended if static else None)
+        self.gate_up, self.down = product(gate, up), product(down)
         self.window, self.kernel = llama.window_of(attention), Kernel(attention.scaling, None)
 
     def _with_exchanged_halves(self, rows: Tensor) -> Tensor:
@@ -276,6 +278,7 @@ class _FusedLayer:
         keys, values = cache.store(new, number)
         grouped = heads[:, : turned - count].unflatten(1, (count, -1)).to(keys.dtype)
         attended = self.kernel.as_given(grouped, keys, values, layout.mask(self.window, keys.dtype), False)
-        hidden = hidden + self.out(attended.transpose(1, 2).flatten(1))  # the order in memory: no copy
+        # the order of the heads in memory, so that nothing is copied
+        hidden = hidden + self.out((attended.transpose(1, 2) if self.static else attended).flatten(1))
         gate, up = self.gate_up(self.between(hidden, dtype)).chunk(2, -1)
         return hidden + self.down(silu(gate).mul_(up))

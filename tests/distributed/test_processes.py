@@ -202,7 +202,7 @@ def gap_to_one_process(folder: Path, launcher: str, *more: str) -> float:
 @pytest.mark.ci
 @pytest.mark.parametrize("launcher", ["torchrun", "two-machines", "accelerate"])
 def test_commands_of_the_launchers(tmp_path, launcher):
-    assert gap_to_one_process(tmp_path, launcher) < 1e-6
+    assert gap_to_one_process(tmp_path, launcher) < 5e-6
 
 
 @pytest.mark.ci

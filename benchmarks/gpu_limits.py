@@ -37,7 +37,7 @@ GPUS = {
 }
 OF_BANDWIDTH, OF_PEAK = 0.82, 0.5  # shares that good kernels reach
 PER_KERNEL = 2e-6  # seconds to start a kernel of a CUDA graph (1.5 to 2.5 us)
-KERNELS = 527  # of a decoding step of SmolLM2-135M in bfloat16 (tests/rollout/test_decoder_operators.py)
+KERNELS = 526  # of a decoding step of SmolLM2-135M in bfloat16 (tests/rollout/test_decoder_operators.py)
 BF16, FLOAT = 2, 4  # bytes of a number
 LOGIT_PASSES = 5  # float32 tensors of slots x vocabulary that sampling reads or writes
 # bytes of element-wise work per token, layer and hidden feature in a forward and backward pass, without the head

@@ -128,7 +128,7 @@ def generalized_advantage_estimate(
 
     The returns are the critic's targets. Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
-    deltas = td_errors(rewards, values, mask, gamma).cpu()  # a GPU would wait for three kernels per token
+    deltas = td_errors(rewards, values, mask, gamma).cpu()  # on a GPU the loop has three kernels per token
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])
     for t in reversed(range(deltas.shape[1])):

@@ -122,7 +122,8 @@ def _probabilities(
     The softmax of the logits, states (N, H) @ head (V, H)^T, is in float32 or float64, block by block. The entropies
     are 0 unless `entropy`. The probabilities are in the precision of `states`, on a CPU in the memory of the logits.
     """
-    logits = product(states, head.t(), upcast(states[:0]).dtype if states.is_cuda else states.dtype)
+    full = torch.promote_types(states.dtype, torch.float32)
+    logits = product(states, head.t(), full if states.is_cuda else states.dtype)
     probabilities = logits if logits.dtype == states.dtype else torch.empty_like(logits, dtype=states.dtype)
     logprobs, entropies = [], []
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):

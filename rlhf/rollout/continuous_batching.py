@@ -195,7 +195,7 @@ class ContinuousBatcher:
         except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
             first = error.__context__ or error  # the end of a failed capture raises an error of its own
             if isinstance(first, torch.OutOfMemoryError):
-                first.in_capture = True  # it must not be handled
+                first.in_capture = True  # nothing may be sampled again: torch is still in the capture
                 raise first from None
             raise RunError(
                 f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200}): "

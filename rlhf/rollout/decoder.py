@@ -150,7 +150,7 @@ class _Product:
     def floats(self, row: Tensor) -> Tensor:
         """Return the products in float32 or float64."""
         if self.kept.keys() == {"weight"}:
-            return product(row, self.kept["weight"].t(), upcast(row[:0]).dtype)
+            return product(row, self.kept["weight"].t(), torch.promote_types(row.dtype, torch.float32))
         return upcast(self(row))
 
 

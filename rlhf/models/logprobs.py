@@ -122,7 +122,7 @@ def _probabilities(
     The softmax of the logits, states (N, H) @ head (V, H)^T, is in float32 or float64, block by block. The entropies
     are 0 unless `entropy`. The probabilities are in the precision of `states`, on a CPU in the memory of the logits.
     """
-    full = torch.promote_types(states.dtype, torch.float32)
+    full = torch.float32 if states.dtype == torch.bfloat16 else states.dtype
     logits = product(states, head.t(), full if states.is_cuda else states.dtype)
     probabilities = logits if logits.dtype == states.dtype else torch.empty_like(logits, dtype=states.dtype)
     logprobs, entropies = [], []

@@ -150,7 +150,8 @@ class _Product:
     def floats(self, row: Tensor) -> Tensor:
         """Return the products in float32 or float64."""
         if self.kept.keys() == {"weight"}:
-            return product(row, self.kept["weight"].t(), torch.promote_types(row.dtype, torch.float32))
+            full = torch.float32 if row.dtype == torch.bfloat16 else row.dtype
+            return product(row, self.kept["weight"].t(), full)
         return upcast(self(row))
 
 

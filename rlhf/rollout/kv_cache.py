@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.models.attention import Kernel, Layout, PackedLayout
+from rlhf.models.attention import Kernel, Layout
 from rlhf.models.logprobs import forward_dtype
 from rlhf.models.packing import on_device, pack_rows
 
@@ -122,7 +122,7 @@ class PackedPrompts:
 
     ids: Tensor  # (1, N)
     positions: Tensor  # (1, N)
-    layout: PackedLayout
+    layout: Layout
     lengths: Tensor  # (R,) tokens of each completion's prompt
     last: Tensor  # (R,) index of the prompt's last token in the row
     # one entry per prompt token of each completion: where its keys and values are stored

@@ -1,6 +1,8 @@
 """Trains the recipe smollm2-sums with PPO, GRPO and RLOO, and a control run; writes one JSON file per finished run.
 
     python benchmarks/real_smollm2.py                                   train
+    python benchmarks/real_smollm2.py --verify ppo_123                  repeat updates 1 and 2 of a published run
+    python benchmarks/real_smollm2.py --human svamp.jsonl               answers to 300 problems that people wrote
     python benchmarks/real_smollm2.py --probe                           what did the model learn?
     python benchmarks/real_smollm2.py --sweep learning_rate=1e-5,5e-5   short runs with other settings
     python benchmarks/real_smollm2.py --table --picture pictures/real_smollm2.png
@@ -12,7 +14,10 @@ run with a JSON file is skipped, an unfinished run is resumed. Flags after `--` 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +48,7 @@ STORED_SETTINGS = (
     *("minibatches", "max_new_tokens", "temperature", "kl_placement", "kl_schedule", "kl_coef", "kl_target", "bf16"),
     *("use_lora", "reward_func", "control", "missing_eos_penalty", "eval_every"),
 )
+OF_THE_MACHINE = ("time/", "throughput/", "memory/")  # beginnings of names of figures
 SESSION = "# session "  # begins the first line of each session in a run's console log
 
 
@@ -68,6 +74,13 @@ def main(argv: list[str] | None = None) -> None:
             print(tables(arguments.results))
         if arguments.picture:
             draw(arguments.results, arguments.picture)
+    elif arguments.verify:
+        if not all([verify(name, arguments, screen.say) for name in arguments.verify]):
+            raise SystemExit(1)
+    elif arguments.human:
+        from benchmarks.real_smollm2_probe import answer_human
+
+        answer_human(arguments.human, arguments.runs, arguments.results, screen)
     elif arguments.probe is not None:
         from benchmarks.real_smollm2_probe import probe_models
 
@@ -89,6 +102,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", nargs="*", metavar="NAME=VALUE,VALUE", help=f"GRPO with each value ({SWEEP})")
     parser.add_argument("--updates", type=int, default=8, help="updates of each run of --sweep (8)")
     parser.add_argument("--probe", nargs="*", metavar="RUN", help="probe the start model and these runs (grpo_42)")
+    parser.add_argument("--verify", nargs="+", metavar="RUN", help="repeat updates 1 and 2 of these published runs")
+    parser.add_argument(
+        "--human", type=Path, help="a file of problems: start model and finished runs answer 300 of them"
+    )
     parser.add_argument("--table", action="store_true", help="print Markdown tables of the JSON files")
     parser.add_argument("--picture", type=Path, help="draw the JSON files into this file")
     parser.add_argument("more", nargs="*", help="after --: flags for every training command")
@@ -130,18 +147,47 @@ def measure(training: Training, arguments: argparse.Namespace, say: Callable[[st
         say(f"already measured: {file}")
         return
     folder, log = arguments.runs / training.name, arguments.runs / f"{training.name}.log"
+    words = ["--recipe", arguments.recipe, *training.words, *arguments.more, "--seed", str(training.seed)]
+    command = [f"train_{training.algorithm}.py", *words]
     record = RunRecord.read(folder)
     if record is None or record.status != "finished":
-        words = [*training.words, *arguments.more, "--seed", str(training.seed), "--output", str(folder)]
-        words = ["--recipe", arguments.recipe, *words, *(["--resume"] if record is not None else [])]
         say(f"{'training' if record is None else 'resuming'} {training.name}, console output in {log}")
-        train([sys.executable, str(PROJECT / f"train_{training.algorithm}.py"), *words], log)
-    write_json(file, {"name": training.name, "kind": training.kind, **facts_of_run(folder, log)})
+        train([*command, "--output", str(folder), *(["--resume"] if record is not None else [])], log)
+    facts = {"name": training.name, "kind": training.kind, "command": command, **facts_of_run(folder, log)}
+    write_json(file, facts)
     say(f"finished: {file}")
 
 
-def train(words: Sequence[str], log: Path) -> None:
-    """Run a training command and append its console output to `log`. Raises RunError with the end of the output."""
+def verify(name: str, arguments: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """Repeat updates 1 and 2 of a published run. Returns True if all their figures are equal."""
+    file = arguments.results / f"{name}.json"
+    if not file.is_file():
+        raise UserError(f"file not found: {file}. --verify needs the name of a published run")
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    if "first_updates" not in facts:
+        raise UserError(f"no figures of updates 1 and 2: {file}. It was measured by an earlier release")
+    folder, log = arguments.runs / f"verify_{name}", arguments.runs / f"verify_{name}.log"
+    shutil.rmtree(folder, ignore_errors=True)
+    precision = "--bf16" if facts["settings"]["bf16"] else "--no-bf16"
+    threads = {"OMP_NUM_THREADS": str(facts["machine"]["threads_used"])}
+    say(f"repeating updates 1 and 2 of {name}, console output in {log}")
+    more = ["--num-iterations", "2", "--eval-prompts", "1", precision, "--output", str(folder)]
+    train([*facts["command"], *more], log, {**os.environ, **threads})
+    published, found = facts["first_updates"], first_updates(folder)
+    equal = found["sha256"] == published["sha256"]
+    say(f"{name}: {'equal' if equal else 'not equal'}, SHA-256 {found['sha256']}, published {published['sha256']}")
+    for one, other in zip(published["figures"], found["figures"], strict=True):
+        for figure in sorted(one):
+            if one[figure] != other.get(figure):
+                say(f"  update {one['update']}, {figure}: {other.get(figure)}, published {one[figure]}")
+    return equal
+
+
+def train(words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    """Run a training command and append its console output to `log`. Raises RunError with the end of the output.
+
+    The first word is a script of the project. `environment` None: that of this process.
+    """
     from benchmarks.machine import busy
 
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +195,8 @@ def train(words: Sequence[str], log: Path) -> None:
     with log.open("a", encoding="utf-8") as opened:
         opened.write(f"\n{SESSION}{json.dumps(session)}\n")
         opened.flush()
-        with subprocess.Popen(list(words), stdout=opened, stderr=subprocess.STDOUT) as process:
+        words = [sys.executable, str(PROJECT / words[0]), *words[1:]]
+        with subprocess.Popen(words, stdout=opened, stderr=subprocess.STDOUT, env=environment) as process:
             try:
                 status = process.wait()
             except KeyboardInterrupt:  # Ctrl-C reaches the training, too, which then saves a checkpoint
@@ -166,7 +213,7 @@ def train(words: Sequence[str], log: Path) -> None:
 def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     """Return the figures of a finished run. Raises UserError if the run is not finished.
 
-    `right` has one character per question: "1" if the completion is right. The recipe samples one per question.
+    `accuracy` is the mean of the first reward function, or of the score of a run without one.
     """
     import torch
 
@@ -175,7 +222,8 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     run = RunRecord.require(folder, "--runs")
     if run.status != "finished":
         raise UserError(f"the run is {run.status}: {folder}. Start this command again to resume it")
-    settings, rule = run.flat_settings, run.flat_settings["reward_func"][0]
+    settings = run.flat_settings
+    rule = next(iter(settings["reward_func"] or ()), "score")
     files = sorted((folder / "samples").glob("update-*.jsonl"))
     before, after = (samples_of(file, rule) for file in (files[0], files[-1]))
     evaluations, seconds = evaluations_of(folder, log, run, rule, files)
@@ -194,7 +242,8 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
         "accuracy": {"questions": len(before), **rise_of(before, after, run.seed)},
         "evaluations": evaluations,
         "topics": topics_of(before, after),
-        "right": {name: digits(value for value, _ in rows) for name, rows in (("before", before), ("after", after))},
+        **values_of(rule, before, after),
+        "first_updates": first_updates(folder),
     }
 
 
@@ -226,9 +275,29 @@ def topics_of(before: Samples, after: Samples) -> dict[str, dict[str, float]]:
     }
 
 
+def values_of(rule: str, before: Samples, after: Samples) -> dict[str, dict[str, Any]]:
+    """Return the value of each question, before and after: 1 if the completion is right, or the score."""
+    both = {"before": [value for value, _ in before], "after": [value for value, _ in after]}
+    return {"scores": both} if rule == "score" else {"right": {name: digits(values) for name, values in both.items()}}
+
+
 def digits(values) -> str:
     """Return one digit per question: how many of its completions are right."""
     return "".join(str(round(value)) for value in values)
+
+
+def first_updates(folder: Path) -> dict[str, Any]:
+    """Return the figures of updates 1 and 2, without times and memory, and their SHA-256.
+
+    They depend on all completions and gradients of these updates, so two runs with one hash computed the same bits.
+    """
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    figures = [
+        {name: value for name, value in sorted(row.items()) if not name.startswith((*OF_THE_MACHINE, "eval/"))}
+        for row in rows
+        if row["update"] in (1, 2)
+    ]
+    return {"sha256": hashlib.sha256(json.dumps(figures).encode()).hexdigest(), "figures": figures}
 
 
 def evaluations_of(folder: Path, log: Path, run: RunRecord, rule: str, files: Sequence[Path]):

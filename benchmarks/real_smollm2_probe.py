@@ -1,4 +1,5 @@
-"""Probes the start model and trained models of real_smollm2.py on equal questions. Writes one JSON file per model."""
+"""Probes the start model and trained models of real_smollm2.py on equal questions, and lets them answer problems that
+people wrote. Writes one JSON file per model."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.real_smollm2 import digits
+from benchmarks.real_smollm2 import KINDS, digits
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, find_start, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.examples import Example
+from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import Prompt, encode_prompts, load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.budget import budget_of
@@ -28,10 +29,11 @@ from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.intervals import over_prompts
 
-QUESTIONS, LONG, ATTEMPTS, EXAMPLES = 64, 128, 8, 4
+QUESTIONS, LONG, ATTEMPTS, EXAMPLES, PROBLEMS = 64, 128, 8, 4, 300
 START = "start"
 
 
@@ -45,6 +47,28 @@ def probe_models(names: Sequence[str], runs: Path, results: Path, screen: Screen
         else:
             write_json(file, Probe(runs / run, name == START, screen).facts())
             screen.say(f"finished: {file}")
+
+
+def answer_human(problems: Path, runs: Path, results: Path, screen: Screen) -> None:
+    """Let the start model and the final models of all finished runs answer the first 300 rows of a file, with a prompt
+    and an `answer` each. A model with a JSON file is skipped."""
+    names = [
+        f.stem for f in sorted(results.glob("*.json")) if f.stem.split("_")[0] in KINDS and (runs / f.stem).is_dir()
+    ]
+    if not names:
+        raise UserError(f"no run folders of finished runs: --runs {runs}. Train first")
+    for name, run in [(START, names[0]), *((name, name) for name in names)]:
+        file = results / f"human_{name}.json"
+        if file.is_file():
+            screen.say(f"already answered: {file}")
+            continue
+        probe = Probe(runs / run, name == START, screen)
+        examples = load_examples(str(problems))[:PROBLEMS]
+        probe.questions, _ = encode_prompts(probe.tokenizer, examples, probe.tokenizer.model_max_length)
+        short = probe.config.sampling.max_new_tokens
+        cells = {way: probe.cell(probe.questions, short, greedy=way == "greedy") for way in ("sampled", "greedy")}
+        write_json(file, {**probe.facts_of_model(), "file": problems.name, "cells": cells})
+        screen.say(f"finished: {file}")
 
 
 class Probe:
@@ -77,6 +101,9 @@ class Probe:
             chats = with_examples(self.questions, self.training, self.tokenizer)
             cells["examples_sampled"] = self.cell(chats, short, attempts=ATTEMPTS)
             cells["examples_greedy"] = self.cell(chats, short, greedy=True)
+        return {**self.facts_of_model(), "cells": cells}
+
+    def facts_of_model(self) -> dict[str, Any]:
         return {
             "model": START if self.start else "final",
             "algorithm": self.run.algorithm,
@@ -84,7 +111,6 @@ class Probe:
             "questions": len(self.questions),
             "bf16": self.dtype is torch.bfloat16,
             "machine": machine(self.device.type),
-            "cells": cells,
         }
 
     @torch.no_grad()

@@ -33,6 +33,7 @@ Facts = dict[str, Any]  # the content of a JSON file
 def read(results: Path) -> tuple[list[Facts], list[Facts], dict[str, Facts]]:
     """Return the finished runs, those of sweeps, and the probes by model. Raises UserError if there is no file."""
     files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))}
+    files = {name: facts for name, facts in files.items() if not name.startswith("human_")}
     if not files:
         raise UserError(f"no JSON files: --results {results}. Train first: python benchmarks/real_smollm2.py")
     probes = {name.removeprefix("probe_"): facts for name, facts in files.items() if name.startswith("probe_")}
@@ -45,7 +46,8 @@ def tables(results: Path) -> str:
     """Return all tables for which there are files, in Markdown."""
     runs, sweep, probes = read(results)
     start, trained = probes.pop("start", None), probes
-    parts = [run_table(runs), minutes_table(runs), topic_table(runs)] if runs else []
+    answers = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in results.glob("human_*.json")}
+    parts = [seeds_table(runs, answers), run_table(runs), minutes_table(runs), topic_table(runs)] if runs else []
     parts += [sweep_table(sweep)] if sweep else []
     if start is not None:
         parts += [probe_table({"start": start, **trained})]
@@ -80,6 +82,50 @@ def rises(run: Facts) -> np.ndarray:
     """Return the change of each question, (P,): 1, 0 or -1."""
     before, after = (np.array([int(digit) for digit in run["right"][name]]) for name in ("before", "after"))
     return (after - before).astype(float)
+
+
+def seeds_table(runs: Sequence[Facts], answers: dict[str, Facts]) -> str:
+    """Return one row per kind of run, over its seeds. The last column needs the files of --human, `answers`."""
+    kinds = {kind: [run for run in runs if run["kind"] == kind] for kind in KINDS}
+    control = [rises(run) for run in kinds["control"]]
+    rows = []
+    for kind, found in kinds.items():
+        if not found:
+            continue
+        rise = np.stack([rises(run) for run in found])  # (seeds, questions)
+        cells = [range_of([100 * run["accuracy"][name] for run in found], 1) for name in ("before", "after")]
+        cells.append(points(over_seeds_if_any(rise[:, None], runs[0]["seed"], (True, False))[0]))
+        if kind == "control" or not control:
+            cells.append("")
+        else:
+            cells.append(points(over_seeds_if_any(rise[:, None] - np.stack(control), runs[0]["seed"])[0]))
+        last = [run["evaluations"][-1] for run in found]
+        cells += [range_of([run["kl_per_sequence"] for run in found], 1)]
+        cells += [range_of([e["length"] for e in last], 1), range_of([100 * e["eos_rate"] for e in last], 0)]
+        rows.append([LABELS[kind], str(len(found)), *cells, *human_cell(found, answers)])
+    columns = ["run", "seeds", "before, %", "after, %", "rise, points (95% interval)", "rise minus the control's"]
+    columns += ["KL, nats/sequence", "tokens", "end with EOS, %"]
+    if answers:
+        columns.append(f"{answers['human_start']['questions']} problems that people wrote, before and after, %")
+    return markdown(f"{MODEL}: mean over seeds (lowest to highest)", columns, rows)
+
+
+def human_cell(runs: Sequence[Facts], answers: dict[str, Facts]) -> list[str]:
+    if not answers:
+        return []
+    before = answers["human_start"]["cells"]["sampled"]["accuracy"]
+    after = [
+        answers[f"human_{run['name']}"]["cells"]["sampled"]["accuracy"]
+        for run in runs
+        if f"human_{run['name']}" in answers
+    ]
+    return [f"{percent(before)} -> {range_of([100 * a for a in after], 1)}" if after else ""]
+
+
+def range_of(values: Sequence[float], digits: int) -> str:
+    """Return the mean, and the lowest and highest value if there are several."""
+    mean, low, high = (f"{value:.{digits}f}" for value in (fmean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def above_control(run: Facts, runs: Sequence[Facts]) -> Estimate | None:

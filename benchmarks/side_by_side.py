@@ -96,9 +96,10 @@ def worker(work: dict) -> None:
     from benchmarks import ours
     from benchmarks.work import Work
     from rlhf.trainer import collect
+    from rlhf.trainer.optimize import PolicyOptimizer
 
     trainer, sampling, original = ours.build(Work(**work)), [], collect.sample_completions
-    optimize, shapes = trainer.policy_optimizer.run, Counter()
+    optimize, shapes = PolicyOptimizer.run, Counter()
 
     def sample(*args, **kwargs):
         begin = ours.seconds(work["device"])
@@ -114,7 +115,7 @@ def worker(work: dict) -> None:
         for update in range(1, work["updates"] + 2):
             sys.stdin.readline()
             last, sampling[:] = update > work["updates"], []
-            with patch.object(trainer.policy_optimizer, "run", recorded if last else optimize):
+            with patch.object(PolicyOptimizer, "run", recorded if last else optimize):
                 measured = ours.measured_update(trainer, update, work["device"])
             answer = {"sampling": sum(sampling), "update": measured["parts"]["update"]}
             print(json.dumps({"products": alone(shapes)} if last else answer), file=channel, flush=True)

@@ -301,8 +301,11 @@ def real(section: Section) -> None:
 
 
 def real_run(section: Section, folder: Path, algorithm: str) -> None:
+    """Train, or resume a run that an earlier call did not finish."""
     output = folder / algorithm
-    run(section, [f"train_{algorithm}.py", "--recipe", "smollm2-sums", "--output", output, "--overwrite"], folder)
+    record = RunRecord.read(output)
+    how = "--overwrite" if record is None or record.status == "finished" else "--resume"
+    run(section, [f"train_{algorithm}.py", "--recipe", "smollm2-sums", "--output", output, how], folder)
     figures = RunRecord.require(output, "--output").figures
     section.figure(
         f"{algorithm.upper()}, smollm2-sums, right answers", 100 * figures["score_after"], "%",

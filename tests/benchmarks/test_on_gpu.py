@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
+from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
 from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
@@ -155,6 +155,78 @@ def test_section_over_its_time_limit_is_ended_with_its_child_processes():
     while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child process is still running"
         time.sleep(0.05)
+
+
+LEFT = """
+import subprocess, sys, time
+from benchmarks.gpu_section import end_with_the_call
+end_with_the_call()
+waits = "import sys, time; sys.stdin.read(); print(1, flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", waits])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.ci
+def test_section_of_a_killed_call_ends_with_its_child_processes():
+    """Its standard input is a pipe that only the killed process could write to."""
+    section = Popen([sys.executable, "-c", LEFT], stdin=PIPE, stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    child = psutil.Process(int(section.stdout.readline()))
+    assert section.stdout.readline().strip() == "1", "the child's own input is empty, so it does not wait for any"
+    section.stdin.close()
+    assert section.wait(20) == 1
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_input_of_a_section_is_a_pipe_of_its_call(tmp_path, monkeypatch):
+    def started(*_, **how):
+        raise InterruptedError(how["stdin"])
+
+    monkeypatch.setattr(on_gpu.subprocess, "Popen", started)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(InterruptedError) as found:
+        on_gpu.run_section(Plan("update", 60.0, "cpu", "tiny", str(tmp_path), str(tmp_path)), print)
+    assert found.value.args == (PIPE,)
+
+
+@pytest.mark.parametrize(("status", "how"), [(None, "--overwrite"), ("running", "--resume"), ("stopped", "--resume"),
+                                             ("finished", "--overwrite")])  # fmt: skip
+def test_a_real_run_that_ran_out_of_time_is_resumed(tmp_path, monkeypatch, status, how):
+    class Ran(Exception):
+        pass
+
+    def run(section, words, folder):
+        raise Ran(words[-1])
+
+    monkeypatch.setattr(gpu_trainings, "run", run)
+    record = None if status is None else SimpleNamespace(status=status)
+    monkeypatch.setattr(gpu_trainings.RunRecord, "read", lambda folder: record)
+    with pytest.raises(Ran, match=how):
+        gpu_trainings.real_run(section_of(tmp_path, Report(tmp_path, [], "today"), "real"), tmp_path, "grpo")
+
+
+SAVES = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+for number in (signal.SIGTERM, getattr(signal, "SIGBREAK", signal.SIGTERM)):
+    signal.signal(number, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.ci
+def test_a_command_that_runs_out_of_time_is_stopped_so_that_it_saves(tmp_path, monkeypatch):
+    section = section_of(tmp_path, Report(tmp_path, [], "today"))
+    section.deadline = time.monotonic() + gpu_commands.TO_STOP + 5
+    with pytest.raises(OutOfTime):
+        gpu_commands.run(section, ["-c", SAVES], tmp_path)
+    (log,) = tmp_path.glob("*.log")
+    assert log.read_text(encoding="utf-8").split() == ["ready", "saved"] and section.left > 0
 
 
 ENDED = """

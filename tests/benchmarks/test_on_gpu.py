@@ -252,6 +252,47 @@ def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
     assert not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
 
 
+class Updates:
+    """Takes the place of a worker whose updates all take the same time."""
+
+    def __init__(self, name: str, seconds: float, work: Work):
+        self.name, self.seconds, self.tokens = name, seconds, work.episodes * work.reply_length
+        self.process, self.calls = SimpleNamespace(kill=lambda: None, wait=lambda: 0), 0
+
+    def go(self) -> dict:
+        self.calls += 1
+        if self.calls == 1:
+            return {"machine": {"busy_before_percent": 0.0}, "mixed_precision": "no"}
+        return {"seconds": self.seconds, "parts": dict.fromkeys(("rollout", "score", "update"), self.seconds / 3),
+                "completion_tokens": self.tokens, "optimizer_steps": 8 * (self.calls - 1),
+                "memory": {"peak": 2**30, "above_imports": 2**29}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("until", "pairs"), [(1e9, 2), (0.0, None)])
+def test_pairs_with_stock_trl_are_recorded_as_they_are_measured(tmp_path, monkeypatch, until, pairs):
+    """Two measured pairs after a warm-up: 2 and 3 s per update, 1,250 updates of 8 prompts in an epoch."""
+    monkeypatch.setattr("benchmarks.against_trl.SETTLE_S", 0.0)
+    report = Report(tmp_path, [], "today")
+    section = section_of(tmp_path, report)
+    work = gpu_measures.work_for(section, algorithm="ppo", updates=3, **gpu_measures.UPDATE["ppo"])
+    workers = [Updates("ours", 2.0, work), Updates("stock", 3.0, work)]
+    section.attempt("PPO", lambda: gpu_updates.alternate_until(section, work, workers, until))
+    report.begin("update", 60.0)
+    for line in section.channel.getvalue().splitlines():
+        report.add("update", json.loads(line))
+    figures = report.sections["update"].figures
+    if pairs is None:  # the time is over after the warm-up
+        assert list(figures) == ["PPO"] and "error" in figures["PPO"]
+        return
+    assert {name: figure["value"] for name, figure in figures.items()} == {
+        "PPO, one update, ours": 2.0, "PPO, one update, stock TRL": 3.0,
+        "PPO, one epoch of 10,000 prompts, ours": pytest.approx(1_250 * 2 / 60),
+        "PPO, one epoch of 10,000 prompts, stock TRL": pytest.approx(1_250 * 3 / 60),
+        "PPO, stock TRL's time / ours": 1.5,
+    }  # fmt: skip
+    assert figures["PPO, stock TRL's time / ours"]["all"] == [1.5] * pairs
+
+
 # --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------
 
 

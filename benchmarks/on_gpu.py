@@ -2,9 +2,9 @@
 
 python benchmarks/on_gpu.py            9 minutes per call, three calls: runs of all algorithms in bfloat16, decoding,
                                        updates, peak memory, GPU tests, operators, --fit, the demo
-python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, all recipes, whole epochs,
-                                       determinism, out of memory; with --minutes 150 in one call, because shorter calls
-                                       extrapolate the epochs and stop the demo early
+python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, recipes, whole epochs,
+                                       determinism, out of memory; with --minutes 150 in one call, because
+                                       shorter calls extrapolate the epochs and stop the demo early
 python benchmarks/on_gpu.py --real     trains SmolLM2-135M-Instruct with the recipe smollm2-sums
 python benchmarks/on_gpu.py --device cpu --minutes 2    tries the script with tiny models on the CPU
 

@@ -19,10 +19,14 @@ from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.work import EOS, PAD, TEMPERATURE, Work, random_prompts
+from rlhf.config import parse_cli
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
+from rlhf.setup.inputs import check_inputs
+from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.shape import Shape
+from rlhf.utils.console import Screen
 from rlhf.utils.system import WINDOWS
 from tests.scripts.test_scripts import ROOT, run
 
@@ -250,6 +254,23 @@ def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
     on_gpu.end_all(process, family)
     psutil.wait_procs(family, timeout=10)
     assert not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("stand_ins")
+    return [*map(str, gpu_commands.stand_ins(section_of(folder, Report(folder, [], "today"), "recipes"), folder))]
+
+
+@pytest.mark.parametrize("recipe", gpu_trainings.RECIPES)
+def test_inputs_of_each_recipe_are_valid_with_the_stand_ins(tmp_path, monkeypatch, stand_ins, recipe):
+    monkeypatch.chdir(tmp_path)
+    for algorithm in gpu_trainings.ALGORITHMS:
+        words = ["--recipe", recipe, *stand_ins, "--num-iterations", "10", "--output", str(tmp_path / algorithm)]
+        config = parse_cli(words, algorithm)
+        check_inputs(config, print)
+        prompts = load_inputs(config, Screen(quiet=True)).prompts
+        assert len(prompts.train) >= config.batch.batch_size and len(prompts.evaluation) == 8
 
 
 class Updates:

@@ -72,9 +72,13 @@ class Command:
 
 
 def run(section: Section, words: Sequence[object], folder: Path, **environment: str) -> Command:
-    """Run a command to its end. Raises OutOfTime after the section's time, RuntimeError if the command fails."""
+    """Run a command to its end. After the section's time it is stopped, so that a training run saves, and OutOfTime is
+    raised. Raises RuntimeError if the command fails."""
     command = Command.start(words, folder, **environment)
     status = command.wait(section.left - TO_STOP)
+    if status is None:
+        command.stop()
+        command.wait(section.left - TO_STOP / 4)
     command.end()
     if status is None:
         raise OutOfTime

@@ -1,6 +1,6 @@
 """Runs one section of `benchmarks/on_gpu.py` as a separate process that prints one JSON object per figure.
 
-python -m benchmarks.gpu_section PLAN    (PLAN: a Plan as JSON)
+python -m benchmarks.gpu_section PLAN    (PLAN: a Plan as JSON; it ends when its standard input is closed)
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 OUT_OF_TIME = "not measured: the section ran out of time"
 
@@ -106,7 +110,24 @@ class Section:
         self.channel.flush()
 
 
+def end_with_the_call() -> None:
+    """End this process and all that it has started when standard input is closed, as it is when the process that
+    started this one ends, even if it is killed. Otherwise they would use the GPU during the next call."""
+    given = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes that this one starts read nothing
+
+    def wait() -> None:
+        os.read(given, 1)  # returns when no process can write any more
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> None:
+    end_with_the_call()
     plan = Plan(**json.loads(sys.argv[1]))
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print to the log file

@@ -2,8 +2,9 @@
 
 python benchmarks/on_gpu.py            9 minutes per call, three calls: runs of all algorithms in bfloat16, decoding,
                                        updates, peak memory, GPU tests, operators, --fit, the demo
-python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, all recipes, whole epochs,
-                                       determinism, out of memory; --minutes 150 measures it in one call
+python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, recipes, whole epochs,
+                                       determinism, out of memory; with --minutes 150 in one call, because
+                                       shorter calls extrapolate the epochs and stop the demo early
 python benchmarks/on_gpu.py --real     trains SmolLM2-135M-Instruct with the recipe smollm2-sums
 python benchmarks/on_gpu.py --device cpu --minutes 2    tries the script with tiny models on the CPU
 
@@ -187,7 +188,7 @@ def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending
     with log.open("a", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_section", plan.as_json()],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
             start_new_session=not WINDOWS,
         )  # fmt: skip
         family: set[psutil.Process] = set()

@@ -28,10 +28,13 @@ class Budget:
     rollout_slots: int
     # prompts sampled together in an evaluation or a calibration, and texts in one forward pass of the perplexity
     eval_batch_size: int = 32
-    # prompts with completions in one forward pass of the reward model
-    scoring_batch_size: int = 32
     # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
     generation_batch_size: int = 64
+
+    def scored_together(self, longest: int) -> int:
+        """Return how many texts of at most `longest` tokens the reward model scores in one forward pass: 32, or
+        as many as have the tokens of a micro-batch, up to `eval_batch_size`."""
+        return min(self.eval_batch_size, max(32, self.tokens_per_micro_batch // longest))
 
 
 VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start

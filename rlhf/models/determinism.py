@@ -57,6 +57,8 @@ def use_deterministic_algorithms() -> None:
         )
     torch.backends.cudnn.benchmark = False  # the benchmark selects algorithms by measured time
     torch.use_deterministic_algorithms(True)
+    # otherwise every new tensor is filled with NaN first. This only shows errors: no result reads what is not written
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def cumulative_sum(values: Tensor) -> Tensor:

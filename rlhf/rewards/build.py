@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.find import RewardSources
 from rlhf.rewards.functions import LearnedReward
@@ -20,5 +21,6 @@ def make_rewards(
     model = None
     if sources.folder is not None:
         model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
+        model.budget = budget_of(device, config)
     learned = [LearnedReward(model)] if model is not None else []
     return Rewards([*learned, *sources.rules], sources.weights, tokenizer, config.reward.reward_timeout), model

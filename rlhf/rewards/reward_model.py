@@ -92,6 +92,7 @@ class RewardModel:
         store_frozen_weights(self.model, dtype)
         release_mmap(self.model)
         self.context = context_of(self.model.config)  # tokens; None: no limit
+        self.budget = budget_of(device)  # that of a run follows from its settings
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
         # training scores the same prompts in many updates
         self._prompt_ids = lru_cache(KEPT_PROMPTS)(lambda key: tuple(encode_prompt(tokenizer, [dict(m) for m in key])))
@@ -150,7 +151,7 @@ class RewardModel:
             longest[group] = max(len(sequence), longest.get(group, 0))
         numbers = {group: number for number, group in enumerate(longest)}
         order = sorted(range(len(sequences)), key=lambda i: (longest[groups[i]], numbers[groups[i]]))
-        size = budget_of(self.device).scoring_batch_size
+        size = self.budget.scored_together(max(map(len, sequences), default=1))
         for start in range(0, len(order), size):
             rows = order[start : start + size]
             with autocast(self.device, self.dtype):

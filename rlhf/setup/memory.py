@@ -253,10 +253,11 @@ class _Run:
     def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
         """Return purpose -> bytes for scoring a completion per prompt, with what is `kept` meanwhile; {} without a
         reward model."""
-        reward_model, rows = self.given.reward_model, sorted(prompts)[-self.budget.scoring_batch_size :]
-        if reward_model is None:
+        reward_model, length = self.given.reward_model, self.config.sampling.max_new_tokens
+        if reward_model is None or not prompts:
             return {}
-        tokens = sum(rows) + len(rows) * self.config.sampling.max_new_tokens
+        rows = sorted(prompts)[-self.budget.scored_together(max(prompts) + length) :]
+        tokens = sum(rows) + len(rows) * length
         return {"reward model's forward pass": reward_model.forward_peak(tokens, self.element), **kept}
 
     def cast_weights(self) -> int:

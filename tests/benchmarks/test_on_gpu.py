@@ -14,15 +14,19 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
+from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
 from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.work import EOS, PAD, TEMPERATURE, Work, random_prompts
+from rlhf.config import parse_cli
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
+from rlhf.setup.inputs import check_inputs
+from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.shape import Shape
+from rlhf.utils.console import Screen
 from rlhf.utils.system import WINDOWS
 from tests.scripts.test_scripts import ROOT, run
 
@@ -157,6 +161,78 @@ def test_section_over_its_time_limit_is_ended_with_its_child_processes():
         time.sleep(0.05)
 
 
+LEFT = """
+import subprocess, sys, time
+from benchmarks.gpu_section import end_with_the_call
+end_with_the_call()
+waits = "import sys, time; sys.stdin.read(); print(1, flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", waits])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.ci
+def test_section_of_a_killed_call_ends_with_its_child_processes():
+    """Its standard input is a pipe that only the killed process could write to."""
+    section = Popen([sys.executable, "-c", LEFT], stdin=PIPE, stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    child = psutil.Process(int(section.stdout.readline()))
+    assert section.stdout.readline().strip() == "1", "the child's own input is empty, so it does not wait for any"
+    section.stdin.close()
+    assert section.wait(20) == 1
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_input_of_a_section_is_a_pipe_of_its_call(tmp_path, monkeypatch):
+    def started(*_, **how):
+        raise InterruptedError(how["stdin"])
+
+    monkeypatch.setattr(on_gpu.subprocess, "Popen", started)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(InterruptedError) as found:
+        on_gpu.run_section(Plan("update", 60.0, "cpu", "tiny", str(tmp_path), str(tmp_path)), print)
+    assert found.value.args == (PIPE,)
+
+
+@pytest.mark.parametrize(("status", "how"), [(None, "--overwrite"), ("running", "--resume"), ("stopped", "--resume"),
+                                             ("finished", "--overwrite")])  # fmt: skip
+def test_a_real_run_that_ran_out_of_time_is_resumed(tmp_path, monkeypatch, status, how):
+    class Ran(Exception):
+        pass
+
+    def run(section, words, folder):
+        raise Ran(words[-1])
+
+    monkeypatch.setattr(gpu_trainings, "run", run)
+    record = None if status is None else SimpleNamespace(status=status)
+    monkeypatch.setattr(gpu_trainings.RunRecord, "read", lambda folder: record)
+    with pytest.raises(Ran, match=how):
+        gpu_trainings.real_run(section_of(tmp_path, Report(tmp_path, [], "today"), "real"), tmp_path, "grpo")
+
+
+SAVES = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+for number in (signal.SIGTERM, getattr(signal, "SIGBREAK", signal.SIGTERM)):
+    signal.signal(number, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.ci
+def test_a_command_that_runs_out_of_time_is_stopped_so_that_it_saves(tmp_path, monkeypatch):
+    section = section_of(tmp_path, Report(tmp_path, [], "today"))
+    section.deadline = time.monotonic() + gpu_commands.TO_STOP + 5
+    with pytest.raises(OutOfTime):
+        gpu_commands.run(section, ["-c", SAVES], tmp_path)
+    (log,) = tmp_path.glob("*.log")
+    assert log.read_text(encoding="utf-8").split() == ["ready", "saved"] and section.left > 0
+
+
 ENDED = """
 import json, subprocess, sys, time
 words = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -178,6 +254,64 @@ def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
     on_gpu.end_all(process, family)
     psutil.wait_procs(family, timeout=10)
     assert not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("stand_ins")
+    return [*map(str, gpu_commands.stand_ins(section_of(folder, Report(folder, [], "today"), "recipes"), folder))]
+
+
+@pytest.mark.parametrize("recipe", gpu_trainings.RECIPES)
+def test_inputs_of_each_recipe_are_valid_with_the_stand_ins(tmp_path, monkeypatch, stand_ins, recipe):
+    monkeypatch.chdir(tmp_path)
+    for algorithm in gpu_trainings.ALGORITHMS:
+        words = ["--recipe", recipe, *stand_ins, "--num-iterations", "10", "--output", str(tmp_path / algorithm)]
+        config = parse_cli(words, algorithm)
+        check_inputs(config, print)
+        prompts = load_inputs(config, Screen(quiet=True)).prompts
+        assert len(prompts.train) >= config.batch.batch_size and len(prompts.evaluation) == 8
+
+
+class Updates:
+    """Takes the place of a worker whose updates all take the same time."""
+
+    def __init__(self, name: str, seconds: float, work: Work):
+        self.name, self.seconds, self.tokens = name, seconds, work.episodes * work.reply_length
+        self.process, self.calls = SimpleNamespace(kill=lambda: None, wait=lambda: 0), 0
+
+    def go(self) -> dict:
+        self.calls += 1
+        if self.calls == 1:
+            return {"machine": {"busy_before_percent": 0.0}, "mixed_precision": "no"}
+        return {"seconds": self.seconds, "parts": dict.fromkeys(("rollout", "score", "update"), self.seconds / 3),
+                "completion_tokens": self.tokens, "optimizer_steps": 8 * (self.calls - 1),
+                "memory": {"peak": 2**30, "above_imports": 2**29}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("until", "pairs"), [(1e9, 2), (0.0, None)])
+def test_pairs_with_stock_trl_are_recorded_as_they_are_measured(tmp_path, monkeypatch, until, pairs):
+    """Two measured pairs after a warm-up: 2 and 3 s per update, 1,250 updates of 8 prompts in an epoch."""
+    monkeypatch.setattr("benchmarks.against_trl.SETTLE_S", 0.0)
+    report = Report(tmp_path, [], "today")
+    section = section_of(tmp_path, report)
+    work = gpu_measures.work_for(section, algorithm="ppo", updates=3, **gpu_measures.UPDATE["ppo"])
+    workers = [Updates("ours", 2.0, work), Updates("stock", 3.0, work)]
+    section.attempt("PPO", lambda: gpu_updates.alternate_until(section, work, workers, until))
+    report.begin("update", 60.0)
+    for line in section.channel.getvalue().splitlines():
+        report.add("update", json.loads(line))
+    figures = report.sections["update"].figures
+    if pairs is None:  # the time is over after the warm-up
+        assert list(figures) == ["PPO"] and "error" in figures["PPO"]
+        return
+    assert {name: figure["value"] for name, figure in figures.items()} == {
+        "PPO, one update, ours": 2.0, "PPO, one update, stock TRL": 3.0,
+        "PPO, one epoch of 10,000 prompts, ours": pytest.approx(1_250 * 2 / 60),
+        "PPO, one epoch of 10,000 prompts, stock TRL": pytest.approx(1_250 * 3 / 60),
+        "PPO, stock TRL's time / ours": 1.5,
+    }  # fmt: skip
+    assert figures["PPO, stock TRL's time / ours"]["all"] == [1.5] * pairs
 
 
 # --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------

@@ -50,6 +50,14 @@ def test_settings_of_a_run_replace_numbers_of_the_budget(configured):
     assert budget_of(CPU, configured()) == BUDGETS["cpu"]
 
 
+def test_texts_scored_together_on_a_gpu_follow_from_their_length(configured):
+    found = budget_of(GPU, configured("--micro-batch-tokens", 16_384, "--rollout-slots", 1_024))
+    assert [found.scored_together(n) for n in (32, 64, 128, 256, 1_024)] == [256, 256, 128, 64, 32]
+    found = budget_of(GPU, configured("--micro-batch-tokens", 4_096, "--rollout-slots", 64))
+    assert [found.scored_together(n) for n in (32, 64, 128)] == [64, 64, 32]
+    assert [budget_of(CPU).scored_together(n) for n in (1, 1_024)] == [32, 32]
+
+
 def test_micro_batches_respect_the_token_budget(build, monkeypatch):
     few = dataclasses.replace(BUDGETS["cpu"], tokens_per_micro_batch=1)
     monkeypatch.setitem(BUDGETS, "cpu", few)

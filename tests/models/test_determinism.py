@@ -28,8 +28,10 @@ def restore_determinism(monkeypatch):
     monkeypatch.setenv(CUBLAS, "")  # makes monkeypatch remove a value that the test sets
     monkeypatch.delenv(CUBLAS)
     on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
     torch.backends.cudnn.benchmark = benchmark
 
 
@@ -39,6 +41,21 @@ def test_deterministic_algorithms_are_enabled():
     assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[CUBLAS] == ":4096:8"
+
+
+def test_new_tensors_are_not_filled_and_no_result_reads_them_before_they_are_written(build):
+    """With torch's default, each new tensor is filled with NaN, which would reach the weights."""
+    weights = []
+    for filled in (True, False):
+        trainer = build()
+        use_deterministic_algorithms()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        assert not filled or bool(torch.empty(5).isnan().all())
+        trainer.update_step(1)
+        trainer.evaluate()
+        weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+    assert torch.equal(*weights) and bool(weights[0].isfinite().all())
 
 
 def test_nondeterministic_cublas_workspace_is_refused(monkeypatch, user_error):

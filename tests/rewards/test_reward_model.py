@@ -63,6 +63,18 @@ def learnable_pairs(tmp_path_factory):
     return path
 
 
+def test_forward_passes_of_a_run_have_as_many_texts_as_its_budget(build, monkeypatch):
+    """640 tokens are those of 64 texts of 10 tokens."""
+    model, sizes = build("--micro-batch-tokens", 640, "--rollout-slots", 128).rewards.learned[0], []
+    original = model._logits
+    monkeypatch.setattr(model, "_logits", lambda rows, groups: sizes.append(len(rows)) or original(rows, groups))
+    sequences = [[5 + n % 7] * 10 for n in range(100)]
+    scores = model.raw_scores(sequences)
+    assert sizes == [64, 36]
+    model.budget = dataclasses.replace(model.budget, eval_batch_size=32)
+    assert model.raw_scores(sequences) == pytest.approx(scores, abs=1e-5) and sizes[2:] == [32, 32, 32, 4]
+
+
 def test_training_and_scoring_use_the_same_ids(model, monkeypatch, flags, pairs_file):
     """Compares the ids that TRL's trainer receives with the ids that the scorer encodes for the same completions."""
     pairs = [pair("a?", "the cat", "a table"), pair("b?", "help", "no", rejected_ended=False)]

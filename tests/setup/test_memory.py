@@ -230,6 +230,17 @@ def test_a_forward_pass_that_the_first_step_uses_is_held_from_the_log_probs_on(c
     assert "activations" in phases["backward pass"] and "activations" not in phases["evaluation scoring"]
 
 
+@pytest.mark.parametrize(("slots", "texts"), [(8, 32), (64, 50), (128, 64)])
+def test_predicted_scoring_has_as_many_texts_as_a_forward_pass_of_the_run(configured, slots, texts):
+    """Texts of 12 + 8 tokens: 1,280 tokens are those of 64, and an update has 50 or 70 completions."""
+    config = configured("--micro-batch-tokens", 1_280, "--rollout-slots", slots, "--max-new-tokens", 8,
+                        "--batch-size", 70 if slots == 128 else 50)  # fmt: skip
+    shape = Shape.of(LlamaConfig(**SHAPE), 10**6)
+    forecast = Estimator(shape, shape, CPU, [ids_alone([5] * 12)] * 70, [], 1)(config)
+    phases = {phase.name: phase.parts for phase in forecast.phases}
+    assert phases["scoring"]["reward model's forward pass"] == shape.forward_peak(20 * texts, 4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
 def test_predicted_gpu_peak_matches_the_measured_peak(tmp_path, flags):

@@ -460,7 +460,7 @@ CONFIGURATION = [
         "--dynamic-sampling train_grpo.py train_rloo.py"),
     Row(15, "a negative number of draws", "--dynamic-sampling -1",
         "dynamic_sampling -1 --dynamic-sampling 0", main=GRPO),
-    Row(24, "an unknown kind of critic", "--critic seperate", "critic seperate --critic shared"),
+    Row(24, "an unknown kind of critic", "--critic seperate", "critic 'seperate' --critic shared"),
     Row(24, "critic from no reward model", "--critic reward-model --rm-model none --reward-func length_penalty",
         "--critic reward-model --rm-model none"),
     Row(24, "4-bit critic from the reward model", "--critic reward-model --use-lora --load-in-4bit",

@@ -20,6 +20,7 @@ from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.curves import running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
+from rlhf.settings.recipes import published_values
 from rlhf.utils.console import listed
 
 CUT, FAR = 0.02, 3  # the y axis leaves out 2% of a line at each end if it would be 3 times as long with them
@@ -27,6 +28,7 @@ TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
 THIN, THICKER, FEW = 1.8, 1.4, 4  # points: a line, and the step to the next thicker one; thicker lines
 ABOVE, ABOVE_HALF = 60, 30  # characters in a row above a panel, and above one that has half a row
+EDGES = 0.015, 0.985  # of a panel, as shares of its width: places of published start and end values
 SHORT, TALL = 1.7, 2.5  # inches: heights of the first row and of the others
 EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
 NEUTRAL = {  # entries that stand for all groups, so in no group's colour
@@ -64,7 +66,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         later = max(0, min(len(chart.groups), FEW) - 1 - number) if panel.tag == "learning_rate" else 0
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)
         _draw_evaluations(axes, chart, panel, group)
-    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else []
+    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, chart, panel)
     values = [run.scalars[panel.tag].values for run in chart.runs if panel.tag in run.scalars]
     missing = [group.name for group in chart.groups if len(group.with_tag(panel.tag)) < len(group.runs)]
     notes = [f"not logged by {listed(missing)}"] if missing else []
@@ -161,6 +163,19 @@ def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     if aims == {None}:
         axes.set_title(f"{panel.title} (beta fixed)")
     return band
+
+
+def _draw_published(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+    """Draws the values that the runs' recipes report from others: the start at the left edge of the panel, the end at
+    the right edge. Returns them."""
+    recipes = dict.fromkeys(run.config.recipe for run in chart.runs)
+    every = filter(None, map(published_values, recipes))
+    found = [known for known in every if known.metric in (panel.tag, panel.evaluation)]
+    for known in found:
+        label = f"reported by {known.source}, not reproduced here"
+        marks = {"color": "black", "ls": "none", "marker": "*", "ms": 12, "clip_on": False, "zorder": 4}
+        axes.plot(EDGES, [known.start, known.end], transform=axes.get_yaxis_transform(), label=label, **marks)
+    return [np.array([known.start, known.end]) for known in found]
 
 
 def _limit_y(axes: Axes, values: Sequence[np.ndarray]) -> list[str]:

@@ -5,6 +5,7 @@ The shipped recipes are rlhf/recipes/NAME.yaml. The default recipe, `smollm2-orc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhf.settings.fields import Layer
-from rlhf.settings.yaml_file import ALGORITHMS, KIND, RECIPE_KEYS, REWARD_MODEL, read_tree, settings_in
+from rlhf.settings.yaml_file import ALGORITHMS, KIND, PUBLISHED, RECIPE_KEYS, REWARD_MODEL, read_tree, settings_in
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.paths import is_path, resolve_path
 
@@ -30,6 +31,16 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
+class Published:
+    """Values that others report for the setup of a recipe. The training plot has them as marks."""
+
+    metric: str  # tag in the logs, such as eval/exact_match
+    start: float  # of the start model
+    end: float  # after training
+    source: str
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The settings of one recipe."""
 
@@ -37,6 +48,7 @@ class Recipe:
     algorithms: dict[str, Layer]  # algorithm -> additional settings
     reward_model_training: Layer
     places: dict[str, str]  # algorithm -> file:line of its settings
+    published: Published | None
 
     def layers(self, algorithm: str) -> list[Layer]:
         """Return the layers of a training run, the lower one first."""
@@ -100,7 +112,30 @@ def _read(path: str) -> Recipe:
         algorithms={key: settings_in(_block(blocks, key, path), path) for key in blocks},
         reward_model_training=settings_in(_block(top, REWARD_MODEL, path), path),
         places={str(key.value): f"{path}:{key.start_mark.line + 1}" for key, _ in per_algorithm.value},
+        published=_published(_block(top, PUBLISHED, path), path),
     )
+
+
+def _published(block: yaml.MappingNode, path: str) -> Published | None:
+    """Return the published values of a recipe, None without any. Raises UserError if an entry is missing or wrong."""
+    given = {name: value for name, (value, _) in settings_in(block, path).items()}
+    if not given:
+        return None
+    kinds = {"metric": (str,), "start": (int, float), "end": (int, float), "source": (str,)}
+    wrong = [name for name in {**kinds, **given} if type(given.get(name)) not in kinds.get(name, ())]
+    if wrong:
+        where = f"{path}:{block.start_mark.line + 1}"
+        raise UserError(
+            f"{', '.join(wrong)}: {PUBLISHED}, {where}. Give metric (text), start and end (numbers) and source (text)"
+        )
+    return Published(**given)
+
+
+def published_values(name: str) -> Published | None:
+    """Return the published values of a recipe, None if it has none, or if its file no longer exists or is invalid."""
+    with contextlib.suppress(UserError):
+        return find_recipe(name).published
+    return None
 
 
 def _by_key(tree: yaml.MappingNode, path: str) -> dict[str, yaml.Node]:

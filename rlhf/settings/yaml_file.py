@@ -15,7 +15,7 @@ _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 DEEPEST = 20  # blocks in blocks
 MAPPINGS = ("columns",)  # settings whose value may be a mapping
 # keys that only recipes have
-RECIPE_KEYS = KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"
+RECIPE_KEYS = KIND, ALGORITHMS, PUBLISHED, REWARD_MODEL = "kind", "algorithms", "published", "reward_model_training"
 
 
 def read_settings(path: str, flag: str = "--config") -> Layer:

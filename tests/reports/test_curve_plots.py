@@ -213,6 +213,40 @@ def test_gold_quality_and_evaluation_functions_have_a_panel_each(logged_run):
     assert points(axes[3], "PPO, mean of 2 runs") == points(axes[3], EVALUATION) == [(1, 0.5), (2, 0.75)]
 
 
+# values that a recipe reports from others
+
+
+def with_published(logged_run, tmp_path, metric: str, values: list[float]) -> list:
+    """Returns the axes of a run whose recipe has published values 0.25 and 0.75 of this metric."""
+    published = f"published: {{metric: {metric}, start: 0.25, end: 0.75, source: a paper}}\n"
+    (tmp_path / "mine.yaml").write_text(f"kind: recipe\nactor_model: a\nrm_model: b\n{published}")
+    curves = {"loss": [1.0, 2.0], "rewards/mean": [0.0, 0.1], "eval/right": [0.5, 0.6], "eval/other": [0.5, 0.6]}
+    curves[metric] = values
+    return panels(logged_run("a", len(values), curves, recipe=str(tmp_path / "mine.yaml")), x="time")
+
+
+def test_published_values_are_marks_at_the_edges_of_the_panel_of_their_metric(logged_run, tmp_path):
+    axes = with_published(logged_run, tmp_path, "eval/right", [0.5, 0.6])
+    label = "reported by a paper, not reproduced here"
+    marked = [panel for panel in axes if label in [found.get_label() for found in panel.lines]]
+    assert [panel.get_title() for panel in marked] == ["right on held-out prompts"]
+    assert points(marked[0], label) == [(0.015, 0.25), (0.985, 0.75)]
+    low, high = marked[0].get_ylim()
+    assert low < 0.25 and high > 0.75, "the curve alone would end at 0.6"
+    left, right = line(marked[0], label).get_transform().transform([[0.015, 0.25], [0.985, 0.75]])[:, 0]
+    box = marked[0].bbox
+    assert (left - box.x0, box.x1 - right) == pytest.approx([0.015 * box.width] * 2), "whatever the x axis shows"
+
+
+def test_published_values_are_not_moved_if_extreme_values_are(logged_run, tmp_path):
+    """0.5 to 0.598, and 1e6. The axis would end at 0.6 and clip a mark at 0.75."""
+    axes = with_published(logged_run, tmp_path, "rewards/mean", [*(0.5 + np.arange(99) / 1000), 1e6])
+    reward = axes[2]
+    assert "extreme values" in reward.get_title()
+    assert points(reward, "reported by a paper, not reproduced here") == [(0.015, 0.25), (0.985, 0.75)]
+    assert reward.get_ylim()[0] <= 0.25 and 0.75 <= reward.get_ylim()[1] < 10
+
+
 @pytest.mark.parametrize("label", ["a long label of a group " * 6, "without_any_space_" * 9])
 def test_long_labels_fit_into_the_figure(logged_run, label):
     runs = read_runs([logged_run("a"), logged_run("b", algorithm="grpo")])

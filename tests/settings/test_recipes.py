@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.settings.fields import settings_of, to_dict
 from rlhf.settings.next_commands import reward_model_command
-from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, find_recipe, shipped_recipes
+from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, Published, find_recipe, published_values, shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.settings.translate import translate
@@ -141,6 +141,18 @@ BAD = {
         r"ppo appears twice: .*bad.yaml:4. Keep one",
     ),
     "off for a model": ("kind: recipe\nrm_model: off\n", r"rm_model is False: .*bad.yaml:2. Give text"),
+    "published values without a source": (
+        "kind: recipe\npublished:\n  {metric: eval/right, start: 0.1, end: 0.2}\n",
+        r"source: published, .*bad.yaml:3",
+    ),
+    "a published value that is not a number": (
+        "kind: recipe\npublished: {metric: a, start: yes, end: 1, source: b}\n",
+        r"start: published, .*bad.yaml:2",
+    ),
+    "an unknown published value": (
+        "kind: recipe\npublished: {metric: a, start: 0, end: 1, source: b, middle: 0.5}\n",
+        r"middle: published, .*bad.yaml:2",
+    ),
     "a name twice": ("kind: recipe\ngamma: 1\ncritic:\n  gamma: 0\n", r"gamma is set twice: .*:4 and .*:2. Keep one"),
 }
 
@@ -181,6 +193,19 @@ def test_missing_recipe(tmp_path, user_error):
 def test_path_of_a_recipe_is_stored_normalized(custom_recipe, monkeypatch):
     monkeypatch.chdir(Path(custom_recipe).parent)
     assert parse_cli(["--recipe", "./mine.yaml"]).recipe == "mine.yaml" == make_config("./mine.yaml").recipe
+
+
+def test_published_values_of_a_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("kind: recipe\npublished: {metric: eval/right, start: 0.1, end: 1, source: a}\n")
+    assert published_values(str(tmp_path / "r.yaml")) == Published("eval/right", 0.1, 1, "a")
+    assert published_values("demo") is None
+    assert published_values(str(tmp_path / "deleted.yaml")) is None, "the plot of a run needs no recipe file"
+
+
+def test_published_values_are_allowed_in_recipes_only(tmp_path, user_error):
+    (tmp_path / "c.yaml").write_text("published: {metric: a, start: 0, end: 1, source: b}\n")
+    with user_error("c.yaml:1"):
+        parse_cli(["--config", str(tmp_path / "c.yaml")])
 
 
 def test_settings_of_qwen3_gsm8k_are_those_of_its_source():

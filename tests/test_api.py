@@ -197,7 +197,7 @@ def test_settings_that_only_the_scripts_use_are_refused(config, settings, user_e
 @pytest.mark.parametrize(
     "settings",
     [{"resume": True}, {"overwrite": True}, {"record_tokens": True}, {"push_to_hub": "me/model"},
-     {"use_lora": True, "merge_lora": True}],
+     {"use_lora": True, "merge_lora": True}, {"rollback_on_kl": True, "save_every": 1, "keep": 5}],
 )  # fmt: skip
 def test_settings_about_files_are_refused_without_a_folder(config, settings, user_error):
     given = config(**settings)

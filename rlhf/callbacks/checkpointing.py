@@ -19,7 +19,7 @@ from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.state import save_trainer_state
+from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
@@ -75,7 +75,7 @@ class BestCheckpoint(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves the trainer's state when the loop calls `save_if_due`.
+    """Saves the trainer's state when the loop calls `save_if_due`, and loads it for --rollback-on-kl.
 
     After a skipped update, saves only when an update succeeds or at the end of the run.
     """
@@ -108,6 +108,23 @@ class Checkpoints(Callback):
             saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
         return TrainingInterrupted(
             signal, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
+        )
+
+    def roll_back(self, runaway: int) -> None:
+        """Load the weights of the newest valid checkpoint from before the KL ran away. An update's KL is that of the
+        weights at its start, so the weights after update `runaway` had run away."""
+        found = from_first(lambda: find_checkpoints(self.folder, self.log.record.id))
+        before = [number for number in found.valid if number < runaway]
+        if not before:
+            self.screen.say(
+                "warning: cannot roll back, because no valid checkpoint is from before the KL became too high: "
+                "--rollback-on-kl"
+            )
+            return
+        load_weights(self.trainer, found.valid[max(before)])
+        self.screen.say(
+            f"rolled back to the weights after update {max(before)}, because the KL was too high with the weights "
+            f"after update {runaway}"
         )
 
     def newest_checkpoint(self) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
 
 OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "scan", "seeds", "sweep", "parallel")
-OF_A_FOLDER = ("resume", "overwrite", "record_tokens", "merge_lora", "push_to_hub")
+OF_A_FOLDER = ("resume", "overwrite", "rollback_on_kl", "record_tokens", "merge_lora", "push_to_hub")
 
 
 # --- the settings of a run with a folder -----------------------------------------------------------------------------

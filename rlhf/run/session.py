@@ -167,6 +167,9 @@ class RunSession(Session):
     def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
         return self.checkpoints.interrupted(update, signal)
 
+    def roll_back(self, update: int) -> None:
+        self.checkpoints.roll_back(update)
+
     def advice(self, by_score: bool) -> str:
         known = self.checkpoints is not None
         return self.checkpoints.advice(by_score) if known else super().advice(by_score)

@@ -30,7 +30,7 @@ MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
-MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped before the run ends
+MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
 @dataclass(frozen=True)
@@ -729,6 +729,12 @@ class RunSettings:
         1800.0,
         "seconds after which a run on several processes ends if one of them does not answer",
         gt=0,
+    )
+    rollback_on_kl: bool = setting(
+        False,
+        "after 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them",
+        needs=STEERED,
+        strict=True,
     )
     resume_anyway: bool = setting(
         False, "accept settings, data or library versions that differ from those of the resumed run", needs="resume"

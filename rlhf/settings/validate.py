@@ -9,6 +9,7 @@ from rlhf.settings.fields import as_text
 from rlhf.settings.training import (
     BEST_RULES,
     EVAL_METRICS,
+    MAX_CONSECUTIVE_SKIPS,
     Config,
     function_name,
 )
@@ -18,7 +19,7 @@ from rlhf.utils.processes import size
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rewards)
+    checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
     checks += (_evaluation, _scan, _export, _whole_commands)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
@@ -149,6 +150,16 @@ def _kl(config: Config) -> list[str]:
             "Add --kl-placement loss, or --scale-rewards none"
         )
     return problems
+
+
+def _rollback(config: Config) -> list[str]:
+    run = config.run
+    if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
+        return [
+            f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them are deleted: "
+            f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of the last two"
+        ]
+    return []
 
 
 def _rewards(config: Config) -> list[str]:

@@ -22,6 +22,7 @@ class KLControl:
         self.controller = kl_controller(config, updates)
         self.steered, self.episodes = config.kl.steered, config.episodes_per_update
         self.requested: float | None = None
+        self.runaways = 0  # updates in a row with a KL far above the target
 
     @property
     def beta(self) -> float:
@@ -52,12 +53,15 @@ class KLControl:
             self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes)
         target = self.target_of(update)
         kl = metrics[target.metric]
-        if kl > RUNAWAY * target.nats:
-            beta = self.controller.raise_beta(2.0)
-            yield (
-                f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target. Beta was doubled to "
-                f"{beta:.3g}"
-            )
+        if kl <= RUNAWAY * target.nats:
+            self.runaways = 0
+            return
+        self.runaways += 1
+        beta = self.controller.raise_beta(2.0)
+        yield (
+            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target. Beta was doubled to "
+            f"{beta:.3g}"
+        )
 
     def after_skipped_update(self) -> None:
         """Count an update without a KL: beta is unchanged, but the phases of the targets continue."""
@@ -65,7 +69,8 @@ class KLControl:
             self.controller.skip()
 
     def state_dict(self) -> dict[str, float]:
-        return {**self.controller.state_dict(), "beta": self.beta}
+        return {**self.controller.state_dict(), "beta": self.beta, "runaways": self.runaways}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.controller.load_state_dict(state)
+        self.runaways = int(state["runaways"])

@@ -238,10 +238,8 @@ class OnPolicyLoop:
             require_finite_weights(self.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, timer) | stats
             # 5. next beta: towards the KL target; and the end of the value warm-up
-            warmup = self.policy_optimizer.warmup
-            for line in self.kl.after_update(update, metrics, warmup.covers(update)):
-                self.session.say(line)
-            for line in warmup.after_update(update, metrics):
+            self.adjust_beta(update, metrics)
+            for line in self.policy_optimizer.warmup.after_update(update, metrics):
                 self.session.say(line)
             self.end_update(update, metrics)
             return metrics
@@ -254,6 +252,15 @@ class OnPolicyLoop:
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""
         return self.algorithm.advantages(rollout, scores, self.kl.beta)
+
+    def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
+        """Let the KL control set the next beta. After several updates with a KL far above the target,
+        --rollback-on-kl loads the weights from before them."""
+        for warning in self.kl.after_update(update, metrics, self.policy_optimizer.warmup.covers(update)):
+            self.session.say(warning)
+        if self.config.run.rollback_on_kl and self.kl.runaways >= MAX_CONSECUTIVE_SKIPS:
+            self.session.roll_back(update - self.kl.runaways)
+            self.kl.runaways = 0
 
     def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""

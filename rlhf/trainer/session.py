@@ -35,6 +35,9 @@ class Session:
         """Return the error that ends a run which a signal stopped after an update."""
         return TrainingInterrupted(signal, f"stopped after update {update}")
 
+    def roll_back(self, update: int) -> None:
+        """Load the weights of the last checkpoint from before an update. Without files there is none."""
+
     def advice(self, by_score: bool) -> str:
         """Return the end of an error message: what to do. `by_score`: a reward function is the cause."""
         return "Fix the reward function" if by_score else "Train again with a smaller learning_rate"

@@ -61,10 +61,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
 
 def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Load what `save_trainer_state` wrote into a new trainer. Its callbacks must be attached already."""
-    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    tensors = load_file(folder / TENSORS_FILE)
-    load_policy_weights(trainer.actor, folder)
-    _load_optimizer(trainer, tensors, state["param_groups"])
+    state, tensors = load_weights(trainer, folder)
     base_lrs = schedule_of(trainer).base_lrs  # differs from the saved one if --learning-rate was changed
     trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
     set_learning_rates(trainer)
@@ -84,8 +81,11 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     _restore_random(tensors, state["random"])
 
 
-def _load_optimizer(trainer: OnPolicyLoop, tensors: dict[str, Tensor], param_groups: list[dict[str, Any]]) -> None:
-    """Load the optimizer's moments. The learning rates follow from the schedule."""
+def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load only the weights and the optimizer's moments. Returns the rest of the state, and all saved tensors."""
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    tensors = load_file(folder / TENSORS_FILE)
+    load_policy_weights(trainer.actor, folder)
     by_number: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         kind, number, *rest = name.split("/")
@@ -95,9 +95,11 @@ def _load_optimizer(trainer: OnPolicyLoop, tensors: dict[str, Tensor], param_gro
     _check_optimizer(trainer, by_number)
     # --resume-anyway may change these
     kept = [{name: group[name] for name in ("weight_decay", "betas")} for group in trainer.optimizer.param_groups]
-    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
+    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
     for group, values in zip(trainer.optimizer.param_groups, kept, strict=True):
         group.update(values)
+    set_learning_rates(trainer)
+    return state, tensors
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:

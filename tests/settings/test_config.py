@@ -170,6 +170,24 @@ REWARD_ERRORS = {
 }
 
 
+ROLLBACK_ERRORS = {
+    "too few checkpoints": (
+        ["--save-every", "2"],
+        "--rollback-on-kl, --keep 2, --save-every 2. Raise one of the last two",
+    ),
+    "one checkpoint": (["--keep", "1"], "--rollback-on-kl, --keep 1, --save-every 50. Raise one of the last two"),
+}
+
+
+@pytest.mark.parametrize("what", ROLLBACK_ERRORS)
+def test_rollback_without_effect_is_refused(what):
+    words, message = ROLLBACK_ERRORS[what]
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--rollback-on-kl", *words])
+    assert message in str(caught.value)
+    parse_cli(["--rollback-on-kl", "--save-every", "3"])
+
+
 @pytest.mark.parametrize("what", REWARD_ERRORS)
 def test_settings_that_do_not_fit_together(what):
     words, message = REWARD_ERRORS[what]

@@ -504,6 +504,7 @@ SEPARATE = {
 DATA = {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # tests/data/test_readers.py
 SAMPLER = {"steps_per_topic"}  # tests/data/test_sampler.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py
+GUARDED = {"rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {
     "record_tokens",
     "record_every",
@@ -520,7 +521,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
         *SAMPLER, *DATA,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}

@@ -296,6 +296,36 @@ def test_runaway_kl_doubles_beta(build, tmp_path):
     )
 
 
+def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path):
+    """The KL of update 4 is that of the weights after update 3, so the last good weights are those after update 2."""
+    flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 1,
+             "--keep", 6, "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
+    weights_of, rates = {}, {}
+    for rollback in ((), ("--rollback-on-kl",)):
+        trainer, seen = build(*flags, "--output", tmp_path / str(len(rollback)), *rollback), {}
+        attach(trainer)
+        set_kl(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
+        record_weights(trainer, seen)
+        trainer.train()
+        weights_of[rollback] = seen
+        rates[rollback] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+    assert rates[()] == rates[("--rollback-on-kl",)], "the learning-rate schedule must continue"
+    without_rollback, rolled_back = weights_of[()], weights_of[("--rollback-on-kl",)]
+    assert all(torch.equal(without_rollback[n], rolled_back[n]) for n in range(1, 6))
+    assert torch.equal(rolled_back[6], rolled_back[2]) and not torch.equal(without_rollback[6], without_rollback[2])
+    assert not torch.equal(rolled_back[3], rolled_back[2])
+    assert not torch.equal(rolled_back[7], rolled_back[6]), "training must continue"
+
+
+def record_weights(trainer, seen):
+    class WeightRecorder(Callback):
+        def on_update_done(self, update):
+            seen[update] = weights(trainer)
+
+    trainer.add_callback(WeightRecorder())
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 

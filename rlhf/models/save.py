@@ -14,11 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.models.load import read_adapter_config
+from rlhf.settings.training import CRITIC_FILE
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.paths import local_path
 
-CRITIC_FILE = "critic.safetensors"  # trainable weights of a critic that is a second network
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
@@ -40,7 +40,7 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: str | 
             save_file(head, folder / VALUE_HEAD_FILE)
             if actor.critic is not None:
                 critic = {name: w.detach().contiguous().cpu() for name, w in trained_of(actor.critic).items()}
-                save_file(critic, folder / CRITIC_FILE)
+                save_file(critic, folder / CRITIC_FILE, {"base": actor.critic.config.name_or_path})
 
 
 def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,32 +60,40 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
         raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote in {kind}")
     try:
         if is_adapter:
-            _check_adapter(actor.policy, folder)
+            check_adapter(actor.policy, folder)
             set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
         else:
             actor.policy.load_state_dict(_read_weights(actor.policy, folder))
         if isinstance(actor, ActorCritic) and (folder / VALUE_HEAD_FILE).is_file():
-            _load_critic(actor, folder)
-    except (RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the weights belong to another model: {folder} ({reason:.120}). Give a folder that this model's run saved"
-        ) from None
+            load_critic(actor.value_head, actor.critic, folder)
+    except RuntimeError as error:
+        raise _of_another_model(folder, error) from None
 
 
-def _load_critic(actor: ActorCritic, folder: Path) -> None:
-    """Load a saved value head and, if the critic is a second network, its trainable weights."""
+def _of_another_model(folder: Path, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0]
+    return UserError(
+        f"the weights belong to another model: {folder} ({reason:.120}). Give a folder that this model's run saved"
+    )
+
+
+def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -> None:
+    """Load a saved value head and, if the critic is a second network, its trainable weights. Raises UserError if
+    there is no file, or if it is of another model."""
     file = folder / CRITIC_FILE
-    if actor.critic is not None and not file.is_file():
+    if critic is not None and not file.is_file():
         raise UserError(
             f"no {file.name}: {folder}. The critic of that run shared the policy's backbone. Use --critic shared"
         )
-    actor.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
-    if actor.critic is not None:
-        saved, trained = load_file(file), trained_of(actor.critic)
-        if saved.keys() != trained.keys():
-            raise RuntimeError(f"{len(saved)} critic weights, not {len(trained)}")
-        actor.critic.load_state_dict(saved, strict=False)
+    try:
+        value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
+        if critic is not None:
+            saved, trained = load_file(file), trained_of(critic)
+            if saved.keys() != trained.keys():
+                raise RuntimeError(f"{len(saved)} critic weights, not {len(trained)}")
+            critic.load_state_dict(saved, strict=False)
+    except (RuntimeError, SafetensorError) as error:
+        raise _of_another_model(folder, error) from None
 
 
 def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
@@ -103,7 +111,7 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     return saved.state_dict()
 
 
-def _check_adapter(policy: PeftModel, folder: Path) -> None:
+def check_adapter(policy: PeftModel, folder: Path) -> None:
     """Raise UserError if a saved adapter has another configuration. peft only compares shapes."""
     policy_config, saved_config = policy.peft_config["default"], read_adapter_config(folder)
     for name in ("r", "lora_alpha", "target_modules"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
@@ -15,6 +16,7 @@ from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.types import (
     FROM_TRL,
+    CriticName,
     HubName,
     KLTarget,
     MemorySize,
@@ -30,6 +32,7 @@ MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
+CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
@@ -347,12 +350,12 @@ FROM_FREE_MEMORY = ("micro_batch_tokens", "rollout_slots")  # that a run on a GP
 class CriticSettings:
     """Critic and generalized advantage estimation, GAE (Schulman et al. 2016, arXiv 1506.02438)"""
 
-    critic: str = setting(
-        "shared",
+    critic: CriticName = setting(
+        CriticName("shared"),
         "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
         "doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts "
-        "from the reward model (--rm-model), which must have the start model's tokenizer",
-        choices=("shared", "separate", "reward-model"),
+        "from the reward model (--rm-model), which must have the start model's tokenizer; or the folder of a run: its "
+        "critic, shared or separate as it was there",
     )
     critic_learning_rate: float | None = setting(
         None,
@@ -389,6 +392,11 @@ class CriticSettings:
         ge=1,
         needs="critic_warmup",
     )
+
+    @property
+    def run(self) -> str | None:
+        """The folder of the run whose critic is loaded; None: the critic is a new one."""
+        return None if self.critic in CriticName.KINDS else self.critic
 
 
 @dataclass(frozen=True)
@@ -855,7 +863,8 @@ class Config(Command):
     @property
     def separate_critic(self) -> bool:
         """True if the critic is a second network."""
-        return self.critic.critic != "shared"
+        run = self.critic.run
+        return self.critic.critic != "shared" if run is None else (Path(run) / CRITIC_FILE).is_file()
 
     @property
     def critic_from_reward_model(self) -> bool:

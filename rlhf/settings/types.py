@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.utils.errors import UserError
-from rlhf.utils.paths import local_path
+from rlhf.utils.paths import exists, is_path, local_path
 
 FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
 FROM_PYTHON = "python:"  # before the name of a function that a program or a notebook defines, in run.json only
@@ -99,6 +99,21 @@ class PathName(str):
             raise ValueError(text) from None
 
     expects = "text; in a path, ~NAME is the home folder of a user of this machine, and ./~NAME is a file or folder"
+
+
+class CriticName(PathName):
+    """A kind of critic, or the folder of a run whose critic is loaded."""
+
+    KINDS = ("shared", "separate", "reward-model")
+
+    @classmethod
+    def parse(cls, text: str) -> CriticName:
+        name = super().parse(text)
+        if name not in cls.KINDS and not (is_path(name) or exists(name)):
+            raise ValueError(text)
+        return name
+
+    expects = f"{', '.join(KINDS)}, or the folder of a run with a critic, such as ./my_run"
 
 
 class Renaming(str):

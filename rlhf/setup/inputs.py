@@ -15,6 +15,7 @@ from rlhf.data.source import DataSource
 from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
+from rlhf.settings.types import CriticName
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import exists, is_on_hub, is_path, missing_path
 from rlhf.utils.processes import is_first
@@ -141,6 +142,8 @@ def _missing(flag: str, name: str) -> list[str]:
         what, hint = "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--eval-dataset", "--pairs"):
         what, hint = "data file", f"{flag} takes a data file, a folder or the name of a hub dataset"
+    elif flag == "--critic":
+        what, hint = "run folder", f"{flag} takes {CriticName.expects}"
     else:
         what, hint = "file", f"{flag} takes a file"
     return missing_path(name, what, hint).problems
@@ -170,7 +173,7 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
     named = [
         ("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model),
         ("--prompts", config.data.prompts), ("--eval-dataset", config.data.eval_dataset),
-        ("--eval-text", config.data.eval_text),
+        ("--eval-text", config.data.eval_text), ("--critic", config.critic.run),
     ]  # fmt: skip
     rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
     named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]

@@ -29,6 +29,7 @@ from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
+from rlhf.setup.run_critic import check_critic_of_run
 from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen, counted
 from rlhf.utils.errors import UserError, raise_if
@@ -110,7 +111,7 @@ def load_inputs(
         paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
         check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
-    if config.critic_from_reward_model:
+    if config.critic_from_reward_model or config.critic.run is not None:
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
@@ -142,11 +143,14 @@ def check_device(config: Config, start: StartModel, device: torch.device) -> Non
 
 
 def check_critic(config: Config, folder: str | None, start: StartModel, prompts: PromptSets) -> None:
-    """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none).
+    """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none), or from the
+    run of --critic.
 
     The critic reads the policy's ids in the same micro-batches, and its value head is the reward model's head: one
     linear layer on the hidden states of a causal model.
     """
+    if config.critic.run is not None:
+        return check_critic_of_run(config, config.critic.run, start.folder)
     m = config.model
     place = f"--critic reward-model, --rm-model {m.rm_model}"
     if folder is None:

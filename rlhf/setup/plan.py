@@ -77,6 +77,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     if ALGORITHMS[config.algorithm].has_critic:
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
+        own += f", from the run {config.critic.run}" if config.critic.run is not None else ""
         rows.insert(3, ("critic", own))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -24,6 +25,7 @@ from rlhf.models.actor_critic import Actor, ActorCritic, critic_backbone, with_v
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.reference import Reference
 from rlhf.models.reward_critic import critic_of_reward_model, set_value_head
+from rlhf.models.save import check_adapter, load_critic
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
@@ -95,9 +97,14 @@ def second_network(
     config: Config, policy: PreTrainedModel | PeftModel, value_head: nn.Module, rewards: Rewards
 ) -> PreTrainedModel | None:
     """Return the critic's own backbone, a copy of the policy's or of the reward model's; None if the critic shares the
-    policy's. With the reward model, `value_head` becomes its head."""
+    policy's. With the reward model or a run, `value_head` becomes its head."""
     if not config.critic_from_reward_model:
-        return critic_backbone(policy) if config.separate_critic else None
+        critic, run = critic_backbone(policy) if config.separate_critic else None, config.critic.run
+        if run is not None and critic is not None and isinstance(policy, PeftModel):
+            check_adapter(policy, Path(run))
+        if run is not None:
+            load_critic(value_head, critic, Path(run))
+        return critic
     if rewards.learned is None:
         raise UserError("no reward model among the rewards: critic reward-model. Use critic separate")
     model, weight = rewards.learned

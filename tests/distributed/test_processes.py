@@ -81,12 +81,7 @@ def test_every_loss_and_critic_is_a_case():
     for name, values in {**choices, "critic": CriticName.KINDS}.items():
         flag = "--" + name.replace("_", "-")
         tested = {one[one.index(flag) + 1] for one in flags if flag in one}
-<<<<<<< HEAD
-        untested = set(settings_of(Config)[name].choices) - tested
-        assert untested <= {"shared", "none", "group"}, name  # the defaults, and a scale within groups
-=======
         assert set(values) - tested <= {"shared", "none", "group"}, name  # the defaults, and a scale within groups
->>>>>>> parent of f7a0a7f (Less: a critic is shared, separate or from the reward model; the folder of another run is no value of --critic)
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ class ModelEvaluator:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
-        updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
-        for rewards in self._all_rewards:  # one state for all models: the end of the longest planned run
+        updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)  # of the longest run
+        for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
         self.reference = None
         if self.start is not None:
@@ -154,10 +154,6 @@ class ModelEvaluator:
                     f"--like {self.settings.like}. Choose another recipe, or give --rm-model and --prompts",
                 ]
             ) from None
-
-    @property
-    def _all_rewards(self) -> list[Rewards]:
-        return [self.rewards, *(judge.rewards for judge in self.judges)]
 
     @property
     def judge_name(self) -> str | None:

@@ -113,13 +113,9 @@ def in_one_spelling(runs: Sequence[RunRecord]) -> list[RunRecord]:
     lengths = [{name for name in LENGTHS if run.flat_settings.get(name) is not None} for run in runs]
     if all(one == lengths[0] for one in lengths) and len({run.plan.episodes for run in runs}) > 1:
         return list(runs)
-    return [
-        replace(run, settings=run.settings | {"run": {**run.settings.get("run", {}), **_planned(run)}}) for run in runs
-    ]
-
-
-def _planned(run: RunRecord) -> dict[str, Any]:
-    return {**dict.fromkeys(LENGTHS), "episodes": run.plan.episodes}
+    unset = dict.fromkeys(LENGTHS)
+    planned = [{**run.settings.get("run", {}), **unset, "episodes": run.plan.episodes} for run in runs]
+    return [replace(run, settings=run.settings | {"run": of}) for run, of in zip(runs, planned, strict=True)]
 
 
 def _members(runs: Sequence[RunRecord | None], names: Sequence[str | None]) -> list[list[int]]:

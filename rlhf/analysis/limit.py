@@ -31,7 +31,6 @@ class Limit:
     high: np.ndarray
     samples: int  # n per prompt
     exact: bool  # 0/1 rewards: log Z = log(1 - p + p e^(1 / beta)), with each prompt's pass rate p
-    plug_in: dict[int, np.ndarray]  # other rewards: n -> uncorrected score at `kl` from n samples, to show the bias
     effective: np.ndarray  # effective sample size per prompt, see `jackknife`
 
     def at(self, kl: float) -> float | None:
@@ -101,7 +100,7 @@ def sweep(scores: np.ndarray, log_weights: np.ndarray, least: float) -> np.ndarr
     return np.transpose(rows)
 
 
-def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: int = 0) -> Limit | None:
+def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None) -> Limit | None:
     """Returns the limit, estimated from n samples per prompt (P, n); None if no prompt has all scores.
 
     The line ends at the beta where the effective sample size falls below EFFECTIVE. It has KL 0 alone if n is 20 or
@@ -111,7 +110,6 @@ def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: in
         scores: of samples of the start model, or of the start model and other policies.
         log_weights: log pi_start(y) - log mixture(y), if there are other policies; the mixture is the mean density of
             all policies, by their shares of the n samples (balance heuristic, Owen 9.11).
-        seed: of the division of the samples for `plug_in`.
     """
     known, n = ~np.isnan(scores).any(axis=1), scores.shape[1]
     if not known.any():
@@ -129,13 +127,7 @@ def limit_of(scores: np.ndarray, log_weights: np.ndarray | None = None, seed: in
     score, index = best_scores(log_z, inverse_beta, kl)
     score[0] = (special.softmax(log_weights, axis=1) * scores).sum(axis=1).mean()
     half = stats.norm.ppf((1 + LEVEL) / 2) * (error / inverse_beta)[index]
-    order, plug_in = np.random.default_rng(seed).permutation(n), {}
-    for parts in () if exact else (4, 2, 1):
-        blocks = order[: n - n % parts].reshape(parts, -1)
-        log_z = [np.mean([log_partition(scores[:, b], log_weights[:, b], tilt) for b in blocks])
-                 for tilt in inverse_beta]  # fmt: skip
-        plug_in[blocks.shape[1]] = best_scores(np.array(log_z), inverse_beta, kl)[0]
-    return Limit(kl, score, score - half, score + half, n, exact, plug_in, effective[index])
+    return Limit(kl, score, score - half, score + half, n, exact, effective[index])
 
 
 @dataclass(frozen=True)

@@ -278,24 +278,15 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
     if evidence.limit is not None:
-        notes.append(_of_limit(evidence.limit))
+        notes.append(
+            f"the limit ({evidence.limit.samples} samples of each prompt) tilts the start model for each of these "
+            "prompts separately, so it is an upper bound: no model has to generalize for it"
+        )
     prompts = len(arms[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
     overtaken = [note for arm in trained for note in _overtaken(arm, start)]
     return [*notes, *_unlike_the_score(between), *overtaken]
-
-
-def _of_limit(limit: Limit) -> str:
-    """Tells what the limit is, and how large its bias would be without the correction."""
-    note = (
-        f"the limit ({limit.samples} samples of each prompt) tilts the start model for each of these prompts "
-        "separately, so it is an upper bound: no model has to generalize for it"
-    )
-    if not limit.plug_in:
-        return note
-    plain = ", ".join(f"{curve[-1]:.3f} from {n} samples" for n, curve in limit.plug_in.items())
-    return f"{note}. At its end, KL {limit.kl[-1]:.2f}, it is {limit.score[-1]:.3f}; without correction {plain}"
 
 
 def _overtaken(arm: Arm, start: Arm) -> list[str]:

@@ -23,7 +23,9 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     screen = Screen()
     if config.evaluation.tokens is not None:
         RunRecord.require(Path(config.evaluation.tokens), "--tokens")
-        return show_tokens(config, screen)
+        from rlhf.reports.token_page import write_token_page
+
+        return write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
     screen.say("evaluation: checking the models")
     quiet_imports()
     check_libraries()
@@ -34,7 +36,9 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     require_trusted_code(models, config.measure)
     import_libraries(screen)
     if config.evaluation.chat:
-        return run_chat(config, screen)
+        from rlhf.analysis.chat import chat
+
+        return chat(config, screen)
     return evaluate(config, models, screen)
 
 
@@ -53,15 +57,3 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -
     made = tables(report, arms, start)
     show_report(report, made, screen)
     write_report(report, made, output, screen)
-
-
-def show_tokens(config: EvaluationConfig, screen: Screen) -> None:
-    from rlhf.reports.token_page import write_token_page
-
-    write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
-
-
-def run_chat(config: EvaluationConfig, screen: Screen) -> None:
-    from rlhf.analysis.chat import chat
-
-    chat(config, screen)

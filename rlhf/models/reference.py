@@ -29,7 +29,11 @@ class Reference:
 
         `dtype` is the precision of the policy's forward pass. With another one, the KL would include rounding errors.
         """
-        return cls(policy, None if isinstance(policy, PeftModel) else frozen_copy(policy, dtype))
+        if isinstance(policy, PeftModel):
+            return cls(policy, None)
+        frozen = copy.deepcopy(policy).eval().requires_grad_(False)
+        store_frozen_weights(frozen, dtype)
+        return cls(policy, frozen)
 
     @contextlib.contextmanager
     def model(self) -> Iterator[PreTrainedModel | PeftModel]:
@@ -47,13 +51,6 @@ class Reference:
             return scatter_to_padded(
                 token_logprobs(model, hidden, micro_batch.tokens, temperature, allowed)[0], micro_batch.mask
             )
-
-
-def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Returns a copy without gradients, with its linear layers stored in `dtype` (None: unchanged)."""
-    frozen = copy.deepcopy(policy).eval().requires_grad_(False)
-    store_frozen_weights(frozen, dtype)
-    return frozen
 
 
 def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:

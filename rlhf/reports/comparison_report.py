@@ -57,7 +57,7 @@ def make_comparison(
     if samples is not None:
         best = best_of_n(samples.scores, {m: values for m, values in samples.measures.items() if m != "score"})
         first = [(arm.models[0], arm.measured[0]) for arm in arms]
-        limit = limit_of(*with_proposals(evaluator, samples, first, screen), seed)
+        limit = limit_of(*with_proposals(evaluator, samples, first, screen))
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)

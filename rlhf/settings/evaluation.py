@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlhf.settings.fields import inherited, setting
@@ -302,25 +303,15 @@ PLOT = CommandLine(
 )
 
 
-def parse_evaluation_cli(argv: Sequence[str] | None = None) -> EvaluationConfig:
-    """Return the configuration of `evaluate_generations.py`. Raises UserError that lists all errors."""
-    return _parse(EVALUATION, argv)
-
-
-def parse_comparison_cli(argv: Sequence[str] | None = None) -> ComparisonConfig:
-    """Return the configuration of `compare_runs.py`. Raises UserError that lists all errors."""
-    return _parse(COMPARISON, argv)
-
-
-def parse_plot_cli(argv: Sequence[str] | None = None) -> PlotConfig:
-    """Return the configuration of `plot_training_progress.py`. Raises UserError that lists all errors."""
-    return _parse(PLOT, argv)
-
-
-def _parse(line: CommandLine, argv: Sequence[str] | None) -> Any:
-    """Return the configuration of a command without recipes."""
+def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
+    """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
     argv = sys.argv[1:] if argv is None else argv
     show_help(line, argv, lambda _: ([{}], None))
     given = read_given(line, argv)
     values = values_of(line.config_class, given.layers, given.problems)
     return build(line.config_class, values, checks=(line.config_class.validate,), given=given.layers[1].keys())
+
+
+parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig
+parse_comparison_cli = partial(_parse, COMPARISON)  # argv -> ComparisonConfig
+parse_plot_cli = partial(_parse, PLOT)  # argv -> PlotConfig

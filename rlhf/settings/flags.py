@@ -214,11 +214,8 @@ def _add_flag(group, s: Setting, values_of_bool: int | str) -> None:
         group.add_argument(*negative, dest=s.name, nargs=0, const="false", help=argparse.SUPPRESS, action=_Given)
     else:
         many = "+" if s.is_list else None
-        group.add_argument(*spellings(s.names), dest=s.name, metavar=_metavar(s), help=text, nargs=many, action=_Given)
-
-
-def _metavar(s: Setting) -> str:
-    return "|".join(s.choices) if s.choices else s.name.upper()
+        metavar = "|".join(s.choices) if s.choices else s.name.upper()
+        group.add_argument(*spellings(s.names), dest=s.name, metavar=metavar, help=text, nargs=many, action=_Given)
 
 
 def _brief_row(s: Setting, value: Any) -> tuple[str, str]:

@@ -324,14 +324,10 @@ def test_the_k_with_which_the_start_model_is_ahead():
     assert "pass@2" in note and "1.000" in note and "0.750" in note
 
 
-def test_bias_of_the_limit_over_the_number_of_samples(snapshot):
-    scores = np.random.default_rng(0).normal(size=(64, 64))
-    limit = limit_of(scores)
-    assert list(limit.plug_in) == [16, 32, 64]
+def test_verdict_tells_from_how_many_samples_the_limit_is(snapshot):
+    limit = limit_of(np.random.default_rng(0).normal(size=(64, 64)))
     verdict = judge_runs([group("PPO", completions(1.0))], completions(0.0), None, 1, limit=limit)
     (note,) = [c for c in verdict.caveats if "64 samples" in c]
-    numbers = [f"{value:.3f}" for value in (limit.score[-1], *(curve[-1] for curve in limit.plug_in.values()))]
-    assert all(number in note for number in numbers) and numbers[1] < numbers[2] < numbers[3] < numbers[0]
     snapshot(note)
 
 

@@ -237,7 +237,7 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
         | (run.data.get("start_model_gguf") or {}),
         "settings": {name: settings[name] for name in STORED_SETTINGS if name in settings},
         "sessions": 1 + len(run.sessions or ()),
-        "seconds": seconds,
+        "seconds": {**seconds, "cpu": run.figures.get("cpu_seconds")},
         "kl_per_sequence": run.figures["kl_after"],
         "accuracy": {"questions": len(before), **rise_of(before, after, run.seed)},
         "evaluations": evaluations,

@@ -93,13 +93,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 Say = Callable[[str], None]
 
 
-def once(
-    arguments: argparse.Namespace, name: str, words: Sequence[str], made: Path, say: Say
-) -> dict[str, Any] | None:
-    """Run a command unless it has a JSON file. Returns the beginning of that file, or None if it exists.
-
-    `made` is a file that the finished command leaves. If it exists already, the command does not run again.
-    """
+def once(arguments: argparse.Namespace, name: str, words: Sequence[str], say: Say) -> dict[str, Any]:
+    """Run a command unless it has a JSON file. Returns the beginning of that file, or {} if it exists."""
     from benchmarks.machine import machine
     from rlhf.checkpoints.run_record import environment
 
@@ -107,32 +102,37 @@ def once(
     if file.is_file():
         say(f"already measured: {file}")
         return {}
-    if not made.is_file():
-        say(f"running {name}, console output in {log}")
-        train(words, log)
-    seconds = made.stat().st_mtime - sessions_of(log)[-1]["start"]
-    shown = [os.path.basename(words[0]), *words[1:]]
-    return {"name": name, "command": shown, "seconds": seconds, "machine": machine("cpu"), **environment()}
+    say(f"running {name}, console output in {log}")
+    before = os.times()
+    train([*words, *arguments.more], log)
+    after = os.times()
+    times = {
+        "seconds": after.elapsed - before.elapsed,
+        "cpu_seconds": sum(after[2:4]) - sum(before[2:4]),  # of finished child processes
+        "busy_before_percent": sessions_of(log)[-1]["busy_before_percent"],
+    }
+    shown = [os.path.basename(words[0]), *words[1:], *arguments.more]
+    return {**environment(), "name": name, "command": shown, **times, "machine": machine("cpu")}
 
 
 def reward_models(arguments: argparse.Namespace, say: Say) -> None:
     from scipy.stats import binomtest
 
-    for name in REWARD_MODELS:
-        folder = arguments.runs / f"{name}_model"
-        made, label = folder / "metrics.json", f"{name}_model"
-        words = ["reward_model/train.py", "--recipe", RECIPE, "--pairs", str(pairs_file(arguments.runs, name))]
-        words += ["--rm-output", str(folder), *arguments.more]
-        found = once(arguments, label, words, made, say)
+    for part in REWARD_MODELS:
+        name = f"{part}_model"
+        folder = arguments.runs / name
+        words = ["reward_model/train.py", "--recipe", RECIPE, "--pairs", str(pairs_file(arguments.runs, part))]
+        words += ["--rm-output", str(folder), "--rm-overwrite"]
+        found = once(arguments, name, words, say)
         if not found:
             continue
-        record = json.loads(made.read_text(encoding="utf-8"))
+        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         trained = len(record.pop("train_questions"))
         record.pop("settings")
         right = round(record["accuracy"] * record["pairs"])
         low, high = binomtest(right, record["pairs"]).proportion_ci(method="wilson")
         facts = {**found, "kind": "reward model", "train_pairs": trained, **record, "low": low, "high": high}
-        write_json(arguments.results / f"{label}.json", facts)
+        write_json(arguments.results / f"{name}.json", facts)
 
 
 def trainings(folder: Path, seeds: Sequence[int]) -> list[Training]:
@@ -158,8 +158,8 @@ def dpo(arguments: argparse.Namespace, say: Say) -> None:
         name, folder = f"dpo_{seed}", arguments.runs / f"dpo_{seed}"
         words = [str(Path(sysconfig.get_path("scripts"), "trl")), *DPO, "--model_name_or_path"]
         words += [find_model(MODEL, "--actor-model"), "--dataset_name", str(arguments.runs / "dpo_pairs")]
-        words += ["--output_dir", str(folder), "--seed", str(seed), *arguments.more]
-        found = once(arguments, name, words, folder / "adapter_model.safetensors", say)
+        words += ["--output_dir", str(folder), "--seed", str(seed)]
+        found = once(arguments, name, words, say)
         if found:
             found["command"][found["command"].index("--model_name_or_path") + 1] = MODEL
             pairs = (arguments.runs / "dpo_pairs" / "train.jsonl").read_text(encoding="utf-8").count("\n")
@@ -175,7 +175,7 @@ def compare(arguments: argparse.Namespace, say: Say) -> None:
     arms = [f"DPO={work / name}" for name in done if name.startswith("dpo")]
     words = ["compare_runs.py", *runs, "--arm", *arms, "best-of-4"]
     words += ["--judge-model", str(work / "judge_model"), "--num-prompts", "64", "--output", str(folder)]
-    found = once(arguments, "comparison", [*words, *arguments.more], folder / "comparison.json", say)
+    found = once(arguments, "comparison", words, say)
     if found:
         report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
         del report["samples"]

@@ -59,5 +59,5 @@ def write_pairs(file: Path, pairs: Sequence[Example]) -> None:
     with file.open("w", encoding="utf-8") as opened:
         for pair in pairs:
             sides = {name: [{"role": "assistant", "content": getattr(pair, name)}] for name in ("chosen", "rejected")}
-            topic = "one turn" if len(pair.messages) == 1 else "several turns"
+            topic = "one turn" if [m["role"] for m in pair.messages].count("user") == 1 else "several turns"
             opened.write(json.dumps({"prompt": list(pair.messages), **sides, "topic": topic}) + "\n")

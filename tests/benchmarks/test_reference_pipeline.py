@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks import reference_pipeline, reference_pipeline_data
 from benchmarks.real_smollm2 import SESSION
-from benchmarks.reference_pipeline import KINDS, RECIPE, RECIPES, STAGES, main
+from benchmarks.reference_pipeline import STAGES, main
 from benchmarks.reference_pipeline_data import MODEL, PAIR_LENGTH, SPLIT, prepare
 from benchmarks.reference_pipeline_report import tables
+from benchmarks.reference_pipeline_runs import KINDS, RECIPE, RECIPES
 from rlhf.config import parse_cli
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash, split_examples

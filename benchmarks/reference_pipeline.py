@@ -28,7 +28,7 @@ from scipy.stats import binomtest
 from benchmarks.demo_runs import PROJECT, SEEDS
 from benchmarks.real_smollm2 import measure, sessions_of, train
 from benchmarks.reference_pipeline_data import MODEL, REWARD_MODELS, pairs_file, prepare
-from benchmarks.reference_pipeline_runs import KINDS, RECIPE, recipe_trainings, trainings
+from benchmarks.reference_pipeline_runs import RECIPE, recipe_trainings, trainings
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import environment
 from rlhf.utils.console import Screen, quiet_libraries
@@ -37,6 +37,8 @@ from rlhf.utils.files import write_json
 
 Facts = dict[str, Any]  # the content of a JSON file
 RESULTS = PROJECT / "benchmarks" / "results" / "reference_pipeline"
+# kind -> name in the comparison
+ARMS = {"grpo": "GRPO", "ppo": "PPO", "rloo": "RLOO", "grpo_all_weights": "GRPO all weights", "dpo": "DPO"}
 DPO = (  # adapters as in RL
     *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "1e-4"),
     *("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
@@ -93,17 +95,17 @@ def once(arguments: argparse.Namespace, name: str, words: Sequence[str], read: C
     train(words, log)
     after = os.times()
     times = {"seconds": after[4] - before[4], "cpu_seconds": sum(after[2:4]) - sum(before[2:4])}  # CPU: of children
-    start = find_model(MODEL, "--actor-model")  # not stored, because it is a folder of this machine
     facts = {
         **environment(),
         **read(),
         **times,
         "name": name,
-        "command": [MODEL if word == start else word for word in [os.path.basename(words[0]), *words[1:]]],
+        "command": [os.path.basename(words[0]), *words[1:]],
         "busy_before_percent": sessions_of(log)[-1]["busy_before_percent"],
         "machine": machine("cpu"),
     }
-    write_json(file, facts)
+    start = json.dumps(find_model(MODEL, "--actor-model"))[1:-1]  # its folder in the cache of this machine
+    write_json(file, json.loads(json.dumps(facts).replace(start, MODEL)))
     say(f"finished: {file}")
 
 
@@ -139,14 +141,17 @@ def dpo(arguments: argparse.Namespace, say: Say) -> None:
 
 
 def compare(arguments: argparse.Namespace, say: Say) -> None:
-    """Compare all finished runs."""
+    """Compare all finished runs with the start model, and each arm with the first one."""
     folder, work = arguments.runs / "comparison", arguments.runs
-    names = [f"{kind}_{seed}" for kind in (*KINDS, "dpo") for seed in arguments.seeds]
-    done = [name for name in names if (arguments.results / f"{name}.json").is_file()]
-    runs = [str(work / name) for name in done if not name.startswith("dpo")]
-    arms = [f"DPO={work / name}" for name in done if name.startswith("dpo")]
-    words = ["compare_runs.py", *runs, "--arm", *arms, "best-of-4"]
-    words += ["--judge-model", str(work / "judge_model"), "--num-prompts", "64", "--output", str(folder)]
+    arms = [
+        f"{label}={work / name}"
+        for kind, label in ARMS.items()
+        for name in [f"{kind}_{seed}" for seed in arguments.seeds]
+        if (arguments.results / f"{name}.json").is_file()
+    ]
+    words = ["compare_runs.py", "--arm", *arms, "best-of-4"]
+    words += ["--judge-model", str(work / "judge_model"), "--num-prompts", "64", "--completions", "2"]
+    words += ["--output", str(folder)]
     once(arguments, "comparison", words, partial(comparison_facts, folder), say)
 
 

@@ -13,7 +13,7 @@ from benchmarks.reference_pipeline_data import MODEL, SPLIT, pairs_file
 
 RECIPE = os.path.relpath(PROJECT / "benchmarks" / "reference_pipeline.yaml")  # relative: JSON files have the command
 ALL_WEIGHTS = ("--no-use-lora", "--learning-rate", "3e-5")
-# kind -> algorithm, flags. GRPO is first, because the comparison compares each arm with the first one
+# kind -> algorithm, flags
 KINDS = {
     "grpo": ("grpo", ()),
     "ppo": ("ppo", ()),

@@ -121,7 +121,8 @@ def test_commands_of_all_stages_are_valid(pairs_file, commands, tmp_path):
             assert parsed[2].use_peft and parsed[0].dataset_name == str(tmp_path / "dpo_pairs")
         elif name == "compare_runs.py":
             config = parse_comparison_cli(words[1:])
-            assert len(config.comparison.runs) == 10 and len(config.comparison.arm) == 4
+            arms = [arm.name for arm in config.comparison.arm]
+            assert arms == [*["GRPO"] * 3, *["PPO"] * 3, *["RLOO"] * 3, "GRPO all weights", *["DPO"] * 3, "best-of-4"]
         else:
             config = parse_cli(words[1:], name.removeprefix("train_").removesuffix(".py"))
             assert config.model.rm_model == str(tmp_path / "reward_model") and config.data.split == SPLIT

@@ -213,7 +213,7 @@ def train(words: Sequence[str], log: Path, environment: dict[str, str] | None = 
 def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     """Return the figures of a finished run. Raises UserError if the run is not finished.
 
-    `accuracy` is the mean of the first reward function, or of the score of a run without one.
+    `accuracy` is the mean of the first reward function, or of the score of a run with a reward model.
     """
     import torch
 
@@ -223,7 +223,7 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     if run.status != "finished":
         raise UserError(f"the run is {run.status}: {folder}. Start this command again to resume it")
     settings = run.flat_settings
-    rule = next(iter(settings["reward_func"] or ()), "score")
+    rule = "score" if settings["rm_model"] else settings["reward_func"][0]
     files = sorted((folder / "samples").glob("update-*.jsonl"))
     before, after = (samples_of(file, rule) for file in (files[0], files[-1]))
     evaluations, seconds = evaluations_of(folder, log, run, rule, files)

@@ -31,6 +31,7 @@ RUN_ELSEWHERE = {
     r"^python -m pytest": ".ci/run",
     r"^python examples/tiny_ppo\.py": "tests/examples/test_tiny_ppo.py",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
+    r"^python benchmarks/reference_pipeline\.py": "tests/benchmarks/test_reference_pipeline.py",
     r"--sweep": "tests/run/test_sweep.py",
     r"--parallel": "tests/run/test_parallel_seeds.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",

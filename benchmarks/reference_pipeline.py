@@ -1,0 +1,172 @@
+"""Runs the reference pipeline with real weights: reward models, RL, DPO, a comparison. One JSON file per finished run.
+
+    python benchmarks/reference_pipeline.py pairs.jsonl                     all stages but recipes, in order
+    python benchmarks/reference_pipeline.py pairs.jsonl --stage runs        one stage
+    python benchmarks/reference_pipeline.py pairs.jsonl --stage recipes     the other reference recipes, a few updates
+    python benchmarks/reference_pipeline.py --table                         Markdown tables of the JSON files
+
+The file has preference pairs. After an interruption, start the same command again: a run with a JSON file is skipped.
+Flags after `--` are passed to every command of the stage. The settings are in benchmarks/reference_pipeline.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
+
+from scipy.stats import binomtest
+
+from benchmarks.demo_runs import PROJECT, SEEDS
+from benchmarks.real_smollm2 import measure, sessions_of, train
+from benchmarks.reference_pipeline_data import MODEL, REWARD_MODELS, pairs_file, prepare
+from benchmarks.reference_pipeline_runs import RECIPE, recipe_trainings, trainings
+from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.run_record import environment
+from rlhf.utils.console import Screen, quiet_libraries
+from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.files import write_json
+
+Facts = dict[str, Any]  # the content of a JSON file
+RESULTS = PROJECT / "benchmarks" / "results" / "reference_pipeline"
+# kind -> name in the comparison
+ARMS = {"grpo": "GRPO", "ppo": "PPO", "rloo": "RLOO", "grpo_all_weights": "GRPO all weights", "dpo": "DPO"}
+DPO = (  # adapters as in RL
+    *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "1e-4"),
+    *("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
+    *("--num_train_epochs", "1", "--per_device_train_batch_size", "8", "--gradient_checkpointing", "false"),
+    *("--logging_steps", "5", "--use_cpu", "--bf16", "false", "--report_to", "none"),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    quiet_libraries()
+    screen = Screen()
+    if arguments.table:
+        from benchmarks.reference_pipeline_report import tables
+
+        print(tables(arguments.results))
+        return
+    if arguments.file is None:
+        raise UserError("no file of preference pairs: command line. Give its path first")
+    prepare(arguments.file, arguments.runs)
+    for stage in [arguments.stage] if arguments.stage else list(STAGES)[:-1]:
+        STAGES[stage](arguments, screen.say)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("file", type=Path, nargs="?", help="file of preference pairs")
+    parser.add_argument("--stage", choices=STAGES, help="run this stage only")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of RL and DPO (42 123 777)")
+    parser.add_argument("--runs", type=Path, default=Path("reference_pipeline_runs"), help="folder of all runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--table", action="store_true", help="print Markdown tables of the JSON files")
+    end = argv.index("--") if "--" in argv else len(argv)
+    found = parser.parse_args(argv[:end])
+    found.more = list(argv[end + 1 :])
+    return found
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+Say = Callable[[str], None]
+
+
+def once(arguments: argparse.Namespace, name: str, words: Sequence[str], read: Callable[[], Facts], say: Say) -> None:
+    """Run a command and write its JSON file, unless the file exists. `read` returns what the command made."""
+    from benchmarks.machine import machine  # imports torch
+
+    file, log = arguments.results / f"{name}.json", arguments.runs / f"{name}.log"
+    if file.is_file():
+        say(f"already measured: {file}")
+        return
+    say(f"running {name}, console output in {log}")
+    words, before = [*words, *arguments.more], os.times()
+    train(words, log)
+    after = os.times()
+    times = {"seconds": after[4] - before[4], "cpu_seconds": sum(after[2:4]) - sum(before[2:4])}  # CPU: of children
+    facts = {
+        **environment(),
+        **read(),
+        **times,
+        "name": name,
+        "command": [os.path.basename(words[0]), *words[1:]],
+        "busy_before_percent": sessions_of(log)[-1]["busy_before_percent"],
+        "machine": machine("cpu"),
+    }
+    start = json.dumps(find_model(MODEL, "--actor-model"))[1:-1]  # its folder in the cache of this machine
+    write_json(file, json.loads(json.dumps(facts).replace(start, MODEL)))
+    say(f"finished: {file}")
+
+
+def reward_models(arguments: argparse.Namespace, say: Say) -> None:
+    for part in REWARD_MODELS:
+        name = f"{part}_model"
+        words = ["reward_model/train.py", "--recipe", RECIPE, "--pairs", str(pairs_file(arguments.runs, part))]
+        words += ["--rm-output", str(arguments.runs / name), "--rm-overwrite"]
+        once(arguments, name, words, partial(reward_facts, arguments.runs / name), say)
+
+
+def reward_facts(folder: Path) -> Facts:
+    """Return the record of a reward model, with Wilson's interval of its accuracy over held-out pairs."""
+    record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    trained, _ = len(record.pop("train_questions")), record.pop("settings")
+    found = binomtest(round(record["accuracy"] * record["pairs"]), record["pairs"]).proportion_ci(method="wilson")
+    return {"kind": "reward model", "train_pairs": trained, **record, "low": found.low, "high": found.high}
+
+
+def rl_runs(arguments: argparse.Namespace, say: Say) -> None:
+    for training in trainings(arguments.runs, arguments.seeds):
+        measure(training, argparse.Namespace(**vars(arguments), recipe=RECIPE), say)
+
+
+def dpo(arguments: argparse.Namespace, say: Say) -> None:
+    pairs = arguments.runs / "dpo_pairs"
+    facts = {"kind": "dpo", "train_pairs": (pairs / "train.jsonl").read_text(encoding="utf-8").count("\n")}
+    for seed in arguments.seeds:
+        words = [str(Path(sysconfig.get_path("scripts"), "trl")), *DPO, "--dataset_name", str(pairs)]
+        words += ["--model_name_or_path", find_model(MODEL, "--actor-model")]
+        words += ["--output_dir", str(arguments.runs / f"dpo_{seed}"), "--seed", str(seed)]
+        once(arguments, f"dpo_{seed}", words, lambda: facts, say)
+
+
+def compare(arguments: argparse.Namespace, say: Say) -> None:
+    """Compare all finished runs with the start model, and each arm with the first one."""
+    folder, work = arguments.runs / "comparison", arguments.runs
+    arms = [
+        f"{label}={work / name}"
+        for kind, label in ARMS.items()
+        for name in [f"{kind}_{seed}" for seed in arguments.seeds]
+        if (arguments.results / f"{name}.json").is_file()
+    ]
+    words = ["compare_runs.py", "--arm", *arms, "best-of-4"]
+    words += ["--judge-model", str(work / "judge_model"), "--num-prompts", "64", "--completions", "2"]
+    words += ["--output", str(folder)]
+    once(arguments, "comparison", words, partial(comparison_facts, folder), say)
+
+
+def comparison_facts(folder: Path) -> Facts:
+    """Return the report without its completions: they stay in the page, because they contain texts of the pairs."""
+    report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    return {"kind": "comparison"} | {name: found for name, found in report.items() if name != "samples"}
+
+
+def recipes(arguments: argparse.Namespace, say: Say) -> None:
+    for recipe, training in recipe_trainings(arguments.runs):
+        measure(training, argparse.Namespace(**vars(arguments), recipe=recipe), say)
+
+
+STAGES = {"reward-models": reward_models, "runs": rl_runs, "dpo": dpo, "compare": compare, "recipes": recipes}
+
+if __name__ == "__main__":
+    run_command(main)

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     screen = Screen()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         work = work_of(arguments, folder=folder, device=device, updates=1 + arguments.pairs)
-        found = compare(work, *measure(work, screen))
+        found = compare(work, *measure(work, screen, arguments.stock_python))
     show(found, screen)
     if arguments.json:
         write_json(arguments.json, found)
@@ -56,15 +56,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pairs", type=at_least(1), default=5, help="measured pairs of updates, after a warm-up pair (5)"
     )
+    parser.add_argument(
+        "--stock-python", default=sys.executable, help="Python of an environment with a later TRL (GRPO only)"
+    )
     return parse_update(parser, argv)
 
 
-def measure(work: Work, screen) -> tuple[dict[str, dict], list[dict[str, dict]]]:
+def measure(work: Work, screen, stock_python: str = sys.executable) -> tuple[dict[str, dict], list[dict[str, dict]]]:
     """Return the facts of each implementation, and the pairs of updates without the warm-up."""
     from benchmarks.machine import busy
 
     work_file = work.write(Path(work.folder, "work.json"))
-    with screen, Worker("ours", work_file) as ours, Worker("stock", work_file) as stock:
+    with screen, Worker("ours", work_file) as ours, Worker("stock", work_file, python=stock_python) as stock:
         make_models(work)  # while the workers import
         facts = {worker.name: worker.go() for worker in (ours, stock)}
         facts["ours"]["machine"]["busy_before_percent"] = busy()  # by other programs: both workers wait

@@ -32,6 +32,7 @@ def compare(work: Work, facts: dict[str, dict], pairs: Sequence[dict[str, dict]]
     memory = {name: pairs[-1][name]["memory"] for name in IMPLEMENTATIONS}
     return {
         **environment(),
+        "stock_trl": facts["stock"]["trl"],
         "settings": work.settings,
         "machine": facts["ours"]["machine"],
         "mixed_precision": {name: facts[name]["mixed_precision"] for name in IMPLEMENTATIONS},
@@ -79,6 +80,7 @@ def show(found: dict[str, Any], screen: Screen) -> None:
             ("pairs", f"TRL's time / ours: {pairs}"),
             ("settings", ", ".join(f"{name} {value}" for name, value in settings.items())),
             ("versions", ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers", "trl", "peft"))),
+            ("stock TRL", found["stock_trl"]),
             ("machine", f"{machine_line(found['machine'])}; {found['platform']}, Python {found['python']}"),
             *(("note", note) for note in found["notes"]),
         ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import trl.experimental.ppo as trl_ppo
 from datasets import Dataset
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
@@ -20,6 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, letter, prompt_ids
+
+if TYPE_CHECKING:
+    from trl.experimental.ppo import PPOTrainer
 
 
 class UpdateTimer(TrainerCallback):
@@ -90,12 +92,14 @@ def build(work: Work, wait: Callable, send: Callable[[dict], None]):
     return {"ppo": build_ppo, "grpo": build_grpo}[work.algorithm](work, wait, send)
 
 
-def build_ppo(work: Work, wait: Callable, send: Callable[[dict], None]) -> trl_ppo.PPOTrainer:
+def build_ppo(work: Work, wait: Callable, send: Callable[[dict], None]) -> PPOTrainer:
+    from trl.experimental.ppo import PPOConfig, PPOTrainer  # removed in TRL 1.13
+
     policy = load(AutoModelForCausalLM, work.policy)
     reward_model = load(AutoModelForSequenceClassification, work.reward_model)
     ids = prompt_ids(work, policy.config.vocab_size)
-    return trl_ppo.PPOTrainer(
-        args=trl_ppo.PPOConfig(
+    return PPOTrainer(
+        args=PPOConfig(
             total_episodes=work.updates * work.episodes,
             num_ppo_epochs=work.ppo_epochs,
             num_mini_batches=work.minibatches,

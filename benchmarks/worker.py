@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ LINES_SHOWN = 12  # last lines of a failed worker's log
 class Worker:
     """A worker process, seen from the process that starts it. It imports its libraries, then waits for requests."""
 
-    def __init__(self, name: str, work_file: Path, label: str | None = None, **environment: str):
-        """`label` names the log file and the worker in messages (None: `name`). `environment` has more variables."""
+    def __init__(
+        self, name: str, work_file: Path, label: str | None = None, python: str = sys.executable, **environment: str
+    ):
+        """`label` names the log file and the worker in messages (None: `name`). `python` is the interpreter, also that
+        of another environment. `environment` has more variables."""
         self.name = label or name
         self.log = work_file.with_name(f"{self.name}.log")
         self._log_stream = self.log.open("w", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", name, str(work_file)],
+            [python, "-m", "benchmarks.worker", name, str(work_file)],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
@@ -127,7 +131,7 @@ def run_stock(work: Work, channel) -> None:
     meter = MemoryMeter(work.device)
     wait()
     trainer = stock.build(work, wait, lambda message: send(channel, {**message, "memory": meter.read()}))
-    send(channel, {"mixed_precision": str(trainer.accelerator.mixed_precision)})
+    send(channel, {"mixed_precision": str(trainer.accelerator.mixed_precision), "trl": version("trl")})
     trainer.train()
 
 

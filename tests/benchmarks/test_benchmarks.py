@@ -15,7 +15,7 @@ from tests.scripts.test_scripts import ROOT, run
 
 SCRIPTS = ("against_trl", "cost_curve", "demo_checker", "epoch", "gpu_limits", "gpu_plan", "knobs", "memory", "on_gpu",
            "operators", "processes", "real_smollm2", "reference_pipeline", "scan_against_rise", "scan_each_topic",
-           "side_by_side", "techniques")  # fmt: skip
+           "side_by_side", "stock_sums", "techniques")  # fmt: skip
 TINY = ["--size", "tiny", "--device", "cpu", "--threads", "1"]
 SHORT = [*TINY, "--prompt-length", "8", "--ppo-epochs", "2"]
 

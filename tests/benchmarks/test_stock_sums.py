@@ -1,0 +1,161 @@
+"""Tests the comparison with stock TRL on smollm2-sums: equal rewards and prompts, the curve, and the tables."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from benchmarks import stock_sums
+from benchmarks.stock_sums import EPISODES
+from benchmarks.stock_sums_training import DIFFERENCES, SETTINGS, STEPS, Curve, chat, reward_function
+from rlhf.config import make_config
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.prompts import ids_alone
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.demo.checker_parts import sums_rows
+from rlhf.demo.ready import WEIGHTS
+from rlhf.rewards.eval_functions import last_number
+from rlhf.rollout.completions import Completions
+from rlhf.settings.fields import to_dict
+
+# completion, whether EOS was sampled, reward for the answer 12
+CASES = [
+    ("7 and 5 are 12", True, 1.0),
+    ("7 and 5 are 12", False, 0.0),  # "123" may follow
+    ("12 is the sum", False, 1.0),
+    ("12, not 13", True, 0.0),
+    ("a sum", True, 0.0),
+    ("", True, 0.0),
+]
+
+# name in TRL -> name in this project
+SAME = {
+    "num_generations": "K",
+    "num_iterations": "ppo_epochs",
+    "steps_per_generation": "minibatches",
+    "max_completion_length": "max_new_tokens",
+    "lr_scheduler_type": "lr_schedule",
+    "beta": "kl_coef",
+    "epsilon": "clip_range",
+    **{name: name for name in ("temperature", "learning_rate", "gradient_checkpointing", "loss_type", "weight_decay")},
+    **{name: name for name in ("adam_beta1", "adam_beta2", "max_grad_norm", "warmup_steps", "top_k", "top_p")},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(WEIGHTS))
+
+
+@pytest.mark.parametrize("text, ended, reward", CASES)
+def test_reward_is_that_of_this_project(tokenizer, text, ended, reward):
+    """TRL passes the ids of a completion up to EOS, and its text as a message."""
+    eos = tokenizer.eos_token_id
+    ids = tokenizer.encode(text, add_special_tokens=False) + [eos] * ended
+    stock = reward_function(eos)([[{"role": "assistant", "content": text}]], completion_ids=[ids], answer=["12"])
+    sampled = torch.tensor([[*ids, *[eos] * ended]])  # after EOS, a rollout has more tokens
+    ours = Completions.of([ids_alone([5])], sampled, eos=eos, pad=eos, vocabulary=len(tokenizer))
+    assert ours.texts(tokenizer) == [text]
+    assert stock == last_number(ours.texts(tokenizer), ["12"], ours.ended.tolist()) == [reward]
+
+
+def test_prompts_are_those_of_this_project(tokenizer):
+    for row in sums_rows()["eval.jsonl"][:3]:
+        stock = tokenizer.apply_chat_template(chat(row), add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert stock == encode_prompt(tokenizer, chat(row))
+
+
+def test_settings_are_those_of_the_recipe(tmp_path):
+    """Those that TRL is given, and those of its defaults that the recipe shares. DIFFERENCES has the others."""
+    parts = to_dict(make_config(algorithm="grpo", recipe="smollm2-sums")).values()
+    ours = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+    stock = vars(GRPOConfig(**SETTINGS, output_dir=str(tmp_path), bf16=False, use_cpu=True))
+    assert {name: stock[name] for name in SAME} == {name: ours[other] for name, other in SAME.items()}
+    assert stock["per_device_train_batch_size"] * ours["minibatches"] == ours["batch_size"] * ours["K"] == EPISODES
+    assert DIFFERENCES["scale_rewards"] == [ours["scale_rewards"], stock["scale_rewards"]]
+    assert stock["gradient_accumulation_steps"] == 1
+
+
+# --- the curve -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def curve(monkeypatch):
+    """A curve whose evaluations find 10%, then 39%, then 41% right answers, without a model."""
+    accuracies = iter((0.10, 0.39, 0.41))
+
+    def evaluate(self, model, update):
+        self.start = 0.0
+        self.evaluations.append({"update": update, "seconds": 0.0, "accuracy": next(accuracies)})
+
+    monkeypatch.setattr(Curve, "evaluate", evaluate)
+    return Curve(SimpleNamespace(eos_token_id=2), [], minutes=1e9, bf16=False)
+
+
+def train(curve: Curve, steps: int) -> list[int]:
+    """Return the optimizer steps after which the training stops."""
+    control, stops = SimpleNamespace(should_training_stop=False), []
+    curve.on_train_begin(None, None, control, model=None)
+    for step in range(1, steps + 1):
+        curve.on_step_end(None, SimpleNamespace(global_step=step), control, model=None)
+        stops += [step] if control.should_training_stop else []
+    return stops
+
+
+def test_training_stops_at_the_goal(curve):
+    """An update has 4 optimizer steps, and every sixth update is evaluated: 41% after update 12."""
+    assert train(curve, 12 * STEPS) == [48]
+    assert [one["update"] for one in curve.evaluations] == [0, 6, 12] and len(curve.updates) == 12
+
+
+def test_training_stops_at_the_time_limit(curve):
+    curve.minutes = 0.0
+    assert train(curve, STEPS) == [4]
+    assert [one["update"] for one in curve.evaluations] == [0, 1]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, name, curve, update_median, **facts):
+    """Write a JSON file. `curve` has (update, seconds, accuracy)."""
+    folder.mkdir(exist_ok=True)
+    facts |= {"machine": {"processor": "EPYC"}, "settings": {"bf16": False}}
+    facts["seconds"] = {"update_median": update_median}
+    facts["evaluations"] = [dict(zip(("update", "seconds", "accuracy"), point, strict=True)) for point in curve]
+    (folder / f"{name}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def test_table_of_finished_runs(tmp_path, capsys):
+    ours, stock, memory = tmp_path / "ours", tmp_path / "stock", tmp_path / "memory.json"
+    for seed, seconds in ((1, 300), (2, 600), (3, 900)):
+        points = [(0, 60, 0.05), (6, seconds - 60, 0.39), (12, seconds, 0.40), (18, 2000, 0.5)]
+        write_run(ours, f"grpo_{seed}", points, 20.0, kind="grpo", seed=seed)
+    write_run(ours, "ppo_1", [(0, 1, 0.9)], 1.0, kind="ppo", seed=1)
+    trl = {"versions": {"trl": "1.16.0"}}
+    write_run(stock, "a_1", [(0, 60, 0.05), (6, 1200, 0.41)], 50.0, seed=1, **trl)
+    for seed in (2, 3):
+        write_run(stock, f"a_{seed}", [(0, 60, 0.05), (6, 1500, 0.399)], 50.0, seed=seed, **trl)
+    sides = {"ours": {"above_imports": 2**31}, "stock": {"above_imports": 3 * 2**31}}
+    settings = {"algorithm": "grpo", "dtype": "float32"}
+    memory.write_text(json.dumps({"memory": sides, "settings": settings, "stock_trl": "1.16.0"}), encoding="utf-8")
+    stock_sums.main(["--table", "--ours", str(ours), "--results", str(stock), "--memory", str(memory)])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    here = ["float32, EPYC", "1, 2, 3"]
+    assert rows[2:4] == [
+        ["this project", *here, "5.0; 10.0; 15.0", "10.0", "4.0; 4.0; 4.0", "4.0", "768; 768; 768", "768", "20.0"],
+        ["TRL 1.16.0", *here, "20.0; not reached; not reached", "not reached", "5.0; not reached; not reached",
+         "not reached", "384; not reached; not reached", "not reached", "50.0"],
+    ]  # fmt: skip
+    assert rows[-1] == ["GRPO, float32, TRL 1.16.0", "6.00 GiB", "2.00 GiB", "3.00"]
+
+
+def test_finished_run_is_skipped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(stock_sums, "version", lambda _: "1.12.0")
+    (tmp_path / "trl-1.12.0_bfloat16_beta=0_7.json").write_text("{}", encoding="utf-8")
+    stock_sums.main(["--seed", "7", "--bf16", "--set", "beta=0", "--results", str(tmp_path)])
+    assert "trl-1.12.0_bfloat16_beta=0_7.json" in capsys.readouterr().out

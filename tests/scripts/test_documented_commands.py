@@ -37,7 +37,7 @@ RUN_ELSEWHERE = {
     r"^(ruff|mypy|bash \.ci/run|python -m pytest)\b": (".ci/run", "python -m pytest"),
     r"^python examples/tiny_ppo\.py": ("tests/examples/test_tiny_ppo.py", "tiny_ppo.main(["),
     r"^python benchmarks/on_gpu\.py": ("tests/benchmarks/test_on_gpu.py", "on_gpu"),
-    r"^python benchmarks/reference_pipeline\.py": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
+    r"^python benchmarks/reference_pipeline": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
     r"--sweep|_learning_rate=": ("tests/run/test_sweep.py", '"--sweep"'),
     r"--parallel": ("tests/run/test_parallel_seeds.py", '"--parallel"'),
     r"--scan\b": ("tests/setup/test_scan.py", '"--scan"'),

@@ -67,10 +67,11 @@ MEMORY = ("peak memory of one update, above the imports", "TRL", "this project",
 
 
 def table(ours: Path, stock: Path, memory: Sequence[Path]) -> str:
-    """Return Markdown: one row per implementation, precision and CPU, then one row per JSON file of against_trl.py."""
+    """Return Markdown: one row per implementation with its --set, precision and CPU, and a table of the JSON files of
+    against_trl.py."""
     groups: dict[tuple[str, str], list[Facts]] = {}
-    for run in map(read, [*sorted(ours.glob("grpo_*.json")), *sorted(stock.glob("*.json"))]):
-        name = "this project" if "kind" in run else f"TRL {run['versions']['trl']}"
+    for run in map(read, [*sorted(ours.glob("grpo_*.json")), *sorted(stock.glob("trl-*.json"))]):
+        name = "this project" if "kind" in run else ", ".join([f"TRL {run['versions']['trl']}", *run["set"]])
         how = f"{'bfloat16' if run['settings']['bf16'] else 'float32'}, {run['machine']['processor']}"
         groups.setdefault((name, how), []).append(run)
     parts = [[COLUMNS, *(row(*group, runs) for group, runs in groups.items())]]

@@ -66,6 +66,7 @@ def measure(arguments: argparse.Namespace) -> Facts:
         "questions": len(curve.rows),
         "seed": arguments.seed,
         "settings": {"bf16": arguments.bf16, "minutes": arguments.minutes, **SETTINGS, **changes},
+        "set": sorted(arguments.set),
         "differences": DIFFERENCES,
         "seconds": {"total": seconds(), "update_median": median(curve.updates), "busy_before_percent": busy_before},
         "peak_memory_bytes": resident_peak(),

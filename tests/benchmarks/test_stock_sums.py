@@ -136,16 +136,18 @@ def test_table_of_finished_runs(tmp_path, capsys):
         points = [(0, 60, 0.05), (6, seconds - 60, 0.39), (12, seconds, 0.40), (18, 2000, 0.5)]
         write_run(ours, f"grpo_{seed}", points, 20.0, kind="grpo", seed=seed)
     write_run(ours, "ppo_1", [(0, 1, 0.9)], 1.0, kind="ppo", seed=1)
-    trl = {"versions": {"trl": "1.16.0"}}
-    write_run(stock, "a_1", [(0, 60, 0.05), (6, 1200, 0.41)], 50.0, seed=1, **trl)
+    trl = {"versions": {"trl": "1.16.0"}, "set": []}
+    write_run(stock, "trl-1_1", [(0, 60, 0.05), (6, 1200, 0.41)], 50.0, seed=1, **trl)
     for seed in (2, 3):
-        write_run(stock, f"a_{seed}", [(0, 60, 0.05), (6, 1500, 0.399)], 50.0, seed=seed, **trl)
+        write_run(stock, f"trl-1_{seed}", [(0, 60, 0.05), (6, 1500, 0.399)], 50.0, seed=seed, **trl)
+    write_run(stock, "trl-1_beta=0_1", [(0, 60, 0.40)], 50.0, seed=1, versions=trl["versions"], set=["beta=0"])
     sides = {"ours": {"above_imports": 2**31}, "stock": {"above_imports": 3 * 2**31}}
     settings = {"algorithm": "grpo", "dtype": "float32"}
     memory.write_text(json.dumps({"memory": sides, "settings": settings, "stock_trl": "1.16.0"}), encoding="utf-8")
     stock_sums.main(["--table", "--ours", str(ours), "--results", str(stock), "--memory", str(memory)])
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     here = ["float32, EPYC", "1, 2, 3"]
+    assert rows[4][:3] == ["TRL 1.16.0, beta=0", "float32, EPYC", "1"]
     assert rows[2:4] == [
         ["this project", *here, "5.0; 10.0; 15.0", "10.0", "4.0; 4.0; 4.0", "4.0", "768; 768; 768", "768", "20.0"],
         ["TRL 1.16.0", *here, "20.0; not reached; not reached", "not reached", "5.0; not reached; not reached",

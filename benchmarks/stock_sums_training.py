@@ -37,7 +37,6 @@ SETTINGS = {
     "temperature": 1.0,
     "learning_rate": 3e-5,
     "lr_scheduler_type": "constant",
-    "beta": 0.05,  # the start value of the recipe's kl_coef
     "gradient_checkpointing": False,  # as in the recipe; on, TRL's default, is slower and needs less memory
     "save_strategy": "no",
     "report_to": "none",
@@ -45,7 +44,7 @@ SETTINGS = {
 }
 # what still differs: setting -> its values in this project's recipe and in stock TRL
 DIFFERENCES = {
-    "KL": ["in the reward, adaptive coefficient from 0.05, target 10/sequence", "in the loss, beta 0.05"],
+    "KL": ["in the reward, adaptive coefficient from 0.05, target 10/sequence", "none: beta 0, TRL's default"],
     "scale_rewards": ["none", "group"],
     "checkpoints": ["every 6 updates", "none"],
 }
@@ -57,7 +56,8 @@ def measure(arguments: argparse.Namespace) -> Facts:
     busy_before = busy()
     changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in arguments.set)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        trainer, curve = build(arguments, output_dir=folder, seed=arguments.seed, bf16=arguments.bf16, **changes)
+        given = {"output_dir": folder, "seed": arguments.seed, "bf16": arguments.bf16}
+        trainer, curve = build(arguments, **given, use_cpu=not torch.cuda.is_available(), **changes)
         trainer.train()
     return {
         **environment(),
@@ -68,7 +68,12 @@ def measure(arguments: argparse.Namespace) -> Facts:
         "settings": {"bf16": arguments.bf16, "minutes": arguments.minutes, **SETTINGS, **changes},
         "set": sorted(arguments.set),
         "differences": DIFFERENCES,
-        "seconds": {"total": seconds(), "update_median": median(curve.updates), "busy_before_percent": busy_before},
+        "seconds": {
+            "total": seconds(),
+            "cpu": time.process_time(),
+            "update_median": median(curve.updates),
+            "busy_before_percent": busy_before,
+        },
         "peak_memory_bytes": resident_peak(),
         "reached": reached(curve.evaluations),
         "evaluations": curve.evaluations,
@@ -78,8 +83,8 @@ def measure(arguments: argparse.Namespace) -> Facts:
 
 def build(arguments: argparse.Namespace, **changes) -> tuple[GRPOTrainer, Curve]:
     model, rows = find_model(arguments.model, "--model"), sums_rows()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    curve = Curve(tokenizer, rows["eval.jsonl"][: arguments.questions], arguments.minutes, arguments.bf16)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")  # generate continues the last position
+    curve = Curve(tokenizer, rows["eval.jsonl"][: arguments.questions], arguments)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward_function(tokenizer.eos_token_id),
@@ -107,8 +112,9 @@ def reward_function(eos: int):
 class Curve(TrainerCallback):
     """Evaluates before training, every EVERY updates and at the end. Stops at the goal or at the time limit."""
 
-    def __init__(self, tokenizer, rows: Sequence[Facts], minutes: float, bf16: bool):
-        self.tokenizer, self.rows, self.minutes, self.bf16 = tokenizer, rows, minutes, bf16
+    def __init__(self, tokenizer, rows: Sequence[Facts], arguments: argparse.Namespace):
+        self.tokenizer, self.rows, self.seed = tokenizer, rows, arguments.seed
+        self.minutes, self.bf16 = arguments.minutes, arguments.bf16
         self.reward = reward_function(tokenizer.eos_token_id)
         self.evaluations, self.updates = [], []  # facts; seconds of each update
 
@@ -139,16 +145,15 @@ class Curve(TrainerCallback):
     def sample(self, model, at: int) -> list[list[int]]:
         """Return the ids of one completion for each of the questions from `at`, up to EOS, at temperature 1.
 
-        All evaluations use the same random numbers, and leave those of the training unchanged.
+        All evaluations of a run use the same random numbers, and leave those of the training unchanged.
         """
         prompts = [chat(row) for row in self.rows[at : at + EVALUATED_TOGETHER]]
         given = self.tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True,
-            padding_side="left",
-        ).to(model.device)  # fmt: skip
+            prompts, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+        ).to(model.device)
         model.eval()
         with torch.random.fork_rng(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
-            torch.manual_seed(at)
+            torch.manual_seed(1000 * self.seed + at)
             plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
             ids = model.generate(**given, **plain, max_new_tokens=TOKENS, pad_token_id=self.tokenizer.pad_token_id)
         model.train()

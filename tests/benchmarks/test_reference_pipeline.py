@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import reference_pipeline, reference_pipeline_data
 from benchmarks.real_smollm2 import SESSION
@@ -19,6 +20,7 @@ from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.settings.evaluation import parse_comparison_cli
 from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.utils.errors import RunError
 from rlhf.utils.files import write_json
 
 RECORD = {
@@ -33,8 +35,6 @@ COMPARISON = {
         "DPO": {"42": FIGURES},
         "best-of-4": {"best-of-4": {"score": 1.5, "judge": None}},
     },
-    "spent": {"GRPO": {"42": {"seconds": 60.0, "cpu_seconds": 120.0}, "123": {"seconds": 120.0, "cpu_seconds": 240.0}},
-              "best-of-4": {"best-of-4": {}}},
     "warnings": ["GRPO, seed 42: longer", "GRPO, seed 123: longer", "DPO, seed 42: less variety"],
     "samples": [{"messages": "a text of the pairs"}],
 }  # fmt: skip
@@ -52,11 +52,14 @@ def commands(tokenizer_of_tests, monkeypatch) -> list[list[str]]:
     """Return the list of the commands that the script runs. They write what the script reads afterwards."""
     started: list[list[str]] = []
 
-    def train(words, log: Path):
+    def train(words, log: Path, environment):
+        assert int(environment["OMP_NUM_THREADS"]) == torch.get_num_threads()
         started.append(list(words))
         log.write_text(f"{SESSION}{json.dumps({'busy_before_percent': 1.0})}\n")
         if "--rm-output" in words:
             write_json(Path(words[words.index("--rm-output") + 1], "metrics.json"), RECORD)
+        elif Path(words[0]).name == "trl":
+            Path(words[words.index("--output_dir") + 1]).mkdir()
         elif words[0] == "compare_runs.py":
             write_json(Path(words[words.index("--output") + 1], "comparison.json"), COMPARISON)
 
@@ -66,6 +69,7 @@ def commands(tokenizer_of_tests, monkeypatch) -> list[list[str]]:
         words = ["--recipe", arguments.recipe, *training.words, *arguments.more, "--seed", str(training.seed)]
         started.append([f"train_{training.algorithm}.py", *words])
         write_json(arguments.results / f"{training.name}.json", {"kind": training.kind})
+        (arguments.runs / training.name).mkdir()
 
     monkeypatch.setattr(reference_pipeline, "train", train)
     monkeypatch.setattr(reference_pipeline, "measure", measure)
@@ -109,12 +113,13 @@ def test_commands_of_all_stages_are_valid(pairs_file, commands, tmp_path):
     for _ in range(2):
         for stage in STAGES:
             main([str(pairs_file), "--stage", stage, "--runs", str(tmp_path), "--results", str(results)])
-    scripts = [Path(words[0]).name for words in commands]
+    scripts, seeds = [Path(words[0]).name for words in commands], set()
     algorithms = [name for names, _ in RECIPES.values() for name in names]
     assert scripts[:2] == ["train.py"] * 2
     for name, words in zip(scripts, commands, strict=True):
         if name == "train.py":
             config = parse_reward_cli(words[1:])
+            seeds.add(config.training.rm_seed)
             assert "reward" in config.data.pairs or "judge" in config.data.pairs
         elif name == "trl":
             parsed = TrlParser((ScriptArguments, DPOConfig, ModelConfig)).parse_args_and_config(words[2:])
@@ -127,9 +132,44 @@ def test_commands_of_all_stages_are_valid(pairs_file, commands, tmp_path):
             config = parse_cli(words[1:], name.removeprefix("train_").removesuffix(".py"))
             assert config.model.rm_model == str(tmp_path / "reward_model") and config.data.split == SPLIT
             assert config.data.prompt_length == 64 and config.sampling.max_new_tokens == 32
+    assert len(seeds) == 2, "the judge has another initial head"
     assert scripts.count("trl") == 3 and scripts.count("compare_runs.py") == 1
     assert len(scripts) == 2 + 3 * (len(KINDS) - 1) + 1 + 3 + 1 + len(algorithms)
     assert "samples" not in json.loads((results / "comparison.json").read_text())
+
+
+def test_a_run_that_fails_does_not_stop_the_others_and_is_missed_by_the_comparison(
+    pairs_file, commands, tmp_path, monkeypatch, user_error
+):
+    good = reference_pipeline.measure
+
+    def measure(training, arguments, say):
+        if training.name == "grpo_42":
+            raise RunError("the training failed")
+        good(training, arguments, say)
+
+    monkeypatch.setattr(reference_pipeline, "measure", measure)
+    words = [str(pairs_file), "--runs", str(tmp_path), "--results", str(tmp_path / "results"), "--seeds", "42"]
+    with pytest.raises(RunError, match="the training failed"):
+        main([*words, "--stage", "runs"])
+    assert {Path(name).stem for name in (tmp_path / "results").iterdir()} == {
+        "ppo_42",
+        "rloo_42",
+        "grpo_all_weights_42",
+    }
+    main([*words, "--stage", "dpo"])
+    with user_error("--runs", "grpo_42"):
+        main([*words, "--stage", "compare"])
+
+
+def test_conversations_with_one_beginning_have_one_pair(tokenizer_of_tests, tmp_path):
+    turns = [[{"role": "user", "content": f"question {i}"}] for i in range(40)]
+    longer = [[*chat, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more?"}] for chat in turns]
+    rows = [{"prompt": chat, "chosen": "yes", "rejected": "no"} for chat in (*turns, *longer)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    prepare(tmp_path / "pairs.jsonl", tmp_path)
+    written = [load_examples(str(tmp_path / f"pairs_{name}.jsonl"), pairs=True) for name in ("reward", "judge")]
+    assert len({question_hash(pair) for pairs in written for pair in pairs}) == 40
 
 
 def test_every_run_has_32_completions_per_update_and_one_kl_target():
@@ -148,7 +188,8 @@ def test_tables_have_the_figures_of_the_files(tmp_path):
     run = {"kind": "recipe", "recipe": "phased-kl", "algorithm": "ppo", "evaluations": evaluations}
     run |= {"accuracy": {"before": -0.5, "after": 0.25}, "seconds": {"total": 30.0}}
     files = {"judge_model": model, "comparison": {**COMPARISON, "kind": "comparison"}, "recipe_phased-kl_ppo": run}
-    files |= {"dpo_42": {"name": "dpo_42", "kind": "dpo", **times}, "grpo_42": {"kind": "grpo"}}
+    files |= {"dpo_42": {"name": "dpo_42", "kind": "dpo", **times}}
+    files |= {f"grpo_{s}": {"kind": "grpo", "seconds": {"total": s, "cpu": 2 * s}} for s in (60.0, 120.0)}
     for name, facts in files.items():
         write_json(tmp_path / f"{name}.json", facts)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(tmp_path).splitlines()]

@@ -10,8 +10,8 @@ import torch
 from trl import GRPOConfig
 
 from benchmarks import stock_sums
-from benchmarks.stock_sums import EPISODES
-from benchmarks.stock_sums_training import DIFFERENCES, SETTINGS, STEPS, Curve, chat, reward_function
+from benchmarks.stock_sums import EPISODES, reached
+from benchmarks.stock_sums_training import DIFFERENCES, SETTINGS, STEPS, Curve, build, chat, reward_function
 from rlhf.config import make_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import ids_alone
@@ -39,7 +39,6 @@ SAME = {
     "steps_per_generation": "minibatches",
     "max_completion_length": "max_new_tokens",
     "lr_scheduler_type": "lr_schedule",
-    "beta": "kl_coef",
     "epsilon": "clip_range",
     **{name: name for name in ("temperature", "learning_rate", "gradient_checkpointing", "loss_type", "weight_decay")},
     **{name: name for name in ("adam_beta1", "adam_beta2", "max_grad_norm", "warmup_steps", "top_k", "top_p")},
@@ -77,7 +76,36 @@ def test_settings_are_those_of_the_recipe(tmp_path):
     assert {name: stock[name] for name in SAME} == {name: ours[other] for name, other in SAME.items()}
     assert stock["per_device_train_batch_size"] * ours["minibatches"] == ours["batch_size"] * ours["K"] == EPISODES
     assert DIFFERENCES["scale_rewards"] == [ours["scale_rewards"], stock["scale_rewards"]]
-    assert stock["gradient_accumulation_steps"] == 1
+    assert stock["gradient_accumulation_steps"] == 1 and stock["beta"] == 0.0
+
+
+@torch.no_grad()
+def test_prompts_of_unlike_lengths_end_at_the_position_that_is_continued(tmp_path, monkeypatch):
+    arguments = SimpleNamespace(model=str(WEIGHTS), questions=8, minutes=1.0, bf16=False, seed=1)
+    trainer, curve = build(arguments, output_dir=str(tmp_path), seed=1, bf16=False, use_cpu=True)
+    given = []
+
+    def generate(input_ids, attention_mask, **_):
+        given.append(attention_mask)
+        return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    curve.rows = [{"question": question} for question in ("How much is 7 plus 5?", "7 + 5?")]
+    assert len(curve.sample(trainer.model, 0)) == 2
+    assert given[0][:, -1].all() and not given[0].all()
+
+
+@pytest.mark.parametrize(
+    "curve, found",
+    [
+        ([(0, 60, 0.1), (6, 360, 0.3), (12, 660, 0.5)], {"update": 9, "seconds": 510}),
+        ([(0, 60, 0.1), (6, 1400, 0.3), (12, 2600, 0.5)], None),  # after 33 minutes
+        ([(0, 60, 0.1), (6, 360, 0.39)], None),
+    ],
+)
+def test_the_goal_is_interpolated_between_evaluations_and_has_a_time_limit(curve, found):
+    points = [dict(zip(("update", "seconds", "accuracy"), point, strict=True)) for point in curve]
+    assert reached(points) == (found and pytest.approx(found))
 
 
 # --- the curve -------------------------------------------------------------------------------------------------------
@@ -93,7 +121,7 @@ def curve(monkeypatch):
         self.evaluations.append({"update": update, "seconds": 0.0, "accuracy": next(accuracies)})
 
     monkeypatch.setattr(Curve, "evaluate", evaluate)
-    return Curve(SimpleNamespace(eos_token_id=2), [], minutes=1e9, bf16=False)
+    return Curve(SimpleNamespace(eos_token_id=2), [], SimpleNamespace(minutes=1e9, bf16=False, seed=1))
 
 
 def train(curve: Curve, steps: int) -> list[int]:
@@ -150,8 +178,8 @@ def test_table_of_finished_runs(tmp_path, capsys):
     assert rows[4][:3] == ["TRL 1.16.0, beta=0", "float32, EPYC", "1"]
     assert rows[2:4] == [
         ["this project", *here, "5.0; 10.0; 15.0", "10.0", "4.0; 4.0; 4.0", "4.0", "768; 768; 768", "768", "20.0"],
-        ["TRL 1.16.0", *here, "20.0; not reached; not reached", "not reached", "5.0; not reached; not reached",
-         "not reached", "384; not reached; not reached", "not reached", "50.0"],
+        ["TRL 1.16.0", *here, "19.5; not reached; not reached", "not reached", "4.9; not reached; not reached",
+         "not reached", "373; not reached; not reached", "not reached", "50.0"],
     ]  # fmt: skip
     assert rows[-1] == ["GRPO, float32, TRL 1.16.0", "6.00 GiB", "2.00 GiB", "3.00"]
 

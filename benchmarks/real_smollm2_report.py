@@ -277,7 +277,7 @@ def draw(results: Path, file: Path) -> None:
     """Draw the held-out accuracy over the updates, one line per kind of run. Minutes are in the table, because runs on
     different machines can share a picture.
 
-    A line is the mean over seeds, with their range; the bar at its end is the paired 95% interval of the rise.
+    A line is the mean over seeds, and its band their range.
     """
     runs, _, _ = read(results)
     with style():
@@ -287,19 +287,22 @@ def draw(results: Path, file: Path) -> None:
             draw_kind(axes, kind, [run for run in runs if run["kind"] == kind])
         axes.set(xlabel="updates", xlim=(0, None), ylim=(0, None))
         axes.set_ylabel(f"held-out accuracy, % of {runs[0]['accuracy']['questions']} questions")
-        axes.set_title(f"{MODEL}: sums; bars: 95% interval of the rise")
+        axes.set_title(f"{MODEL}: sums\nmean over seeds; band: lowest to highest")
         axes.legend(loc="upper left")
     save_picture(figure, file)
+
+
+def curve_of(run: Facts) -> tuple[list[int], list[float]]:
+    """Return the updates and the accuracies of a run's evaluations."""
+    return [e["update"] for e in run["evaluations"]], [e["accuracy"] for e in run["evaluations"]]
 
 
 def draw_kind(axes, kind: str, runs: Sequence[Facts]) -> None:
     control = kind == "control"
     colour, marker, _ = LineStyle(COLOURS["start"], "x") if control else line_styles_of([kind])[kind]
-    updates = [e["update"] for e in runs[0]["evaluations"]]
-    accuracy = np.array([[100 * e["accuracy"] for e in run["evaluations"]] for run in runs])  # (seeds, evaluations)
+    updates = sorted({e["update"] for run in runs for e in run["evaluations"]})
+    # (seeds, evaluations), with straight lines between the evaluations of a run: an older run has others
+    accuracy = 100 * np.array([np.interp(updates, *curve_of(run)) for run in runs])
     mean = accuracy.mean(0)
     axes.plot(updates, mean, color=colour, marker=marker, ls=":" if control else "-", label=LABELS[kind])
     axes.fill_between(updates, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, lw=0)
-    rise, _ = over_seeds_if_any(np.stack([rises(run) for run in runs])[:, None, :], runs[0]["seed"], (True, False))
-    below, above = 100 * (rise.value - rise.low), 100 * (rise.high - rise.value)
-    axes.errorbar([updates[-1]], [mean[-1]], yerr=[[below], [above]], color=colour, capsize=4)

@@ -14,15 +14,15 @@ from tests.documents import ROOT, commands
 from tests.notebooks import EXAMPLE, executed
 
 pytestmark = pytest.mark.ci
-TRAINING = "--num-iterations 1 --batch-size 2 --K 2 --minibatches 1 --eval-prompts 4 --no-bf16 --use-lora"
+SMALL = {"num_iterations": 1, "batch_size": 2, "K": 2, "minibatches": 1, "eval_prompts": 4}
+TRAINING = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items()) + " --no-bf16 --use-lora"
 FEW = {
     "train_grpo": TRAINING,
     "train_rloo": TRAINING,
     "compare_runs": "--num-prompts 2 --completions 2 --limit-minutes 0",
     "evaluate_generations": "--num-prompts 2 --completions 2",
 }
-SETTINGS = {"num_iterations": 1, "eval_every": 1, "batch_size": 2, "K": 2, "minibatches": 1, "eval_prompts": 4}
-SETTINGS |= {"bf16": False, "use_lora": True}
+SETTINGS = SMALL | {"bf16": False, "use_lora": True}
 
 
 def test_the_tutorial_runs_in_order_with_one_update(smollm2, large_folder, monkeypatch):

@@ -42,7 +42,7 @@ DPO = (  # adapters as in RL
     *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "1e-4"),
     *("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
     *("--num_train_epochs", "1", "--per_device_train_batch_size", "8", "--gradient_checkpointing", "false"),
-    *("--logging_steps", "5", "--use_cpu", "--report_to", "none"),
+    *("--logging_steps", "5", "--report_to", "none"),
 )
 
 
@@ -106,7 +106,7 @@ def once(arguments: argparse.Namespace, name: str, words: Sequence[str], read: C
         "name": name,
         "command": [os.path.basename(words[0]) if os.path.isabs(words[0]) else words[0], *words[1:]],
         "busy_before_percent": sessions_of(log)[-1]["busy_before_percent"],
-        "machine": machine("cpu"),
+        "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
     }
     start = json.dumps(find_model(MODEL, "--actor-model"))[1:-1]  # its folder in the cache of this machine
     write_json(file, json.loads(json.dumps(facts).replace(start, MODEL)))
@@ -149,9 +149,12 @@ def rl_runs(arguments: argparse.Namespace, say: Say) -> None:
 
 
 def dpo(arguments: argparse.Namespace, say: Say) -> None:
+    import torch
+
     pairs = arguments.runs / "dpo_pairs"
     facts = {"kind": "dpo", "train_pairs": (pairs / "train.jsonl").read_text(encoding="utf-8").count("\n")}
-    command = [str(Path(sysconfig.get_path("scripts"), "trl")), *DPO, "--dataset_name", str(pairs)]
+    device = () if torch.cuda.is_available() else ("--use_cpu",)
+    command = [str(Path(sysconfig.get_path("scripts"), "trl")), *DPO, *device, "--dataset_name", str(pairs)]
     command += ["--model_name_or_path", find_model(MODEL, "--actor-model"), "--bf16", str(arguments.bf16).lower()]
 
     def train_dpo(seed: int) -> None:

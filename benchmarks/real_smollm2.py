@@ -5,7 +5,7 @@
     python benchmarks/real_smollm2.py --human svamp.jsonl               answers to 300 problems that people wrote
     python benchmarks/real_smollm2.py --probe                           what did the model learn?
     python benchmarks/real_smollm2.py --sweep learning_rate=1e-5,5e-5   short runs with other settings
-    python benchmarks/real_smollm2.py --table --picture pictures/real_smollm2.png
+    python benchmarks/real_smollm2.py --table --picture curves.png      tables and a picture of the JSON files
 
 The runs are ordinary training commands, one after the other. After an interruption, start the same command again: a
 run with a JSON file is skipped, an unfinished run is resumed. Flags after `--` are passed to every training command.
@@ -218,6 +218,7 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     import torch
 
     from benchmarks.machine import machine
+    from rlhf.models.device import autocast_dtype
 
     run = RunRecord.require(folder, "--runs")
     if run.status != "finished":
@@ -227,11 +228,13 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
     files = sorted((folder / "samples").glob("update-*.jsonl"))
     before, after = (samples_of(file, rule) for file in (files[0], files[-1]))
     evaluations, seconds = evaluations_of(folder, log, run, rule, files)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings["bf16"] = autocast_dtype(settings["bf16"], device) is torch.bfloat16  # unset: the device's default
     return {
         "recipe": run.recipe,
         "algorithm": run.algorithm,
         "seed": run.seed,
-        "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "machine": machine(device.type),
         **{name: getattr(run, name) for name in ("python", "platform", "versions", "commit")},
         "start_model": {"name": settings["actor_model"], "weights_sha256": run.data["start_model"]}
         | (run.data.get("start_model_gguf") or {}),

@@ -50,19 +50,21 @@ def probe_models(names: Sequence[str], runs: Path, results: Path, screen: Screen
 
 
 def answer_human(problems: Path, runs: Path, results: Path, screen: Screen) -> None:
-    """Let the start model and the final models of all finished runs answer the first 300 rows of a file, with a prompt
-    and an `answer` each. A model with a JSON file is skipped."""
+    """Let the final models of all finished runs answer the first 300 rows of a file, with a prompt and an `answer`
+    each, and the start model once per seed, with the random numbers of the runs with this seed. A model with a JSON
+    file is skipped."""
     names = [
         f.stem for f in sorted(results.glob("*.json")) if f.stem.split("_")[0] in KINDS and (runs / f.stem).is_dir()
     ]
     if not names:
         raise UserError(f"no run folders of finished runs: --runs {runs}. Train first")
-    for name, run in [(START, names[0]), *((name, name) for name in names)]:
+    starts = {f"{START}_{name.rpartition('_')[2]}": name for name in names}
+    for name, run in {**starts, **{name: name for name in names}}.items():
         file = results / f"human_{name}.json"
         if file.is_file():
             screen.say(f"already answered: {file}")
             continue
-        probe = Probe(runs / run, name == START, screen)
+        probe = Probe(runs / run, name in starts, screen)
         examples = load_examples(str(problems))[:PROBLEMS]
         probe.questions, _ = encode_prompts(probe.tokenizer, examples, probe.tokenizer.model_max_length)
         short = probe.config.sampling.max_new_tokens

@@ -106,20 +106,25 @@ def seeds_table(runs: Sequence[Facts], answers: dict[str, Facts]) -> str:
     columns = ["run", "seeds", "before, %", "after, %", "rise, points (95% interval)", "rise minus the control's"]
     columns += ["KL, nats/sequence", "tokens", "end with EOS, %"]
     if answers:
-        columns.append(f"{answers['human_start']['questions']} problems that people wrote, before and after, %")
+        questions = next(iter(answers.values()))["questions"]
+        columns.append(f"{questions} problems that people wrote, before and after, %")
     return markdown(f"{MODEL}: mean over seeds (lowest to highest)", columns, rows)
 
 
 def human_cell(runs: Sequence[Facts], answers: dict[str, Facts]) -> list[str]:
+    """Return the accuracy before and after of those runs that have both, and how many they are."""
     if not answers:
         return []
-    before = answers["human_start"]["cells"]["sampled"]["accuracy"]
-    after = [
-        answers[f"human_{run['name']}"]["cells"]["sampled"]["accuracy"]
-        for run in runs
-        if f"human_{run['name']}" in answers
+    pairs = [(f"human_start_{run['seed']}", f"human_{run['name']}") for run in runs]
+    found = [
+        [100 * answers[name]["cells"]["sampled"]["accuracy"] for name in pair]
+        for pair in pairs
+        if all(name in answers for name in pair)
     ]
-    return [f"{percent(before)} -> {range_of([100 * a for a in after], 1)}" if after else ""]
+    if not found:
+        return [""]
+    before, after = (range_of(values, 1) for values in zip(*found, strict=True))
+    return [f"{before} -> {after}" + (f", {len(found)} of the seeds" if len(found) < len(runs) else "")]
 
 
 def range_of(values: Sequence[float], digits: int) -> str:
@@ -174,10 +179,10 @@ def minutes_table(runs: Sequence[Facts]) -> str:
             LABELS[run["kind"]], str(run["seed"]), *(at.get(update, "") for update in updates),
             f"{s['total'] / 60:.1f}", f"{s['update_median']:.1f}", "" if busy is None else f"{busy:.0f}",
             "bfloat16" if run["settings"]["bf16"] else "float32",
-            f"{run['machine']['processor']}, {run['machine']['cores']} cores",
+            run["machine"]["card"] or f"{run['machine']['processor']}, {run['machine']['cores']} cores",
         ])  # fmt: skip
     columns = ["run", "seed", *(f"update {update}" for update in updates), "whole run, min", "update, s (median)"]
-    return markdown("Time", [*columns, "CPU used by others at the start, %", "precision", "CPU"], rows)
+    return markdown("Time", [*columns, "CPU used by others at the start, %", "precision", "device"], rows)
 
 
 def topic_table(runs: Sequence[Facts]) -> str:

@@ -64,18 +64,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("GRPO", "precision, CPU", "seeds", "minutes to 40%", "median", "minutes in updates", "median",
+COLUMNS = ("GRPO", "precision, device", "seeds", "minutes to 40%", "median", "minutes in updates", "median",
            "completions to 40%", "median", "seconds per update")  # fmt: skip
 MEMORY = ("peak memory of one update, above the imports", "TRL", "this project", "TRL / this project")
 
 
 def table(ours: Path, stock: Path, memory: Sequence[Path]) -> str:
-    """Return Markdown: one row per implementation with its --set, precision and CPU, and a table of the JSON files of
-    against_trl.py."""
+    """Return Markdown: one row per implementation with its --set, precision and device, and a table of the JSON files
+    of against_trl.py."""
     groups: dict[tuple[str, str], list[Facts]] = {}
     for run in map(read, [*sorted(ours.glob("grpo_*.json")), *sorted(stock.glob("trl-*.json"))]):
         name = "this project" if "kind" in run else ", ".join([f"TRL {run['versions']['trl']}", *run["set"]])
-        how = f"{'bfloat16' if run['settings']['bf16'] else 'float32'}, {run['machine']['processor']}"
+        device = run["machine"]["card"] or run["machine"]["processor"]
+        how = f"{'bfloat16' if run['settings']['bf16'] else 'float32'}, {device}"
         groups.setdefault((name, how), []).append(run)
     parts = [[COLUMNS, *(row(*group, runs) for group, runs in groups.items())]]
     parts += [[MEMORY, *(memory_row(read(file)) for file in memory)]] if memory else []

@@ -366,7 +366,7 @@ class ModelEvaluator:
     ) -> list[float]:
         """Returns log pi / pi_start of given completions, in nats/sequence. They must have ended or be equally
         long."""
-        policy, size = self.load(model), budget_of(self.device).eval_batch_size
+        policy, size = self.load(model), budget_of(self.device, self.config).rollout_slots  # then micro-batches
         end = stopping_criterion(self.tokenizer, self.config.sampling.stops)
         found, vocabulary = [], policy.get_input_embeddings().num_embeddings
         for at in range(0, len(rows), size):

@@ -211,10 +211,15 @@ class VarlenLayout(Layout):
     inverse_index: Tensor | None  # as in `PackedLayout`
 
     def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # in torch since release 2.10
+        from torch.nn.attention.varlen import varlen_attn
 
         if kernel.softcap is not None:
             raise UserError(f"no soft-capped scores in flash attention: {VARLEN}=1. Remove this variable")
+        if torch.__version__ < (2, 12):
+            raise UserError(
+                f"torch {torch.__version__} is too old for this flash attention: {VARLEN}=1. Install torch 2.12 or "
+                "newer, or remove this variable"
+            )
         more = {"scale": kernel.scaling, "window_size": (-1 if window is None else window - 1, 0)}
         more["enable_gqa"] = query.shape[1] > key.shape[1]
         parts = []

@@ -23,6 +23,7 @@ from tests.records import record_of
 from tests.scripts.test_scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
+RESULTS_OF_GPU = RESULTS.with_name("real_smollm2_h200")
 
 
 def config_of(run: DemoRun, recipe: str) -> Config:
@@ -78,14 +79,22 @@ def test_documented_results_of_smollm2_are_those_of_the_files(tmp_path):
         assert [kl, lengths] == [found[6], f"{found[7]} -> {found[8]}"]
     sampled = re.search(r"^\| grpo_42 \| sampled \| .* of the gain.*$", made, re.M)[0]
     assert re.findall(r"(\d+)% of the gain", sampled) == ["3", "29", "68"]
-    assert "3% is brevity and format, 29% is sharpening, and 68% is ability" in page
+    assert "3% is brevity and format, 29% is sharpening, and 68% is ability" in " ".join(page.split())
+    gpu = tables(RESULTS_OF_GPU)
+    for name in ("PPO", "GRPO", "RLOO"):
+        sampled = re.search(rf"^\| {name.lower()}_42 \| sampled \| .* of the gain.*$", gpu, re.M)[0]
+        gain, *parts = re.findall(r"\+([\d.]+) \(", sampled)
+        shares = re.findall(r"(\d+)% of the gain", sampled)
+        row = [name, gain, *(f"{part} ({share}%)" for part, share in zip(parts, shares, strict=True))]
+        assert f"| {' | '.join(row)} |" in page
     draw(RESULTS, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_results_page_has_the_table_over_seeds():
+@pytest.mark.parametrize("results", [RESULTS, RESULTS_OF_GPU], ids=lambda folder: folder.name)
+def test_the_results_page_has_the_table_over_seeds(results):
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    table = tables(RESULTS).split("\n\n")[1]
+    table = tables(results).split("\n\n")[1]
     assert len(table.splitlines()) == 6 and table in page
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.torch_version import TorchVersion
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -150,7 +151,15 @@ def assert_same_results(model, groups, rows, monkeypatch, tolerance):
         assert_close(varlen, rectangles, rtol=0, atol=tolerance * float(rectangles.abs().max()))
 
 
+def test_varlen_attention_refuses_a_torch_without_its_arguments(monkeypatch):
+    monkeypatch.setattr(packing._Plan, "layout", packing._Plan.varlen_layout)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(UserError, match=VARLEN):
+        PackedMicroBatch(episodes(), [0, 1]).forward(backbone_of(make_model("llama", 0)))
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="varlen_attn has no enable_gqa before torch 2.12")
 @pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)
 def test_varlen_attention_on_a_gpu(groups, monkeypatch):
     """In bfloat16, within 3%: both kernels round."""

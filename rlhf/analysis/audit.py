@@ -32,6 +32,8 @@ ENOUGH_COMPLETIONS = 40  # distinct-2 of less text is unreliable
 LENGTH_CORRELATION = 0.6  # rank correlation of score and length
 MORE_LENGTH_CORRELATION = 0.2  # and its increase
 
+OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures that depend on the number of completions
+
 
 def figures(completions: GenerationResults) -> dict[str, float | None]:
     """Returns one model's figures. A figure that was not computed is None. LABELS holds the units.

@@ -224,15 +224,16 @@ def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
 
 
 def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
-    """Returns the rank (1 is the best; equal scores share a rank) and BEST, MEDIUM or WORST for each completion.
+    """Returns the rank (1 is the best; equal scores share a rank) and a label for each completion.
 
-    All completions with the highest score are BEST. All others with the lowest score are WORST. (None, None) for a
-    completion without a score.
+    All completions with the highest score are BEST. All others with the lowest score are WORST. If all scores of
+    several completions are equal, they are EQUAL. (None, None) for a completion without a score.
     """
     known = [-s for s in scores if not np.isnan(s)]
     places = stats.rankdata(known, method="min").astype(int).tolist()
     last = max(places, default=0)
-    labels = ((place, "BEST" if place == 1 else "WORST" if place == last else "MEDIUM") for place in places)
+    best = "EQUAL" if last == 1 and len(known) > 1 else "BEST"
+    labels = ((place, best if place == 1 else "WORST" if place == last else "MEDIUM") for place in places)
     return [(None, None) if np.isnan(s) else next(labels) for s in scores]
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rlhf.analysis.audit import figures
+from rlhf.analysis.audit import OF_THE_NUMBER, figures
 from rlhf.analysis.equal_budget import at_equal_kl, result_over
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
@@ -40,6 +40,7 @@ class Arm:
     measured: list[GenerationResults]  # one for each model, or that of the baseline
     models: list[ModelRef] = field(default_factory=list)  # empty: a baseline
     settings: dict[str, str] = field(default_factory=dict)  # those in which the arms differ
+    left_out: tuple[str, ...] = ()  # figures that would mislead
 
     @property
     def trained(self) -> bool:
@@ -70,7 +71,7 @@ class Arm:
 
     @cached_property
     def figures(self) -> list[dict[str, float | None]]:
-        return [figures(completions) for completions in self.measured]
+        return [figures(completions) | dict.fromkeys(self.left_out) for completions in self.measured]
 
     def known(self, name: str) -> list[float]:
         """Returns one figure of each model that has it."""
@@ -100,7 +101,7 @@ def best_of_arm(samples: GenerationResults, n: int, best: BestOf | None) -> Arm:
         ended=chosen(samples.ended),
         kl=None if best is None else np.full(index.shape, best.kl[n - 1]),
     )
-    return Arm(results.label, [results])
+    return Arm(results.label, [results], left_out=OF_THE_NUMBER)  # all blocks are more than a model's completions
 
 
 def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL) -> Contrast:

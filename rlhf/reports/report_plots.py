@@ -31,9 +31,10 @@ def forest(contrasts: Sequence[dict[str, Any]], judges: Sequence[str]) -> Figure
         contrasts: `Contrast`s as JSON, at least one. There is one row per name and one panel per measure.
         judges: their names, the deciding one first.
     """
-    names = list(dict.fromkeys(c["name"] for c in contrasts))
+    levels = {c["name"]: percent(c["level"]) for c in contrasts}
+    names = list(levels)
     measures = sorted({c["measure"] for c in contrasts}, key=lambda name: (name != "judge", name != "score", name))
-    labels = [textwrap.fill(name, NAME_WIDTH) for name in names]
+    labels = [textwrap.fill(f"{name} ({level})", NAME_WIDTH) for name, level in levels.items()]
     heights = np.array([ROW * (label.count("\n") + 1.7) for label in labels])  # inches
     row_of = dict(zip(names, zip(heights / 2 - np.cumsum(heights), heights, strict=True), strict=True))
     columns = min(2, len(measures))
@@ -68,7 +69,7 @@ def _draw_contrast(axes: Axes, contrast: dict[str, Any], at: float, height: floa
         axes.text(0, at, " no value", va="center")
         return
     if low is not None:
-        axes.hlines(at, low, high, color=COLOURS["above"], lw=2.5, label=f"{percent(contrast['level'])} interval")
+        axes.hlines(at, low, high, color=COLOURS["above"], lw=2.5, label="confidence interval (level)")
     axes.plot(value, at, "o", color=COLOURS["above"], ms=7, label="difference")
 
 

@@ -351,7 +351,7 @@ def test_contrast_of_groups_and_baselines_on_either_side(values, trained):
         ([0.1, 0.9, 0.5, 0.2], [(4, "WORST"), (1, "BEST"), (2, "MEDIUM"), (3, "MEDIUM")]),
         ([1.0, 1.0, 0.5, 0.0], [(1, "BEST"), (1, "BEST"), (3, "MEDIUM"), (4, "WORST")]),
         ([1.0, 0.0, 0.0], [(1, "BEST"), (2, "WORST"), (2, "WORST")]),
-        ([2.0, 2.0], [(1, "BEST"), (1, "BEST")]),
+        ([2.0, 2.0], [(1, "EQUAL"), (1, "EQUAL")]),
         ([7.0], [(1, "BEST")]),
     ],
 )

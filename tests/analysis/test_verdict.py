@@ -307,6 +307,7 @@ def test_best_of_n_is_an_arm_of_real_completions():
     assert (found.texts, found.ids, found.scores.tolist()) == ([["b", "c"]], [[2], [3]], [[3.0, 2.0]])
     assert found.judged["j"].tolist() == [[6.0, 4.0]] and found.kl == pytest.approx(np.log(2) - 0.5)
     assert arm.name == "best-of-2" and not arm.trained
+    assert arm.mean("score") == 2.5 and arm.mean("score_of_best") is None  # two blocks, not two completions
 
 
 def test_the_k_with_which_the_start_model_is_ahead():

@@ -44,7 +44,7 @@ def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
     figure = forest(contrasts, ["exact match", "x"])
     judge, score, other = figure.axes
     assert [axes.get_title() for axes in figure.axes] == ["judge exact match", "score", "judge x"]
-    assert [label.get_text() for label in judge.get_yticklabels()] == ["A - B", "A - C"]
+    assert [label.get_text() for label in judge.get_yticklabels()] == ["A - B (98.3%)", "A - C (98.3%)"]
     first, second = judge.get_yticks()
     assert first > second
     assert [f.get_xydata().tolist() for f in score.lines if f.get_marker() == "o"] == [[[1, first]], [[2, second]]]
@@ -54,7 +54,7 @@ def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
     assert score.lines[0].get_xdata() == [0, 0] and len(other.patches) == 1
     assert sorted(legend(figure), key=len) == [
         "difference",
-        "98.3% interval",
+        "confidence interval (level)",
         "smallest visible difference (80% power)",
     ]
 

@@ -82,7 +82,7 @@ def test_smollm2_orca_commands(orca, capsys, snapshot):
     report = json.loads((orca / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
     sampled = [prompt["sides"][1]["completions"] for prompt in report["prompts"]]
     assert len(sampled) == 5 and all(len(completions) == 4 for completions in sampled)
-    assert {c["label"] for completions in sampled for c in completions} == {"BEST", "MEDIUM", "WORST"}
+    assert {c["label"] for completions in sampled for c in completions} >= {"BEST", "MEDIUM", "WORST"}
     assert all(c["text"] is not None and c["score"] is not None for c in sampled[0])
     assert {"score", "score_of_best", "score_of_worst"} <= report["models"][0]["figures"].keys()
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks import reference_pipeline, reference_pipeline_data
 from benchmarks.real_smollm2 import SESSION
 from benchmarks.reference_pipeline import STAGES, main
-from benchmarks.reference_pipeline_data import MODEL, PAIR_LENGTH, SPLIT, prepare
+from benchmarks.reference_pipeline_data import DPO_LENGTH, MODEL, SPLIT, prepare
 from benchmarks.reference_pipeline_report import tables
 from benchmarks.reference_pipeline_runs import KINDS, RECIPE, RECIPES
 from rlhf.config import parse_cli
@@ -91,8 +91,8 @@ def test_parts_are_disjoint_and_complete(pairs_file, tokenizer_of_tests, tmp_pat
     assert {question_hash(p) for p in trained} == hashes["reward"][0]
 
 
-def test_dpo_gets_no_pair_that_is_too_long_for_the_reward_model(pairs_file, tokenizer_of_tests, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference_pipeline_data, "PAIR_LENGTH", 1)
+def test_dpo_gets_no_long_pair(pairs_file, tokenizer_of_tests, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_pipeline_data, "DPO_LENGTH", 1)
     prepare(pairs_file, tmp_path)
     assert (tmp_path / "dpo_pairs" / "train.jsonl").read_text() == ""
 
@@ -100,7 +100,7 @@ def test_dpo_gets_no_pair_that_is_too_long_for_the_reward_model(pairs_file, toke
 def test_script_and_recipe_have_the_same_split_lengths_and_model():
     reward, run = parse_reward_cli(["--recipe", RECIPE]), parse_cli(["--recipe", RECIPE], "grpo")
     assert reward.data.split == run.data.split == SPLIT
-    assert reward.data.pair_length == PAIR_LENGTH
+    assert reward.data.pair_length >= DPO_LENGTH
     assert {reward.training.base_model, reward.calibration.actor_model, run.model.actor_model} == {MODEL}
     assert reward.sampling.max_new_tokens == run.sampling.max_new_tokens
 

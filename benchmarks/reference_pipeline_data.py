@@ -23,8 +23,9 @@ def prepare(file: Path, folder: Path) -> None:
     """Write the pairs for both reward models, and those of DPO. They share the prompts of RL and of the evaluation.
 
     The judge's pairs are disjoint from those of the training's reward model, because half of the reward part of the
-    split is left out of each file. DPO gets the shorter ones of the pairs that train the reward model. Of the pairs whose conversations
-    begin with the same message, only the first one is used, because one of their prompts is the beginning of another.
+    split is left out of each file. DPO gets the shorter ones of the pairs that train the reward model. Of the pairs
+    whose conversations begin with the same message, only the first one is used, because one of their prompts is the
+    beginning of another.
     """
     pairs: dict[str, Example] = {}
     for pair in load_examples(str(file), pairs=True):

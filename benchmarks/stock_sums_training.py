@@ -27,7 +27,6 @@ from rlhf.utils.system import resident_peak
 
 K, PASSES, MINIBATCHES, TOKENS, EVERY = 8, 2, 2, 24, 6  # the recipe's; EVERY: updates between evaluations
 STEPS = PASSES * MINIBATCHES  # optimizer steps per update
-EVALUATED_TOGETHER = 32  # questions per call of generate
 SETTINGS = {
     "per_device_train_batch_size": EPISODES // MINIBATCHES,
     "steps_per_generation": MINIBATCHES,
@@ -133,7 +132,11 @@ class Curve(TrainerCallback):
 
     def evaluate(self, model, update: int) -> None:
         start = seconds()
-        ids = [row for at in range(0, len(self.rows), EVALUATED_TOGETHER) for row in self.sample(model, at)]
+        together = 256 if model.device.type == "cuda" else 32  # questions per call of generate
+        groups = [self.rows[at : at + together] for at in range(0, len(self.rows), together)]
+        with torch.random.fork_rng():  # the same random numbers each time; those of the training stay unchanged
+            torch.manual_seed(self.seed)
+            ids = [row for group in groups for row in self.sample(model, group)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         accuracy = fmean(self.reward(texts, ids, [row["answer"] for row in self.rows]))
         self.start = now = seconds()
@@ -142,18 +145,14 @@ class Curve(TrainerCallback):
         print(f"update {update}: {accuracy:.1%} of the answers are right, {now / 60:.1f} minutes", flush=True)
 
     @torch.no_grad()
-    def sample(self, model, at: int) -> list[list[int]]:
-        """Return the ids of one completion for each of the questions from `at`, up to EOS, at temperature 1.
-
-        All evaluations of a run use the same random numbers, and leave those of the training unchanged.
-        """
-        prompts = [chat(row) for row in self.rows[at : at + EVALUATED_TOGETHER]]
+    def sample(self, model, rows: Sequence[Facts]) -> list[list[int]]:
+        """Return the ids of one completion for each question, up to EOS, at temperature 1."""
+        prompts = [chat(row) for row in rows]
         given = self.tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
         ).to(model.device)
         model.eval()
-        with torch.random.fork_rng(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
-            torch.manual_seed(1000 * self.seed + at)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
             plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
             ids = model.generate(**given, **plain, max_new_tokens=TOKENS, pad_token_id=self.tokenizer.pad_token_id)
         model.train()

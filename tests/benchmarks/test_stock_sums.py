@@ -90,8 +90,8 @@ def test_prompts_of_unlike_lengths_end_at_the_position_that_is_continued(tmp_pat
         return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
 
     monkeypatch.setattr(trainer.model, "generate", generate)
-    curve.rows = [{"question": question} for question in ("How much is 7 plus 5?", "7 + 5?")]
-    assert len(curve.sample(trainer.model, 0)) == 2
+    rows = [{"question": question} for question in ("How much is 7 plus 5?", "7 + 5?")]
+    assert len(curve.sample(trainer.model, rows)) == 2
     assert given[0][:, -1].all() and not given[0].all()
 
 

@@ -53,12 +53,12 @@ def arm_table(report: Facts, files: Sequence[Facts]) -> str:
         costs = [times_of(f) for f in files if ARMS.get(f["kind"]) == arm]
         rows.append([
             arm, str(len(found)), *(mean_of(found, name) for name in FIGURES),
-            "-" if arm == START else str(len(warnings)),
+            "-" if arm == START or arm.startswith("best-of-") else str(len(warnings)),  # only models are audited
             *(f"{fmean(times) / 60:.1f}" if costs else "-" for times in zip(*costs or [(0, 0)], strict=True)),
         ])  # fmt: skip
     columns = ["arm", "seeds", "score", "judge", "KL, nats/sequence", "tokens", "end with EOS", "perplexity"]
     columns += ["warnings of the audit", "minutes of a run", "CPU minutes of a run"]
-    return markdown("Arms on the same held-out prompts: means over seeds", columns, rows)
+    return markdown("Arms on the same held-out prompts: means over seeds (lowest to highest seed)", columns, rows)
 
 
 def times_of(run: Facts) -> tuple[float, float]:

@@ -100,7 +100,7 @@ def row(name: str, how: str, runs: Sequence[Facts]) -> list[str]:
     updates = [one["update"] if one else inf for one in found]
     minutes = [one["seconds"] / 60 if one else inf for one in found]
     learning = [number * seconds / 60 for number, seconds in zip(updates, spent, strict=True)]
-    cells = [*figures(minutes, ".1f"), *figures(learning, ".1f"), *figures([EPISODES * n for n in updates], ",.0f")]
+    cells = [*figures(minutes, ".2f"), *figures(learning, ".2f"), *figures([EPISODES * n for n in updates], ",.0f")]
     return [name, how, ", ".join(str(run["seed"]) for run in runs), *cells, f"{median(spent):.1f}"]
 
 

@@ -177,8 +177,9 @@ def test_table_of_finished_runs(tmp_path, capsys):
     here = ["float32, EPYC", "1, 2, 3"]
     assert rows[4][:3] == ["TRL 1.16.0, beta=0", "float32, EPYC", "1"]
     assert rows[2:4] == [
-        ["this project", *here, "5.0; 10.0; 15.0", "10.0", "4.0; 4.0; 4.0", "4.0", "768; 768; 768", "768", "20.0"],
-        ["TRL 1.16.0", *here, "19.5; not reached; not reached", "not reached", "4.9; not reached; not reached",
+        ["this project", *here, "5.00; 10.00; 15.00", "10.00", "4.00; 4.00; 4.00", "4.00",
+         "768; 768; 768", "768", "20.0"],
+        ["TRL 1.16.0", *here, "19.47; not reached; not reached", "not reached", "4.86; not reached; not reached",
          "not reached", "373; not reached; not reached", "not reached", "50.0"],
     ]  # fmt: skip
     assert rows[-1] == ["GRPO, float32, TRL 1.16.0", "6.00 GiB", "2.00 GiB", "3.00"]

@@ -104,7 +104,8 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         which, update = f"{run.merged.which}, merged", run.merged.update
     elif which == "final":
         if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
-            raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. Add --which best")
+            fix = "Wait for its end, resume it, or add --which best, the best checkpoint so far"
+            raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. {fix}")
         # while a finished run is being extended, its final weights are old, but its plan is already the new one
         update = (run.spent or run.plan).updates
     else:

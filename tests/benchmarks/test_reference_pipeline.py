@@ -199,6 +199,7 @@ def test_tables_have_the_figures_of_the_files(tmp_path):
     assert found["GRPO"][-3:] == ["2", "1.5", "3.0"]
     assert found["DPO"][-3:] == ["1", "1.5", "3.0"]
     assert found["start"][-3:] == ["-", "-", "-"] and found["best-of-4"][2] == "-"
+    assert found["best-of-4"][-3:] == ["-", "-", "-"]
     assert found["phased-kl"] == ["PPO", "6", "-0.50", "+0.25", "1.50", "1.25", "0.5"]
 
 

@@ -34,7 +34,7 @@ from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.reference import Reference
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.build import make_rewards
-from rlhf.rewards.checks import check_reward_context
+from rlhf.rewards.checks import check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, padded
@@ -128,8 +128,10 @@ class ModelEvaluator:
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
-        self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
-        self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
+        self.rewards, reward_model = make_rewards(self.config, sources, self.tokenizer, device)
+        if reward_model is not None:
+            check_measured(reward_model, f"reward model {self.config.model.rm_model}", self.examples, screen)
+        self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device, self.examples, screen)
         updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
@@ -241,7 +243,7 @@ class ModelEvaluator:
             ("prompts", self.prompts.line),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
-            ("judge", ", ".join(j.name for j in self.judges) or "none (set one with --judge-model or --eval-func)"),
+            ("judge", ", ".join(map(str, self.judges)) or "none (set one with --judge-model or --eval-func)"),
             (
                 "perplexity",
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",

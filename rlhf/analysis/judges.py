@@ -20,6 +20,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
+from rlhf.rewards.checks import check_measured
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
@@ -27,6 +28,7 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, function_name
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import resolve_path
 
@@ -39,6 +41,10 @@ class Judge:
     rewards: Rewards  # of one function
     is_function: bool = False  # an evaluation function
     independent: bool = True  # RL training did not use it
+    accuracy: str = ""  # of a judge model, in words
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.accuracy})" if self.accuracy else self.name
 
 
 @dataclass(frozen=True)
@@ -73,15 +79,19 @@ def load_judges(
     settings: MeasureSettings,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    examples: Sequence[Example],
+    screen: Screen,
 ) -> list[Judge]:
     """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
-    one decides."""
+    one decides. Prints what is doubtful about the judge model on the evaluation prompts `examples`."""
     judges, runs = [], [config_of_run(m.run) for m in models if m.run is not None]
     trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
-        model = LearnedReward(RewardModel.load(sources.folder, device, dtype, "--judge-model"))
-        judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer, names=["judge"])))
+        model = RewardModel.load(sources.folder, device, dtype, "--judge-model", config.model.rm_text)
+        accuracy = check_measured(model, f"judge {settings.judge_model}", examples, screen)
+        rewards = Rewards([LearnedReward(model)], None, tokenizer, names=["judge"])
+        judges.append(Judge(settings.judge_model, rewards, accuracy=accuracy))
     for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
         limit_s = config.reward.reward_timeout
         rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], "evaluation function")

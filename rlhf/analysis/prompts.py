@@ -106,7 +106,8 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
     warnings = []
     for (source, split), names in groups.items():
         try:
-            known = _questions(source, examples, DataSource.of(data))
+            known = _rows_of(source, examples, DataSource.of(data))
+            part = {question_hash(e): part_of(e, Split.parse(split)) for e in known}
         except UserError:
             warnings.append(
                 f"warning: the data of {listed(names)} cannot be read any more, so it is not known whether the "
@@ -114,7 +115,7 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
                 "in which the training was started"
             )
             continue
-        parts = [part_of(e, Split.parse(split)) for e in examples if question_hash(e) in known]
+        parts = [part.get(question_hash(e)) for e in examples]
         used = {"RL training": parts.count("rl"), "the reward model": parts.count("reward")}
         counts = " and ".join(f"{count} are in the part for {what}" for what, count in used.items() if count)
         if counts:
@@ -126,9 +127,9 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
     return warnings
 
 
-def _questions(source: DataSource, examples: Sequence[Example], given: DataSource) -> set[str]:
-    """Returns the hashes of the questions in a run's data: those of `examples` if these are from the same source, none
-    of other hub datasets. Raises UserError for data that was moved or changed since the run."""
+def _rows_of(source: DataSource, examples: Sequence[Example], given: DataSource) -> Sequence[Example]:
+    """Returns the rows of a run's data: `examples` if these are from the same source, none of other hub datasets.
+    Raises UserError for data that was moved or changed since the run."""
     if replace(source, skip_bad_rows=None) == replace(given, skip_bad_rows=None):
-        return {question_hash(e) for e in examples}
-    return {question_hash(e) for e in load_examples(source, say=lambda _: None)} if source.is_local else set()
+        return examples
+    return load_examples(source, say=lambda _: None) if source.is_local else []

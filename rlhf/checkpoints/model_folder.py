@@ -13,9 +13,19 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rlhf.checkpoints.gguf import gguf_folder, gguf_record
+from rlhf.checkpoints.run_record import RUN_FILE
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean, print_line
-from rlhf.utils.paths import file_with, is_gguf, is_path, missing_path, note_names, resolve_path
+from rlhf.utils.paths import (
+    SAVING,
+    file_with,
+    interrupted_saves,
+    is_gguf,
+    is_path,
+    missing_path,
+    note_names,
+    resolve_path,
+)
 from rlhf.utils.processes import is_first
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,12 +56,14 @@ def find_model(name: str, flag: str) -> str:
                 f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
                 f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
             )
+        if SAVING in folder.name and not (folder / RUN_FILE).is_file():
+            raise UserError(f"an interrupted save, not a complete model: {flag} {name}. Train it again")
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
             )
         return str(folder)
-    if is_path(name):
+    if is_path(name) or interrupted_saves(folder):
         raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
     return find_on_hub(name, "model", f"{flag} FOLDER")
 

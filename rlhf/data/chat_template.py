@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
+_SLOT_END = "\ue001"
+SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template writes
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = ()) -> list[int]:
@@ -32,30 +34,78 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots:
     messages = with_shots(tokenizer, messages, shots)
     contents = [m["content"] for m in messages]
     if tokenizer.chat_template is None:
-        start = tokenizer("").input_ids  # BOS, if this tokenizer adds one
-        bos = start[:1] if start and start[0] == tokenizer.bos_token_id else []
-        return bos + encode_text(tokenizer, "\n\n".join(contents))
+        return _bos(tokenizer) + encode_text(tokenizer, "\n\n".join(contents))
+    return _ids_of(tokenizer, *_rendered(tokenizer, messages, add_generation_prompt=True), contents)
+
+
+def encode_whole(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, completion: str, ended: bool = True
+) -> list[int]:
+    """Return the token ids of a prompt with its completion as a reward model reads them: what the chat template writes
+    for the whole chat, up to the end if the completion `ended`, otherwise up to the end of the completion.
+
+    Without a chat template: prompt, completion and, if it ended, EOS as one text. TRL's RewardTrainer encodes pairs in
+    the same way. Contents never become special tokens, as in `encode_prompt`. Raises UserError if the chat template
+    fails.
+    """
+    chat = [*messages, {"role": "assistant", "content": completion}]
+    contents = [m["content"] for m in chat]
+    if tokenizer.chat_template is None:
+        contents = ["\n\n".join(contents[:-1]), completion]
+        end = tokenizer.eos_token if ended else ""
+        slots = _SLOT.format(0) + _SLOT.format(1) + end
+        return _bos(tokenizer) + _ids_of(tokenizer, slots, "".join(contents) + end, contents)
+    slots, text = _rendered(tokenizer, chat)
+    if not ended:
+        tail = slots.rpartition(_SLOT_END)[2]
+        slots = slots.removesuffix(tail)
+        text = text.removesuffix(tail)
+    return _ids_of(tokenizer, slots, text, contents)
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return BOS, if this tokenizer adds one to a text; otherwise no id."""
+    start = tokenizer("").input_ids
+    return start[:1] if start and start[0] == tokenizer.bos_token_id else []
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: bool) -> tuple[str, str]:
+    """Return a chat as its template writes it: with a slot in place of each content, and with the contents. Raises
+    UserError if the template fails."""
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
     try:
-        text, whole = (
-            tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
-            for chat in (slots, messages)
-        )
+        return _render(tokenizer, slots, **how), _render(tokenizer, messages, **how)
     except Exception as error:  # a template is code and may raise anything; some reject a system message
-        roles, reason = ", ".join(m["role"] for m in messages), (str(error).splitlines() or [""])[0]
+        roles = ", ".join(m["role"] for m in messages)
+        last = messages[-1]["content"]
+        reason = (str(error).splitlines() or [""])[0]
         kind = "rejects it" if isinstance(error, jinja2.TemplateError) else f"fails with {type(error).__name__}"
         raise UserError(
-            f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {contents[-1]!r:.40}. Write "
-            "chats in the form that the start model's chat template accepts"
+            f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {last!r:.40}. Write chats in "
+            "the form that the model's chat template accepts"
         ) from None
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: bool) -> str:
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase, slots: str, text: str, contents: Sequence[str]) -> list[int]:
+    """Return the ids of `text`. If a content in it would produce special tokens, the pieces around the slots and the
+    contents are tokenized separately."""
+    pieces = re.split("\ue000([0-9]+)\ue001", slots)
+    special = _special_ids(tokenizer)
+    together = tokenizer(text, add_special_tokens=False).input_ids
+    of_template = tokenizer("".join(pieces[::2]), add_special_tokens=False).input_ids
+    if [i for i in together if i in special] == [i for i in of_template if i in special]:
+        return together
     ids: list[int] = []
-    for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):
+    for i, piece in enumerate(pieces):
         if i % 2:
             ids += encode_text(tokenizer, contents[int(piece)])
         elif piece:
             ids += tokenizer(piece, add_special_tokens=False).input_ids
-    together, special = tokenizer(whole, add_special_tokens=False).input_ids, _special_ids(tokenizer)
-    return together if [i for i in together if i in special] == [i for i in ids if i in special] else ids
+    return ids
 
 
 def with_shots(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages) -> list[dict[str, str]]:
@@ -82,9 +132,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """
     if tokenizer.chat_template is None:
         return None
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        text = _render(tokenizer, [*SOME_CHAT, {"role": "assistant", "content": _SLOT.format(0)}])
     except Exception:  # a template may raise anything; encode_prompt reports it
         return None
     ids = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids

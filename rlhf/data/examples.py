@@ -41,9 +41,22 @@ class Example:
 
         Questions that differ only in case, spacing, invisible characters or Unicode form (NFC or NFD) are equal.
         """
-        text = "\n".join(m["content"] for m in self.messages if m["role"] == "user")
-        visible = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
-        return unicodedata.normalize("NFC", " ".join(visible.split()))
+        return normalised("\n".join(self._user_turns))
+
+    @property
+    def first_turn(self) -> str:
+        """The text of the first user message, normalised as `question`."""
+        return normalised(self._user_turns[0])
+
+    @property
+    def _user_turns(self) -> list[str]:
+        return [m["content"] for m in self.messages if m["role"] == "user"]
+
+
+def normalised(text: str) -> str:
+    """Return a text without differences in case, spacing, invisible characters and Unicode form."""
+    visible = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
+    return unicodedata.normalize("NFC", " ".join(visible.split()))
 
 
 def load_examples(

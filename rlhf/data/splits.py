@@ -11,8 +11,13 @@ from rlhf.settings.types import Split
 
 
 def part_of(example: Example, split: Split) -> str:
-    """Return "reward", "rl" or "evaluation", from a hash of the question. A question is always in the same part."""
-    bucket = int(question_hash(example)[:8], 16) % 100
+    """Return "reward", "rl" or "evaluation", from a hash of the question. A question is always in the same part.
+
+    Preference pairs with the same first user turn are in the same part: in data of several turns, one conversation can
+    give several pairs.
+    """
+    text = example.question if example.chosen is None else example.first_turn
+    bucket = int(_text_hash(text)[:8], 16) % 100
     return "reward" if bucket < split.reward else "rl" if bucket < split.reward + split.rl else "evaluation"
 
 
@@ -26,7 +31,11 @@ def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[
 
 def question_hash(example: Example) -> str:
     """Return the first twelve hexadecimal digits of the SHA-256 of the question."""
-    return hashlib.sha256(example.question.encode()).hexdigest()[:12]
+    return _text_hash(example.question)
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def pairs_hash(pairs: Iterable[Example]) -> str:

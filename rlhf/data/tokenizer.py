@@ -262,13 +262,21 @@ def values_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def context_problems(
-    lengths: Sequence[int], context: int | None, max_new_tokens: int, source: str, model: str = "start model"
+    lengths: Sequence[int],
+    context: int | None,
+    max_new_tokens: int,
+    source: str,
+    model: str = "start model",
+    tail: int = 0,
 ) -> list[str]:
     """Return an error if prompts of these lengths (tokens), alone or with completions of `max_new_tokens`, exceed a
-    model's context (None: no limit). The message contains `source` and `model`."""
+    model's context (None: no limit) without the `tail` tokens that follow a completion. The message contains `source`
+    and `model`."""
     longest = max(lengths)
-    if context is None or longest + max_new_tokens <= context:
+    if context is None or longest + max_new_tokens <= context - tail:
         return []
+    size = f"{context} tokens" + (f", of which {tail} follow a completion" if tail else "")
+    context -= tail
     alone = longest > context
     room = context if alone else context - max_new_tokens
     flag, more = ("", "") if alone else (f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}")
@@ -277,7 +285,7 @@ def context_problems(
         fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")
     return [
         f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the {model}'s context "
-        f"of {context} tokens (the longest: {longest}{more}): {source}. Try "
+        f"of {size} (the longest: {longest}{more}): {source}. Try "
         f"{' or '.join(fixes) or 'shorter completions'}"
     ]
 

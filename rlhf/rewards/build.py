@@ -20,7 +20,8 @@ def make_rewards(
     """Load the rewards without checks. Returns the weighted rewards and the reward model (None without one)."""
     model = None
     if sources.folder is not None:
-        model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
+        dtype = autocast_dtype(config.model.bf16, device)
+        model = RewardModel.load(sources.folder, device, dtype, text=config.model.rm_text)
         model.budget = budget_of(device, config)
     learned = [LearnedReward(model)] if model is not None else []
     return Rewards([*learned, *sources.rules], sources.weights, tokenizer, config.reward.reward_timeout), model

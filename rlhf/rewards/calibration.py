@@ -12,6 +12,7 @@ import torch
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
+from rlhf.data.splits import distinct_questions
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
@@ -24,6 +25,7 @@ from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.rng import rng_for
 
 SMALLEST_STD = 1e-3  # with a smaller standard deviation of the raw scores there is nothing to calibrate
 Completion = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, True if it ended
@@ -56,6 +58,7 @@ def calibration_completions(
     """
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
     dtype, length = model.dtype, config.sampling.max_new_tokens
+    examples = shuffled_prompts(examples, config.training.rm_seed)
     if name is None:
         return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"
     folder = find_model(name, "--actor-model")
@@ -83,6 +86,12 @@ def calibration_completions(
         texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"completions of {name}"
+
+
+def shuffled_prompts(examples: Sequence[Example], seed: int) -> list[Example]:
+    """Return the examples with distinct prompts in a random order, which does not depend on their order."""
+    distinct = sorted(distinct_questions(examples), key=lambda example: repr(example.messages))
+    return [distinct[i] for i in rng_for(seed, 0, "calibration prompts").permutation(len(distinct))]
 
 
 def show_record(record: dict, screen: Screen) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
-from rlhf.data.chat_template import encode_prompt
+from rlhf.data.chat_template import SOME_CHAT, encode_prompt, encode_whole
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
-from rlhf.settings.training import Config
+from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
@@ -48,7 +49,8 @@ def check_reward_folder(
     record = read_record(Path(folder))
     if record is not None:
         check_accuracy(record, METRICS_FILE, name, config.model.allow_weak_reward_model, screen)
-        check_leaks(record, prompts, screen)
+        parts = {"evaluation": prompts.evaluation, "training": prompts.train}
+        check_leaks(record, {name: [p.example for p in part] for name, part in parts.items()}, "reward model", screen)
 
 
 def encodes_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -75,33 +77,72 @@ def check_reward_context(
     context = config_values(folder).get("max_position_embeddings")
     if context is None or not examples:
         return
+    tokenizer = load_tokenizer(folder)
     if lengths is None:
-        tokenizer = load_tokenizer(folder)
         lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
-    raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model"))
+    tail = tokens_after_eos(tokenizer)
+    raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model", tail))
+
+
+def tokens_after_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens a chat template writes after the EOS of a completion, at least 0."""
+    ended, cut_off = (encode_whole(tokenizer, SOME_CHAT, "yes", end) for end in (True, False))
+    return max(0, len(ended) - len(cut_off) - 1)
 
 
 def check_unrecorded(
     model: RewardModel, name: str, pairs: Sequence[Example], allow_weak: bool, screen: Screen
 ) -> None:
-    """Evaluate a reward model that has no record on the held-out `pairs`, if there are any. Raises UserError if its
-    accuracy is below 0.6 or below the length baseline; with `allow_weak` this is only a warning."""
+    """Evaluate a reward model that has no record on the held-out `pairs`, if there are any, and print which text it
+    scores. Raises UserError if its accuracy is below 0.6 or below the length baseline; with `allow_weak` this is only
+    a warning."""
+    print_text(model, f"reward model {name}", screen)
+    if model.record is not None:
+        return
+    found, source = known_accuracy(model, pairs)
+    if found is None:
+        screen.say(f"warning: the reward model {name} has {source}: its accuracy is unknown")
+        return
+    screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: {accuracy_in(found)}")
+    check_accuracy(found, source, name, allow_weak, screen)
+
+
+def print_text(model: RewardModel, name: str, screen: Screen) -> None:
+    """Print which text a reward model without a record scores, and if no score depends on whether a completion
+    ended."""
+    if model.record is None:
+        end = model.tokenizer.decode(model.encode(SOME_CHAT, "yes")).rpartition("yes")[2]
+        how = "the chat as its template renders it" if model.text == "template" else "the text up to EOS"
+        screen.say(
+            f"note: the {name} has no {METRICS_FILE}, so it scores {how}: after a completion follows {end!r}. If it "
+            f"was trained on another text, give --rm-text {' or '.join(RM_TEXTS)}"
+        )
+    if not model.sees_end:
+        screen.say(
+            f"note: the {name} gives a completion that was cut off the same score as one that ended: it reads the "
+            "score before EOS, which is its pad token, or its chat template writes nothing after a completion"
+        )
+
+
+def known_accuracy(model: RewardModel, pairs: Sequence[Example]) -> tuple[dict | None, str]:
+    """Return the accuracy and the length baseline of a reward model, and their source: its record, otherwise the
+    held-out ones of `pairs` that fit its context. None if there are no pairs."""
     from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 
     if model.record is not None:
-        return
+        return model.record, METRICS_FILE
     usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None])
     if not usable:
-        screen.say(
-            f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "
-            "its accuracy is unknown"
-        )
-        return
-    result = pair_accuracy(model, usable)
-    source = f"{len(usable)} held-out pairs"
-    screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: accuracy {result.accuracy:.3f} on {source}")
-    found = {"accuracy": result.accuracy, "length_baseline": result.length_baseline}
-    check_accuracy(found, source, name, allow_weak, screen)
+        return None, f"no {METRICS_FILE}, and there are no pairs to evaluate it on"
+    return asdict(pair_accuracy(model, usable)), f"{len(usable)} held-out pairs"
+
+
+def accuracy_in(found: dict | None) -> str:
+    """Return the accuracy of a reward model in words."""
+    if found is None:
+        return "accuracy unknown"
+    count = f" of {found['pairs']} held-out pairs" if "pairs" in found else ""
+    return f"accuracy {found['accuracy']:.3f}{count}, length baseline {found['length_baseline']:.3f}"
 
 
 def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, screen: Screen) -> None:
@@ -124,13 +165,34 @@ def weakness(record: dict) -> str | None:
     return f"weak reward model (accuracy {accuracy:.3f}, required {required:.3f}; length baseline {baseline:.3f})"
 
 
-def check_leaks(record: dict, prompts: PromptSets, screen: Screen) -> None:
-    """Warn if the reward model was trained on questions of this run: its scores for them are too optimistic."""
+def check_leaks(record: dict, parts: Mapping[str, Sequence[Example]], model: str, screen: Screen) -> None:
+    """Warn if the reward model or judge `model` was trained on questions of `parts`: its scores for them are too
+    optimistic. The keys of `parts` are "evaluation" and "training"."""
     seen = set(record.get("train_questions", []))
-    for name, part in (("evaluation", prompts.evaluation), ("training", prompts.train)):
-        known = sum(question_hash(p.example) in seen for p in part)
+    for name, part in parts.items():
+        known = sum(question_hash(example) in seen for example in part)
         if known:
             screen.say(
-                f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions, so "
+                f"warning: the {model} was trained on {known} of the {len(part)} {name} prompts' questions, so "
                 "its scores for them are too optimistic. Give both commands the same data and --split"
             )
+
+
+def check_measured(model: RewardModel, name: str, examples: Sequence[Example], screen: Screen) -> str:
+    """Check a reward model or judge of an evaluation, as training checks its reward model, but only warn. Returns its
+    accuracy in words.
+
+    Args:
+        model: the reward model or judge.
+        name: what it is, and its folder or hub name.
+        examples: the evaluation prompts. If they are pairs, they show the accuracy of a model without a record.
+        screen: prints the warnings.
+    """
+    print_text(model, name, screen)
+    found, source = known_accuracy(model, examples)
+    if found is None:
+        screen.say(f"warning: the {name} has {source}: its accuracy is unknown")
+    elif (weak := weakness(found)) is not None:
+        screen.say(f"warning: {weak}, from {source}: {name}. Its scores may not show which completion is better")
+    check_leaks(model.record or {}, {"evaluation": examples}, name, screen)
+    return accuracy_in(found)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.data.chat_template import encode_whole
 from rlhf.rewards.arguments import text_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class LearnedReward:
 class ModuleReward:
     """An `nn.Module` as a reward function: it receives prompt and completion as ids and returns one score per row.
 
-    Called as `module(input_ids=, attention_mask=)`, both (B, T), padded on the right. It returns (B,) or (B, 1), or an
+    The ids are those of the whole chat, as the tokenizer's chat template renders it. Called as
+    `module(input_ids=, attention_mask=)`, both (B, T), padded on the right. It returns (B,) or (B, 1), or an
     object with `logits` of this shape. Encodes with `module.tokenizer` if it exists, otherwise with the policy's
     tokenizer.
     """
@@ -53,7 +54,7 @@ class ModuleReward:
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
         rows = [
-            encode_prompt(self.tokenizer, m) + encode_completion(self.tokenizer, text_of(completion), end)
+            encode_whole(self.tokenizer, m, text_of(completion), end)
             for m, completion, end in zip(messages, completions, ended, strict=True)
         ]
         weights = next(self.module.parameters(), None)

@@ -46,6 +46,10 @@ def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
     chosen = model.score(messages, [p.chosen for p in pairs], always)
     rejected = model.score(messages, [p.rejected for p in pairs], [p.rejected_ended for p in pairs])
     margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    for i, pair in enumerate(pairs):
+        ids = pair_ids(model, pair)
+        if ids["chosen_ids"] == ids["rejected_ids"]:
+            margins[i] = 0.0  # equal ids tie; their scores differ by rounding, which depends on the batch
     wins = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
     longer = [_longer_wins(p) for p in pairs]
     longer_rate = sum(longer) / len(pairs)

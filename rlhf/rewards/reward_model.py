@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
-from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, how_to_train, read_record, reward_config_problem
+from rlhf.data.chat_template import SOME_CHAT, encode_completion, encode_prompt, encode_whole
 from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
@@ -26,9 +25,8 @@ from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
 from rlhf.rollout.completions import padded, token_batch
+from rlhf.settings.training import RM_TEXTS
 from rlhf.utils.errors import RunError, UserError, raise_if
-
-KEPT_PROMPTS = 10_000  # whose ids a reward model keeps
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,17 @@ class Calibration:
 
     mean: float = 0.0
     std: float = 1.0
+
+
+def text_in(record: dict | None) -> str | None:
+    """Return the form of the text that a reward model was trained on, one of RM_TEXTS; None without a record. Records
+    of this project's older versions do not contain it: they ended at EOS. Raises UserError for an unknown form."""
+    if record is None:
+        return None
+    text = record.get("text", "eos")
+    if text not in RM_TEXTS:
+        raise UserError(f"unknown text {text!r:.40}: {METRICS_FILE} of the reward model. Train the reward model again")
+    return text
 
 
 def _key(messages: Sequence[dict[str, str]]) -> tuple:
@@ -49,6 +58,12 @@ def equal_start(rows: Sequence[Sequence[int]]) -> int:
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
+def without_pad(row: Sequence[int], pad: int) -> Sequence[int]:
+    """Return the ids up to the last one that is not `pad`; the first id if all are."""
+    last = next((i for i in reversed(range(len(row))) if row[i] != pad), 0)
+    return row[: last + 1]
+
+
 def can_pack(classifier: PreTrainedModel) -> bool:
     """True if `packed_logits` computes the same as this classifier: one linear layer on the last token's state."""
     return score_head(classifier) is not None and llama.supports(backbone_of_classifier(classifier))
@@ -57,10 +72,12 @@ def can_pack(classifier: PreTrainedModel) -> bool:
 def packed_logits(
     classifier: PreTrainedModel, rows: Sequence[Sequence[int]], groups: Sequence[int], pad: int, device: torch.device
 ) -> torch.Tensor:
-    """Return the logits (R, 1) of id sequences, computed in one packed row.
+    """Return the logits (R, 1) of id sequences at their last tokens that are not `pad`, computed in one packed row.
 
     Sequences with the same number in `groups` share their first ids, which are computed once.
     """
+    # detail 13: transformers reads there. If pad is EOS, it is before EOS, and a causal model does not see EOS.
+    rows = [without_pad(row, pad) for row in rows]
     members: dict[int, list[int]] = {}
     for at, group in enumerate(groups):
         members.setdefault(group, []).append(at)
@@ -76,7 +93,10 @@ def packed_logits(
 
 
 class RewardModel:
-    """A sequence classifier with one output. `score` returns calibrated scores; `record` is metrics.json or None."""
+    """A sequence classifier with one output. `score` returns calibrated scores; `record` is metrics.json or None.
+
+    `text` is the form of what it reads, one of RM_TEXTS. None: that of its training; without a record "template".
+    """
 
     def __init__(
         self,
@@ -85,6 +105,7 @@ class RewardModel:
         device: torch.device,
         dtype: torch.dtype | None = None,
         record: dict | None = None,
+        text: str | None = None,
     ):
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
@@ -94,14 +115,21 @@ class RewardModel:
         self.context = context_of(self.model.config)  # tokens; None: no limit
         self.budget = budget_of(device)  # that of a run follows from its settings
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
-        # training scores the same prompts in many updates
-        self._prompt_ids = lru_cache(KEPT_PROMPTS)(lambda key: tuple(encode_prompt(tokenizer, [dict(m) for m in key])))
+        self.text = text or text_in(record) or "template"
 
     @classmethod
-    def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
-        """Load a reward model from a folder or the hub. `flag` is for error messages.
+    def load(
+        cls,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        flag: str = "--rm-model",
+        text: str | None = None,
+    ) -> RewardModel:
+        """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text.
 
-        Raises UserError if it does not exist or does not return one score per completion.
+        Raises UserError if it does not exist, does not return one score per completion, or was trained on another
+        `text`.
         """
         folder = find_model(name, flag)
         config = load_config(folder)
@@ -123,12 +151,27 @@ class RewardModel:
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {how_to_train()}")
         check_weights(model, name)
-        return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
+        record = read_record(Path(folder))
+        trained_on = text_in(record)
+        if text is not None and trained_on not in (None, text):
+            raise UserError(
+                f"its {METRICS_FILE} has the text {trained_on}: --rm-text {text}, {flag} {name}. Remove --rm-text"
+            )
+        return cls(model, tokenizer, device, dtype, record, text)
 
     def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
-        """Return the ids of a prompt with its completion, rendered as in training."""
+        """Return the ids of a prompt with its completion, rendered as in the model's training."""
         # detail 13: the text is tokenized again (this project). The policy's ids may be other words in this tokenizer.
-        return [*self._prompt_ids(_key(messages)), *encode_completion(self.tokenizer, completion, ended)]
+        if self.text == "template":
+            return encode_whole(self.tokenizer, messages, completion, ended)
+        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, completion, ended)
+
+    @property
+    def sees_end(self) -> bool:
+        """True if the score of a completion depends on whether it ended."""
+        pad = self.model.config.pad_token_id
+        ended, cut_off = (without_pad(self.encode(SOME_CHAT, "yes", end), pad) for end in (True, False))
+        return ended != cut_off
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None) -> list[float]:

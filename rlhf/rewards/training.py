@@ -6,12 +6,14 @@ ignore the `question` and `system` columns, add a second EOS after SmolLM2's tem
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -22,8 +24,8 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
-from rlhf.checkpoints.replacing import check_inputs_outside, replace_dir
-from rlhf.checkpoints.run_folder import check_output
+from rlhf.checkpoints.replacing import check_inputs_outside, numbered_name, replace_dir
+from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
@@ -45,9 +47,12 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import saving_tensors, write_json
+from rlhf.utils.files import make_folder, saving_tensors, write_json
+from rlhf.utils.paths import SAVING, interrupted_saves
 from rlhf.utils.processes import size
-from rlhf.utils.system import remove_folder, sync_file
+from rlhf.utils.system import lock, remove_folder, replace, sync_file
+
+MARGIN = "margin"  # column of the pairs
 
 
 def train_reward_model(
@@ -70,6 +75,7 @@ def train_reward_model(
     check_inputs_outside(str(folder), inputs, "--rm-output")
     require_equal({**environment()["versions"], **flat_settings(to_dict(config))}, "Give all machines the same")
     on_first(lambda: check_output(folder, **placing))
+    on_first(lambda: remove_interrupted_saves(folder, screen))
     if pairs is None:
         pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
     require_equal({"the hash of the pairs": pairs_hash(pairs)}, "Give all machines the same files")
@@ -80,7 +86,8 @@ def train_reward_model(
     run_training(model, train, config, screen)
     record = evaluate_and_calibrate(model, held_out, completions, source)
     show_record(record, screen)
-    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
+    questions = sorted({question_hash(p) for p in train})
+    record |= {"text": model.text, "train_questions": questions, "settings": to_dict(config)}
     on_first(lambda: _place(model, record, folder, placing, screen))
     return folder
 
@@ -107,12 +114,20 @@ def usable_pairs(
         limit, flag, shown = model.context, None, f"{model.context:,} tokens (the base model's context)"
     pairs = {name: [(pair_length(model, p), p) for p in parts[name]] for name in ("reward", "evaluation")}
     train, held_out = ([p for length, p in part if length <= limit] for part in pairs.values())
-    if not train or not held_out:
+    for name, use, left in (("reward", "train", train), ("evaluation", "evaluate", held_out)):
+        if left:
+            continue
+        if not parts[name]:
+            raise UserError(
+                f"no pairs to {use} on: {config.data.pairs}, this part is empty. Add pairs or change --split"
+            )
         longer = "raise --pair-length" if flag else "use a base model with a longer context"
         raise UserError(
-            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {shown}. "
-            f"Add pairs, change --split or {longer}"
+            f"no pairs left to {use} on: {config.data.pairs}, all {len(parts[name])} are longer than {shown}. Add "
+            f"pairs, change --split or {longer}"
         )
+    if margins_of(train):
+        screen.say(f"note: the loss uses the column {MARGIN!r}, as in TRL: -log sigmoid(chosen - rejected - margin)")
     split, others = config.data.split or DEFAULT_SPLIT, len(parts["rl"])
     rest = f"; {others} pairs are for the prompts of RL (--split {split})" if others else ""
     screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs{rest}")
@@ -202,10 +217,39 @@ def _packed_outputs(
     return SequenceClassifierOutputWithPast(logits=logits)
 
 
+def training_rows(model: RewardModel, pairs: Sequence[Example]) -> list[dict[str, Any]]:
+    """Return the rows of RewardTrainer's dataset: the ids of both sides and, if the data has it, the margin of its
+    loss -log sigmoid(chosen - rejected - margin) (Llama 2, arXiv 2307.09288, eq. 2)."""
+    rows = [pair_ids(model, pair) for pair in pairs]
+    margins = margins_of(pairs)
+    return [{**row, MARGIN: margin} for row, margin in zip(rows, margins, strict=True)] if margins else rows
+
+
+def margins_of(pairs: Sequence[Example]) -> list[float]:
+    """Return the column `margin` of the pairs; an empty list if no pair has one. Raises UserError if only some do, or
+    one is not a finite number."""
+    given = [pair.columns.get(MARGIN) for pair in pairs]
+    if all(margin is None for margin in given):
+        return []
+    margins = []
+    for pair, margin in zip(pairs, given, strict=True):
+        try:
+            margins.append(float(margin))  # cells of CSV files are text
+        except (TypeError, ValueError):
+            margins.append(math.nan)
+        if not math.isfinite(margins[-1]):
+            raise UserError(
+                f"{MARGIN} is not a finite number: {pair.where}. Give every pair a margin, by which the chosen "
+                f"completion should be better, or rename the column: --columns NEW={MARGIN}"
+            )
+    return margins
+
+
 def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardModelConfig, screen: Screen) -> None:
     """Train in place with the Bradley-Terry loss -log sigmoid(chosen - rejected)."""
     settings = config.training
-    steps = max(1, round(settings.rm_epochs * len(pairs) / settings.rm_batch_size))
+    per_epoch = math.ceil(len(pairs) / settings.rm_batch_size)  # the last batch of an epoch can be smaller
+    steps = max(1, math.ceil(round(settings.rm_epochs * per_epoch, 6)))
     with tempfile.TemporaryDirectory() as scratch:
         trainer = _PackedTrainer(
             model=model.model.requires_grad_(True),
@@ -227,7 +271,7 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
                 disable_tqdm=True,
                 seed=settings.rm_seed,
             ),
-            train_dataset=Dataset.from_list([pair_ids(model, p) for p in pairs]),
+            train_dataset=Dataset.from_list(training_rows(model, pairs)),
             processing_class=model.tokenizer,
             callbacks=[_Progress(screen)],
         )
@@ -250,17 +294,40 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
     An interruption leaves the old model complete, in `folder` or where it was moved.
     """
     folder = folder.resolve()
-    staging = folder.with_name(f"{folder.name}.new-{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
+    staging = folder.with_name(f"{folder.name}{SAVING}{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
+    make_folder(staging)
+    held = lock(staging / LOCK_FILE)  # another training must not remove it
     try:
         with saving_tensors(staging):
             model.model.save_pretrained(staging)
             model.tokenizer.save_pretrained(staging)
         write_json(staging / METRICS_FILE, record)
-        write_json(staging / RUN_FILE, {"status": "finished", **environment()})
         for file in staging.rglob("*"):
             if file.is_file():
                 sync_file(file)
+        write_json(staging / RUN_FILE, {"status": "finished", **environment()})  # last: it makes the folder complete
     except BaseException:
+        held.close()
         remove_folder(staging, ignore_errors=True)
         raise
+    held.close()
+    (staging / LOCK_FILE).unlink()
     return replace_dir(staging, folder)
+
+
+def remove_interrupted_saves(folder: Path, screen: Screen) -> None:
+    """Remove what killed trainings left of their models for `folder`, and print it. A complete model is kept under a
+    free name. A folder that another training is writing is not changed."""
+    for staging in interrupted_saves(folder.resolve()):
+        held = lock(staging / LOCK_FILE)
+        if held is None:
+            continue
+        held.close()
+        (staging / LOCK_FILE).unlink()
+        if (staging / RUN_FILE).is_file():
+            kept = numbered_name(folder.resolve())
+            replace(staging, kept)
+            screen.say(f"an interrupted training left a complete reward model: {staging}. It is now {kept}")
+        else:
+            remove_folder(staging)
+            screen.say(f"removed what an interrupted training left: {staging}")

@@ -91,6 +91,7 @@ class MeasureSettings:
         "reward model; unset: as in the run",
         MEASURED,
     )
+    rm_text: str | None = inherited(ModelSettings, "rm_text", AS_IN_RUN, needs=MEASURED)
     prompts: PathName | None = inherited(
         DataSettings,
         "prompts",

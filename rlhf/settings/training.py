@@ -34,6 +34,7 @@ TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
+RM_TEXTS = ("template", "eos")  # forms of the text that a reward model scores
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class ModelSettings:
         "reward model: a folder or a hub name; none: use only the reward functions (--reward-func)",
         aliases=("reward_model",),
         brief="reward model: a folder or a hub name; none: only reward functions",
+    )
+    rm_text: str | None = setting(
+        None,
+        "text that reward and judge models without a record of their training score; template: the whole chat as "
+        "their chat template renders it, as TRL trains them; eos: without what the template writes after EOS; "
+        "unset: template",
+        choices=RM_TEXTS,
+        needs="rm_model",
     )
     allow_weak_reward_model: bool = setting(
         False,

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf.utils.errors import CLOSE, UserError
 
 GGUF_SUFFIX = ".gguf"
+SAVING = ".new-"  # between the name of a folder and a random number: its new content, before it is complete
 PACKAGE = "package:"  # in front of the name of an installed Python package that contains a GGUF file
 
 
@@ -80,12 +81,24 @@ def resolve_path(name: str) -> Path:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
 
+def interrupted_saves(folder: Path) -> list[Path]:
+    """Return the folders in which interrupted programs were writing the new content of `folder`."""
+    return [
+        path for path in sorted(folder.parent.glob(f"*{SAVING}*")) if path.name.partition(SAVING)[0] == folder.name
+    ]
+
+
 def missing_path(path: str, what: str, hint: str) -> UserError:
     """Return the error for a missing path, with files or folders of a similar name."""
     resolve_path(path)  # raises for invalid paths
     target = Path(local_path(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
         return UserError(f"not a regular file: {path}. Write the content into a file first. {hint}")
+    if saved := interrupted_saves(target):
+        return UserError(
+            f"{what} not found: {path}, but an interrupted save left {saved[-1]}. If it has a file run.json, it is "
+            f"complete: rename it to {target.name}. Otherwise remove it"
+        )
     names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
     siblings = sorted(name for name in names if name != target.name)
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)

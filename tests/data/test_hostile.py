@@ -195,7 +195,7 @@ def test_completion_text_adds_no_eos_for_the_reward_model(judge, tokenizer):
     ]
     for completion in completions:
         ids = judge.encode(chat, completion)
-        assert ids.count(eos) == judge.encode(chat, "Paris").count(eos) and ids[-1] == eos
+        assert ids.count(eos) == judge.encode(chat, "Paris").count(eos) and eos in ids[-2:]
     together = judge.score([chat] * 4, completions, [True] * 4)
     alone = [judge.score([chat], [completion], [True])[0] for completion in completions]
     assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 4

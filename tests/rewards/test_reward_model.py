@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.prompts import Prompt
 from rlhf.data.splits import question_hash
 from rlhf.rewards.calibration import show_record
 from rlhf.rewards.checks import check_accuracy, check_leaks, check_unrecorded
@@ -21,7 +21,6 @@ from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import pair_ids, run_training, train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
-from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from tests.shapes import make_reward_model, make_start_model
 
@@ -88,9 +87,9 @@ def test_training_and_scoring_use_the_same_ids(model, monkeypatch, flags, pairs_
     for row, p in zip(seen["rows"], pairs, strict=True):
         assert row["chosen_ids"] == model.encode(p.messages, p.chosen, True)
         assert row["rejected_ids"] == model.encode(p.messages, p.rejected, p.rejected_ended)
-    eos = model.tokenizer.eos_token_id
-    assert seen["rows"][0]["chosen_ids"][-1] == eos and seen["rows"][0]["chosen_ids"][-2] != eos, "one EOS, not two"
-    assert seen["rows"][1]["rejected_ids"][-1] != eos, "a truncated completion has no EOS"
+    end = [model.tokenizer.eos_token_id, *model.tokenizer("\n").input_ids]  # what the chat template writes
+    assert seen["rows"][0]["chosen_ids"][-2:] == end and seen["rows"][0]["chosen_ids"][-3] != end[0], "one EOS"
+    assert seen["rows"][1]["rejected_ids"] == model.encode(pairs[1].messages, "no", True)[:-2], "cut off: no EOS"
 
 
 def test_trained_reward_model_is_accurate_and_saved_completely(flags, learnable_pairs, tmp_path):
@@ -160,8 +159,7 @@ def test_reward_model_with_another_tokenizer_scores_the_text(tmp_path, model):
     other.tokenizer.chat_template = "{% for m in messages %}Q {{ m['content'] }} A {% endfor %}"
     prompt = Prompt(ids=(1, 2, 3), example=Example(messages=FRANCE))  # ids of a policy's tokenizer
     scores = Rewards([LearnedReward(other)], None, model.tokenizer).score([prompt], ["yes"], [[9]], [True]).total
-    ids = other.tokenizer("Q What is the capital of France? A ", add_special_tokens=False).input_ids
-    ids += [*other.tokenizer("yes", add_special_tokens=False).input_ids, other.tokenizer.eos_token_id]
+    ids = other.tokenizer("Q What is the capital of France? A Q yes A ", add_special_tokens=False).input_ids
     assert scores[0] == pytest.approx(other.model(torch.tensor([ids])).logits.item(), abs=1e-5)
 
 
@@ -246,17 +244,17 @@ def test_base_model_with_pad_as_eos_gets_another_pad(tmp_path):
     config = parse_reward_cli(["--base-model", str(base)])
     fresh = new_reward_model(config, CPU)
     assert fresh.model.config.pad_token_id != fresh.tokenizer.eos_token_id
-    assert pair_ids(fresh, pair("a", "b", "c"))["chosen_ids"][-1] == fresh.tokenizer.eos_token_id
+    assert fresh.tokenizer.eos_token_id in pair_ids(fresh, pair("a", "b", "c"))["chosen_ids"][-2:]
     assert fresh.calibration == Calibration()
 
 
 def test_questions_in_the_reward_models_training_data_are_reported(capsys):
-    prompts = [Prompt((1,), pair(q, "x", "y")) for q in ("a?", "b?", "c?")]
-    sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
-    check_leaks({"train_questions": [question_hash(prompts[0].example)]}, sets, Screen())
+    pairs = [pair(q, "x", "y") for q in ("a?", "b?", "c?")]
+    parts = {"evaluation": pairs[:2], "training": pairs[2:]}
+    check_leaks({"train_questions": [question_hash(pairs[0])]}, parts, "reward model", Screen())
     output = capsys.readouterr().out
     assert "trained on 1 of the 2 evaluation prompts' questions" in output and "training prompts" not in output
-    check_leaks({}, sets, Screen())
+    check_leaks({}, parts, "reward model", Screen())
     assert capsys.readouterr().out == ""
 
 

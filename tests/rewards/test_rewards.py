@@ -207,10 +207,12 @@ class LastId(torch.nn.Module):
 
 
 def test_module_receives_right_padded_ids(score, tokenizer):
-    rows = [encode_prompt(tokenizer, FRANCE) + encode_completion(tokenizer, text, ended)
+    """A module of transformers expects the whole chat as its template renders it, as TRL's GRPOTrainer gives it."""
+    end = [tokenizer.eos_token_id, *tokenizer("\n").input_ids]
+    rows = [encode_prompt(tokenizer, FRANCE) + encode_completion(tokenizer, text, False) + end * ended
             for text, ended in zip(COMPLETIONS[0], COMPLETIONS[2], strict=True)]  # fmt: skip
     assert score(LastId()) == pytest.approx([row[-1] + len(row) / 1000 for row in rows])
-    assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
+    assert rows[0][-2:] == end != rows[1][-2:]
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)

@@ -132,7 +132,7 @@ def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):
 def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
     folder, read = find_model(str(tiny), FLAG), []
     load = converter._load
-    monkeypatch.setattr(converter, "_load", lambda file: read.append(file) or load(file))
+    monkeypatch.setattr(converter, "_load", lambda *given: read.append(given) or load(*given))
 
     def again() -> int:
         converter._found.clear()

@@ -9,14 +9,16 @@ from typing import Any
 
 from rlhf.utils.errors import UserError
 
-# parts of names that come from torch.compile, FSDP, TRL's value-head wrapper, peft, multimodal models, DataParallel
-WRAPPERS = (
-    *("_orig_mod.", "_fsdp_wrapped_module.", "pretrained_model.", "base_model.model."),
-    *("language_model.", "module."),
+WRAPPERS = (  # parts of names
+    "_orig_mod.",  # torch.compile
+    "_fsdp_wrapped_module.",
+    "pretrained_model.",  # TRL's value-head wrapper
+    "base_model.model.",  # peft
+    "language_model.",  # a model with images
+    "module.",  # DataParallel
 )
-OTHER_HEADS = ("v_head.", "value_head.", "score.", "classifier.")  # of critics and reward models
 LM_HEADS = ("lm_head.", "embed_out.")  # not part of a reward model
-NEW_HEADS = ("score.", "classifier.")  # of a reward model that has not been trained yet
+NEW_HEADS = ("score.", "classifier.")  # of reward models: new in training
 INCOMPLETE = (
     "Tensors or a shard are missing, or config.json belongs to another architecture. Download or save the model again"
 )
@@ -71,7 +73,6 @@ def _cause(missing: Collection[str], unknown: Collection[str]) -> str | None:
     for wrapper in WRAPPERS:
         if any(name.replace(wrapper, "") in missing for name in unknown):
             return f"Names contain {wrapper} of a wrapper. Save the model inside the wrapper, or rename the tensors"
-    heads = [name for name in unknown if name.startswith(OTHER_HEADS)]
-    if heads:
-        return f"{heads[0]} is the head of a critic or reward model. Save the model without this head"
+    if any(name.startswith(("v_head.", "score.weight")) for name in unknown):
+        return "The file has the head of a critic or reward model. Save the model without this head"
     return None

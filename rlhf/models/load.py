@@ -223,9 +223,10 @@ def load_adapter_weights(model: PeftModel, folder: str, fix: str) -> None:
             raise
         reason = str(error).strip().splitlines()[-1].strip()[:160]
         raise UserError(f"the tensors have other shapes than the model's ({reason}): {folder}. {fix}") from None
-    missing = [name for name in found.missing_keys if ".default" in name]  # the others are weights of the base model
-    names = {"missing_keys": missing, "unexpected_keys": found.unexpected_keys, "mismatched_keys": ()}
-    check_loaded(names, folder, fix=fix)
+    adapter = ".default"  # peft's name of the adapter, which is not in the file. Other missing names are of the base
+    missing = [name.replace(adapter, "") for name in found.missing_keys if adapter in name]
+    unknown = [name.replace(adapter, "") for name in found.unexpected_keys]
+    check_loaded({"missing_keys": missing, "unexpected_keys": unknown, "mismatched_keys": ()}, folder, fix=fix)
 
 
 def _disable_dropout(config: PretrainedConfig) -> None:

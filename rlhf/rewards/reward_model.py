@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
-from rlhf.checkpoints.weight_names import LM_HEADS, check_loaded
+from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
@@ -121,10 +121,10 @@ class RewardModel:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # check_loaded refuses them
             )
-        fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
+        check_loaded(info, name, new=NEW_HEADS, unused=LM_HEADS)
+        fresh = sorted(info["missing_keys"])
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {how_to_train()}")
-        check_loaded(info, name, unused=LM_HEADS)
         check_weights(model, name)
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 

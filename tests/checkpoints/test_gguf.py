@@ -38,10 +38,10 @@ def write_gguf(
     pre: str = "smollm",
     quantize: bool = True,
     change: Callable[[dict[str, np.ndarray]], object] = lambda weights: None,
-    shards: int | None = None,
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> np.ndarray:
     """Writes a tiny Llama with random weights, and returns its embeddings, (tokens, HIDDEN). `change` may change the
-    tensors; `shards` is the number in the metadata of a file that is one of several."""
+    tensors, `metadata` the metadata."""
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(file, architecture)
     tokens = [*SPECIAL, *WORDS, *(bytes([b]).decode("latin-1") for b in range(0x41, 0x5B))]
     for add, value in (
@@ -79,9 +79,7 @@ def write_gguf(
         norms = {name: np.ones(HIDDEN, np.float32) for name in ("attn_norm", "ffn_norm")}
         weights |= {f"blk.{i}.{name}.weight": value for name, value in (drawn | norms).items()}
     change(weights)
-    if shards is not None:
-        writer.add_uint16("split.no", 0)
-        writer.add_uint16("split.count", shards)
+    metadata(writer)
     for name, value in weights.items():
         if quantize and value.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q4_1
@@ -249,14 +247,49 @@ def test_a_file_with_other_tensors_never_enters_the_cache(case, tmp_path, cache)
     assert not list(cache.rglob("*.safetensors")) and not list(cache.rglob(converter.RECORD_FILE))
 
 
+EXPERTS, EXPERT_INNER = 2, 768  # transformers does not read the size of experts, and takes this one
+
+
+def test_experts_that_are_not_in_the_file_are_missed(tmp_path, cache, user_error):
+    """transformers merges two tensors of a layer's experts into one, and fills an absent one with 0."""
+
+    def add_experts(weights: dict[str, np.ndarray]) -> None:
+        for i in range(LAYERS):
+            for part in ("gate", "up", "down"):
+                shape = (HIDDEN, EXPERT_INNER) if part == "down" else (EXPERT_INNER, HIDDEN)
+                del weights[f"blk.{i}.ffn_{part}.weight"]
+                weights[f"blk.{i}.ffn_{part}_exps.weight"] = np.ones((EXPERTS, *shape), np.float32)
+            weights[f"blk.{i}.ffn_gate_inp.weight"] = np.ones((EXPERTS, HIDDEN), np.float32)
+            for part in ("q", "k"):
+                weights[f"blk.{i}.attn_{part}_norm.weight"] = np.ones(HIDDEN // HEADS, np.float32)
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(1)
+        writer.add_key_length(HIDDEN // HEADS)
+
+    def without_up(weights: dict[str, np.ndarray]) -> None:
+        add_experts(weights)
+        del weights["blk.1.ffn_up_exps.weight"]
+
+    file = tmp_path / "experts.gguf"
+    more = {"architecture": "qwen3moe", "quantize": False, "metadata": metadata}
+    write_gguf(file, change=without_up, **more)
+    with user_error("1 missing", "blk.1.ffn_up_exps", file):
+        find_model(str(file), FLAG)
+    assert not list(cache.rglob("*.safetensors"))
+    write_gguf(file, change=add_experts, **more)
+    assert find_model(str(file), FLAG)
+
+
 def test_a_shard_names_the_command_that_merges_it(tmp_path, cache, user_error):
     """All tensors of the model may be in the first shard: the number in the metadata decides."""
     file = tmp_path / "model-00001-of-00002.gguf"
-    write_gguf(file, shards=2)
+    write_gguf(file, metadata=lambda writer: writer.add_uint16("split.count", 2))
     with user_error("2 shards", "llama-gguf-split --merge", file):
         find_model(str(file), FLAG)
     assert not list(cache.rglob("*.safetensors"))
-    write_gguf(tmp_path / "merged.gguf", shards=1)
+    write_gguf(tmp_path / "merged.gguf", metadata=lambda writer: writer.add_uint16("split.count", 1))
     assert find_model(str(tmp_path / "merged.gguf"), FLAG)
 
 

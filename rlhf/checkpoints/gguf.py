@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from rlhf.checkpoints.manifest import sha256
+from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import make_folder, saving_tensors, staging_name, write_json
@@ -30,10 +31,11 @@ from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECORD_FILE = "gguf.json"  # in a converted folder: its source, and the SHA-256 of each file
-CONVERTER = 1  # version of the conversion: a higher number converts every file again
+CONVERTER = 2  # version of the conversion: a higher number converts every file again
 MAGIC = b"GGUF"
 # values of tokenizer.ggml.pre whose pre-tokenizer transformers builds as in the original tokenizer
 SAME_PRE_TOKENIZER = ("default", "gpt-2", "qwen2")
@@ -155,13 +157,16 @@ def _check_readable(file: Path, place: str) -> None:
 
 
 def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> None:
-    """Write the model folder of a GGUF file. Raises UserError if it cannot be read."""
+    """Write the model folder of a GGUF file. Raises UserError if it cannot be read, or is not a whole model."""
+    from gguf import GGUFReader
+
     screen = Screen()
     screen.say(f"converting {file.name} to float32 weights in {folder} (once, about {clock(30)})")
     try:
-        quantization, pre_tokenizer = _metadata(file)
-        model, tokenizer = _load(file)
-    except MemoryError:
+        reader = GGUFReader(file)
+        quantization, pre_tokenizer = _metadata(reader, place)
+        model, tokenizer = _load(file, reader, place)
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # gguf, numpy and transformers raise errors of many classes for damaged files
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -181,20 +186,30 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     replace(staging, folder)
 
 
-def _metadata(file: Path) -> tuple[str, str | None]:
+def _metadata(reader: GGUFReader, place: str) -> tuple[str, str | None]:
     """Return the quantization of most weights, such as Q4_1, and the name of the pre-tokenizer (None if the file has
-    none). Raises ValueError if the file is truncated."""
-    from gguf import GGUFReader
-
-    reader, weights = GGUFReader(file), Counter()
+    none). Raises UserError if the file is one of several shards."""
+    shards = _value(reader, "split.count") or 1
+    if shards > 1:
+        raise UserError(
+            f"one of {shards} shards of a model: {place}. Merge them with `llama-gguf-split --merge FIRST_SHARD "
+            "FILE`, and give FILE"
+        )
+    weights = Counter()
     for tensor in reader.tensors:
         weights[tensor.tensor_type.name] += int(tensor.n_elements)
-    field = reader.get_field("tokenizer.ggml.pre")
-    return weights.most_common(1)[0][0], field.contents() if field is not None else None
+    return weights.most_common(1)[0][0], _value(reader, "tokenizer.ggml.pre")
 
 
-def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the dequantized weights in float32, and the tokenizer.
+def _value(reader: GGUFReader, key: str) -> Any:
+    """Return a value of the file's metadata; None if it has no such key."""
+    field = reader.get_field(key)
+    return field.contents() if field is not None else None
+
+
+def _load(file: Path, reader: GGUFReader, place: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the dequantized weights in float32, and the tokenizer. Raises UserError if the file has other tensors than
+    the model.
 
     transformers keeps a quantization config in a model that it read from GGUF, and then refuses to save it. Therefore
     the weights are copied into a new model of the same config. transformers would also read other files in the folder
@@ -205,10 +220,17 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
         _link(file, Path(folder, file.name))
-        place = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
+        source = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
-            read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+            read, found = AutoModelForCausalLM.from_pretrained(
+                **source,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded refuses them
+            )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    _add_unreported(found, reader, read)
+    check_loaded(found, place, fix="Download a complete file, or use the model's original folder")
     config = read.config
     del config.quantization_config
     config.name_or_path = ""  # otherwise saved; it is the model's title in the file
@@ -216,6 +238,20 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     return model, tokenizer
+
+
+def _add_unreported(found: dict[str, Any], reader: GGUFReader, model: PreTrainedModel) -> None:
+    """Add to transformers' loading info what its reader does not report: tensors that it drops because the model has
+    no weight for them, such as rope_freqs (Llama 3), and experts that it fills with 0."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    if getattr(getattr(model, "hf_quantizer", None), "supported", False):  # read by a newer reader, which reports them
+        return
+    processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)()
+    needed = {name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor)}
+    names = {tensor.name.removesuffix(".weight") for tensor in reader.tensors}
+    found["unexpected_keys"] |= names - needed
+    found["missing_keys"] |= {name for name in needed - names if "_exps" in name}
 
 
 def _link(file: Path, link: Path) -> None:

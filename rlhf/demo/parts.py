@@ -8,12 +8,12 @@ import time
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
+from rlhf.models.load import load_policy
 from rlhf.rewards.calibration import show_record
 from rlhf.rewards.training import train_reward_model
 from rlhf.settings.recipes import find_recipe
@@ -45,8 +45,7 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
 def make_pairs(screen: Screen, device: torch.device) -> None:
     """Sample several completions per question from the start model and rank them into pairs by gold quality."""
     folder = ready.FOLDER / "start_model"
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    policy = policy.eval().to(device)
+    policy = load_policy(str(folder), device=device, vocabulary=0)
     asked = tasks.questions(ready.QUESTIONS, ready.SEED)
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, SamplingProgress(screen))

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    prepare_model_for_kbit_training,
+    set_peft_model_state_dict,
+)
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
@@ -15,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ALL_LINEAR, missing_targets, read_object
+from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.data.tokenizer import check_vocabulary, load_config, readable
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
@@ -96,7 +104,8 @@ def load_policy(
     """Load the start model in float32, with frozen NF4 weights if `load_in_4bit`, and with adapters if `lora`.
 
     `dtype` is the precision of the forward pass (None: float32), `vocabulary` the number of the tokenizer's tokens.
-    Raises UserError as `check_policy` does, and if a weight contains NaN or infinity.
+    Raises UserError as `check_policy` does, if the file has other tensors than the model, and if a weight contains NaN
+    or infinity.
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
     _disable_dropout(config)
@@ -128,15 +137,32 @@ def _read_policy(
     """Read a causal LM in float32 on the CPU, or quantized on the device, where bitsandbytes quantizes."""
     placement = {"device_map": {"": device}} if quantization is not None else {}
     with readable(name):
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=torch.float32,
             quantization_config=quantization,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded refuses them
             **placement,
         )
+    found["mismatched_keys"] |= _reshaped(model)
+    check_loaded(found, name)
+    return model
+
+
+def _reshaped(model: PreTrainedModel) -> set[tuple]:
+    """Return name, shape and needed shape of 4-bit weights of another shape: transformers does not compare them."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            quantized = getattr(module.weight, "quant_state", None)
+            needed = (module.out_features, module.in_features)
+            if quantized is not None and quantized.shape != needed:
+                found.add((f"{name}.weight", quantized.shape, needed))
+    return found
 
 
 # keys of adapter_config.json that may have any value: LoRA as in this project and in most published adapters. Not
@@ -173,21 +199,34 @@ def _has_no_effect(key: str, value: Any) -> bool:
 
 
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
-    """Load a trained adapter onto its base. Raises UserError if it has no safetensors file, is not a plain LoRA
-    adapter, or does not fit."""
+    """Load a trained adapter onto its base, without gradients. Raises UserError if it has no safetensors file, is not
+    a plain LoRA adapter, or does not fit."""
     if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would unpickle adapter_model.bin without a warning
         raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}: {folder}. Save the adapter with safetensors")
     config = read_adapter_config(folder)
+    config.inference_mode = True
     with readable(folder):
-        try:
-            return PeftModel.from_pretrained(base, folder, config=config)
-        except RuntimeError as error:  # shapes that do not fit
-            if torch_error(error) is not None:
-                raise
-            reason = str(error).strip().splitlines()[-1].strip()[:160]
-            raise UserError(
-                f"the adapter does not fit the base model: {folder} ({reason}). Give its base model with --baseline"
-            ) from None
+        model = get_peft_model(base, config)
+        load_adapter_weights(model, folder, "They belong to another model. Give the adapter's base with --baseline")
+    return model
+
+
+def load_adapter_weights(model: PeftModel, folder: str, fix: str) -> None:
+    """Load the weights of a saved adapter. peft itself only warns about missing tensors, and drops unknown ones.
+
+    Raises UserError, whose message ends with `fix`, if the file has other tensors than the model's adapter.
+    """
+    try:
+        found = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
+    except RuntimeError as error:  # shapes that do not fit
+        if torch_error(error) is not None:
+            raise
+        reason = str(error).strip().splitlines()[-1].strip()[:160]
+        raise UserError(f"the tensors have other shapes than the model's ({reason}): {folder}. {fix}") from None
+    adapter = ".default"  # peft's name of the adapter, which is not in the file. Other missing names are of the base
+    missing = [name.replace(adapter, "") for name in found.missing_keys if adapter in name]
+    unknown = [name.replace(adapter, "") for name in found.unexpected_keys]
+    check_loaded({"missing_keys": missing, "unexpected_keys": unknown, "mismatched_keys": ()}, folder, fix=fix)
 
 
 def _disable_dropout(config: PretrainedConfig) -> None:

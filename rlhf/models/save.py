@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
+from rlhf.checkpoints.weight_names import check_loaded, compare
 from rlhf.models.actor_critic import Actor, ActorCritic
-from rlhf.models.load import read_adapter_config
+from rlhf.models.load import load_adapter_weights, read_adapter_config
 from rlhf.settings.training import CRITIC_FILE
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.paths import local_path
 
+OTHER_MODEL = "They belong to another model. Give a folder that this model's run saved"
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
@@ -58,23 +60,13 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
     if not file.is_file():
         kind = "a LoRA run" if is_adapter else "a run without LoRA"
         raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote in {kind}")
-    try:
-        if is_adapter:
-            check_adapter(actor.policy, folder)
-            set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
-        else:
-            actor.policy.load_state_dict(_read_weights(actor.policy, folder))
-        if isinstance(actor, ActorCritic) and (folder / VALUE_HEAD_FILE).is_file():
-            load_critic(actor.value_head, actor.critic, folder)
-    except RuntimeError as error:
-        raise _of_another_model(folder, error) from None
-
-
-def _of_another_model(folder: Path, error: Exception) -> UserError:
-    reason = str(error).splitlines()[0]
-    return UserError(
-        f"the weights belong to another model: {folder} ({reason:.120}). Give a folder that this model's run saved"
-    )
+    if is_adapter:
+        check_adapter(actor.policy, folder)
+        load_adapter_weights(actor.policy, str(folder), OTHER_MODEL)
+    else:
+        actor.policy.load_state_dict(_read_weights(actor.policy, folder))
+    if isinstance(actor, ActorCritic) and (folder / VALUE_HEAD_FILE).is_file():
+        load_critic(actor.value_head, actor.critic, folder)
 
 
 def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -> None:
@@ -85,29 +77,36 @@ def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -
         raise UserError(
             f"no {file.name}: {folder}. The critic of that run shared the policy's backbone. Use --critic shared"
         )
+    _load_file(value_head, folder / VALUE_HEAD_FILE)
+    if critic is not None:
+        _load_file(critic, file)
+
+
+def _load_file(module: nn.Module, file: Path) -> None:
+    """Load the trainable weights of a module. Raises UserError if the file has others."""
     try:
-        value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
-        if critic is not None:
-            saved, trained = load_file(file), trained_of(critic)
-            if saved.keys() != trained.keys():
-                raise RuntimeError(f"{len(saved)} critic weights, not {len(trained)}")
-            critic.load_state_dict(saved, strict=False)
-    except (RuntimeError, SafetensorError) as error:
-        raise _of_another_model(folder, error) from None
+        saved = load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"not a complete file ({error}): {file}. Use another folder of that run") from None
+    check_loaded(compare(saved, trained_of(module)), file, fix=OTHER_MODEL)
+    module.load_state_dict(saved, strict=False)
 
 
 def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """Read the weights of a saved policy, by their names in the model.
 
-    Some names in the file differ (such as the head of GPT-NeoX), so transformers must read it. Raises RuntimeError if
-    the weights belong to another model.
+    Some names in the file differ (such as the head of GPT-NeoX), so transformers must read it. Raises UserError if the
+    weights belong to another model.
     """
     saved, found = type(policy).from_pretrained(
-        folder, config=policy.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        folder,
+        config=policy.config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # check_loaded refuses them
     )
-    missing, unknown = found["missing_keys"], found["unexpected_keys"]
-    if missing or unknown:
-        raise RuntimeError(f"{len(missing)} weights are missing, {len(unknown)} are unknown")
+    check_loaded(found, folder, fix=OTHER_MODEL)
     return saved.state_dict()
 
 

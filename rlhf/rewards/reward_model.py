@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, how_to_train, read_record, reward_config_problem
+from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.chat_template import SOME_CHAT, encode_completion, encode_prompt, encode_whole
 from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
@@ -146,8 +147,10 @@ class RewardModel:
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded refuses them
             )
-        fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
+        check_loaded(info, name, new=NEW_HEADS, unused=LM_HEADS)
+        fresh = sorted(info["missing_keys"])
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {how_to_train()}")
         check_weights(model, name)

@@ -27,6 +27,7 @@ from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
 from rlhf.checkpoints.replacing import check_inputs_outside, numbered_name, replace_dir
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
+from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
@@ -148,9 +149,16 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     model_config = load_config(base)
     model_config.num_labels = 1
     with readable(base):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, config=model_config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            base,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded refuses them
         )
+    check_loaded(found, base, new=NEW_HEADS, unused=LM_HEADS)
     check_vocabulary(len(tokenizer), model.get_input_embeddings().num_embeddings, base)
     check_weights(model, base)
     model.config.pad_token_id = tokenizer.pad_token_id

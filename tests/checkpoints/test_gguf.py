@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,16 @@ CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor
 IDS = Path(__file__).with_name("smollm_ids.jsonl")
 
 
-def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm", quantize: bool = True) -> np.ndarray:
-    """Writes a tiny Llama with random weights, and returns its embeddings, (tokens, HIDDEN)."""
+def write_gguf(
+    file: Path,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    quantize: bool = True,
+    change: Callable[[dict[str, np.ndarray]], object] = lambda weights: None,
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+) -> np.ndarray:
+    """Writes a tiny Llama with random weights, and returns its embeddings, (tokens, HIDDEN). `change` may change the
+    tensors, `metadata` the metadata."""
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(file, architecture)
     tokens = [*SPECIAL, *WORDS, *(bytes([b]).decode("latin-1") for b in range(0x41, 0x5B))]
     for add, value in (
@@ -70,6 +78,8 @@ def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm", qua
         drawn = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
         norms = {name: np.ones(HIDDEN, np.float32) for name in ("attn_norm", "ffn_norm")}
         weights |= {f"blk.{i}.{name}.weight": value for name, value in (drawn | norms).items()}
+    change(weights)
+    metadata(writer)
     for name, value in weights.items():
         if quantize and value.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q4_1
@@ -132,7 +142,7 @@ def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):
 def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
     folder, read = find_model(str(tiny), FLAG), []
     load = converter._load
-    monkeypatch.setattr(converter, "_load", lambda file: read.append(file) or load(file))
+    monkeypatch.setattr(converter, "_load", lambda *given: read.append(given) or load(*given))
 
     def again() -> int:
         converter._found.clear()
@@ -212,6 +222,84 @@ def test_damaged_files_and_unknown_architectures_are_one_line(tiny, tmp_path, ca
     with user_error("nosuchmodel", "other.gguf"):
         find_model(str(tmp_path / "other.gguf"), FLAG)
     assert not list(cache.rglob("model.safetensors"))
+
+
+UP = "blk.1.ffn_up.weight"
+OTHER_TENSORS = {
+    "missing": (lambda w: w.pop(UP), ["1 missing", "model.layers.1.mlp.up_proj.weight"]),
+    "missing embeddings": (lambda w: w.pop("token_embd.weight"), ["2 missing", "lm_head.weight"]),
+    "renamed": (lambda w: w.update({"blk.1.up.weight": w.pop(UP)}), ["1 missing", "1 unknown", "blk.1.up"]),
+    "another shape": (lambda w: w.update({UP: w[UP][:64]}), ["1 of another shape", "mlp.up_proj", "[64, 64]"]),
+    "biases": (lambda w: w.update({"blk.0.attn_q.bias": np.ones(HIDDEN, np.float32)}), ["1 unknown", "attn_q.bias"]),
+    "rope factors": (lambda w: w.update({"rope_freqs.weight": np.ones(16, np.float32)}), ["1 unknown", "rope_freqs"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_a_file_with_other_tensors_never_enters_the_cache(case, tmp_path, cache):
+    change, parts = OTHER_TENSORS[case]
+    file = tmp_path / "changed.gguf"
+    write_gguf(file, change=change)
+    with pytest.raises(UserError) as error:
+        find_model(str(file), FLAG)
+    assert len(error.value.problems) == 1
+    assert all(part in str(error.value) for part in [*parts, f"{FLAG} {file}"]), str(error.value)
+    assert not list(cache.rglob("*.safetensors")) and not list(cache.rglob(converter.RECORD_FILE))
+
+
+EXPERTS, EXPERT_INNER = 2, 768  # transformers does not read the size of experts, and takes this one
+
+
+def test_experts_that_are_not_in_the_file_are_missed(tmp_path, cache, user_error):
+    """transformers merges two tensors of a layer's experts into one, and fills an absent one with 0."""
+
+    def add_experts(weights: dict[str, np.ndarray]) -> None:
+        for i in range(LAYERS):
+            for part in ("gate", "up", "down"):
+                shape = (HIDDEN, EXPERT_INNER) if part == "down" else (EXPERT_INNER, HIDDEN)
+                del weights[f"blk.{i}.ffn_{part}.weight"]
+                weights[f"blk.{i}.ffn_{part}_exps.weight"] = np.ones((EXPERTS, *shape), np.float32)
+            weights[f"blk.{i}.ffn_gate_inp.weight"] = np.ones((EXPERTS, HIDDEN), np.float32)
+            for part in ("q", "k"):
+                weights[f"blk.{i}.attn_{part}_norm.weight"] = np.ones(HIDDEN // HEADS, np.float32)
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(1)
+        writer.add_key_length(HIDDEN // HEADS)
+
+    def without_up(weights: dict[str, np.ndarray]) -> None:
+        add_experts(weights)
+        del weights["blk.1.ffn_up_exps.weight"]
+
+    file = tmp_path / "experts.gguf"
+    more = {"architecture": "qwen3moe", "quantize": False, "metadata": metadata}
+    write_gguf(file, change=without_up, **more)
+    with user_error("1 missing", "blk.1.ffn_up_exps", file):
+        find_model(str(file), FLAG)
+    assert not list(cache.rglob("*.safetensors"))
+    write_gguf(file, change=add_experts, **more)
+    assert find_model(str(file), FLAG)
+
+
+def test_a_shard_names_the_command_that_merges_it(tmp_path, cache, user_error):
+    """All tensors of the model may be in the first shard: the number in the metadata decides."""
+    file = tmp_path / "model-00001-of-00002.gguf"
+    write_gguf(file, metadata=lambda writer: writer.add_uint16("split.count", 2))
+    with user_error("2 shards", "llama-gguf-split --merge", file):
+        find_model(str(file), FLAG)
+    assert not list(cache.rglob("*.safetensors"))
+    write_gguf(tmp_path / "merged.gguf", metadata=lambda writer: writer.add_uint16("split.count", 1))
+    assert find_model(str(tmp_path / "merged.gguf"), FLAG)
+
+
+def test_a_file_with_a_separate_head_keeps_it(tmp_path):
+    """A tied head is not in the file; a separate one is another matrix."""
+    head = np.random.default_rng(1).normal(0, 0.3, (39, HIDDEN)).astype(np.float32)
+    embeddings = write_gguf(tmp_path / "head.gguf", quantize=False, change=lambda w: w.update({"output.weight": head}))
+    assert embeddings.shape == head.shape
+    model = AutoModelForCausalLM.from_pretrained(find_model(str(tmp_path / "head.gguf"), FLAG))
+    assert np.abs(model.lm_head.weight.detach().numpy() - head).max() < 1e-6
 
 
 def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch, user_error):

@@ -141,7 +141,7 @@ def test_missing_weights_and_incomplete_files_are_refused(build, trained, user_e
         build("--critic", folder)
     file.unlink()
     (folder / "value_head.safetensors").write_bytes(b"short")
-    with user_error("another model", str(folder)):
+    with user_error("not a complete file", str(folder)):
         build("--critic", folder, "--actor-model", folder)
 
 

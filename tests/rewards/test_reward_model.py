@@ -7,7 +7,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.examples import Example
@@ -22,7 +28,8 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import pair_ids, run_training, train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen
-from tests.shapes import make_reward_model, make_start_model
+from tests.shapes import make_family, make_reward_model, make_start_model, smollm2_tokenizer
+from tests.tensors import prefixed, rewritten, without
 
 CPU = torch.device("cpu")
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
@@ -225,15 +232,67 @@ def test_models_without_exactly_one_score_are_refused(tmp_path, start_model, use
         RewardModel.load(str(tmp_path / "nowhere"), CPU, None)
 
 
-def test_untrained_score_head_is_refused(tmp_path, user_error):
-    from safetensors.torch import load_file, save_file
-
-    folder = make_reward_model(tmp_path / "rm")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["score.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with user_error():
+def test_untrained_score_head_is_refused(reward_folder, tmp_path, user_error):
+    folder = rewritten(reward_folder, tmp_path / "rm", without("score.weight"))
+    with user_error("score.weight"):
         RewardModel.load(str(folder), CPU, None)
+
+
+LAYER = "model.layers.1.self_attn.q_proj.weight"
+OTHER_TENSORS = {
+    "missing": (without(LAYER), ["1 missing", LAYER]),
+    "unknown": (lambda t: t | {"model.layers.2.mlp.up_proj.weight": t[LAYER]}, ["1 unknown", "layers.2.mlp"]),
+    "another shape": (lambda t: t | {LAYER: t[LAYER][:8]}, ["1 of another shape", LAYER]),
+    "torch.compile": (prefixed("_orig_mod."), ["_orig_mod.", "wrapper"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_a_reward_model_with_other_tensors_is_refused(case, reward_folder, tmp_path, user_error):
+    change, parts = OTHER_TENSORS[case]
+    folder = rewritten(reward_folder, tmp_path / "rm", change)
+    with user_error(*parts, folder):
+        RewardModel.load(str(folder), CPU, None)
+
+
+def test_a_bias_of_the_score_head_is_refused(reward_folder, tmp_path, user_error):
+    """transformers' head has no bias: the scores would be others than those of the model that was saved."""
+    folder = rewritten(reward_folder, tmp_path / "rm", lambda t: t | {"score.bias": torch.ones(1)})
+    with user_error("1 unknown", "score.bias"):
+        RewardModel.load(str(folder), CPU, None)
+
+
+def test_a_run_with_an_incomplete_reward_model_is_refused(reward_folder, run_flags, tmp_path, user_error):
+    import train_grpo
+
+    folder = rewritten(reward_folder, tmp_path / "rm", without(LAYER))
+    for more in ((), ("--check",)):
+        with user_error("1 missing", LAYER, folder) as error:
+            train_grpo.main(run_flags("--rm-model", folder, "--K", 2, *more))
+        assert error.value.exit_status == 2
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_a_base_model_with_other_tensors_is_refused(case, start_model, flags, pairs_file, tmp_path, user_error):
+    change, parts = OTHER_TENSORS[case]
+    base = rewritten(start_model, tmp_path / "base", change)
+    with user_error(*parts, base):
+        train_reward_model(parse_reward_cli(flags(pairs_file, "--base-model", base)), Screen(), CPU)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [(Qwen3Config, True), (LlamaConfig, False), (GPTNeoXConfig, False)])
+def test_a_base_model_has_a_language_model_head_and_no_score_head(kind, tied, tmp_path):
+    """Also a head that is tied and nevertheless in the file, and GPT-NeoX's, which has another name there."""
+    from rlhf.rewards.training import new_reward_model
+
+    start = make_family(tmp_path / "start", smollm2_tokenizer(), kind, tie_word_embeddings=tied)
+    change = (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]}) if tied else (lambda t: t)
+    base = rewritten(start, tmp_path / "base", change)
+    fresh = new_reward_model(parse_reward_cli(["--base-model", str(base)]), CPU)
+    saved = AutoModelForCausalLM.from_pretrained(start)
+    for name, weight in fresh.model.base_model.named_parameters():
+        assert torch.equal(weight, saved.base_model.get_parameter(name)), name
+    assert fresh.model.score.weight.shape[0] == 1
 
 
 def test_base_model_with_pad_as_eos_gets_another_pad(tmp_path):

@@ -83,7 +83,8 @@ class Probe:
         self.config = config_of_run(self.run, reward_func=(rule,), reward_weights=None, eval_func=())
         self.device = start_device(screen)
         self.dtype = autocast_dtype(self.config.model.bf16, self.device)
-        model = find_start(self.config) if start else find_model_ref(str(folder), "final", None, "--probe")
+        model = find_model_ref(str(folder), "final", None, "--probe")
+        model = find_start(self.config, [model], MeasureSettings()) if start else model
         self.tokenizer = load_tokenizer(model.source, self.config.data.plain_prompts)
         self.policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
         sets = load_prompts(self.config.data, self.tokenizer, screen.say)

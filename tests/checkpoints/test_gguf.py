@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +83,9 @@ def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm", qua
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    converter._found.clear()
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -135,7 +133,6 @@ def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
     monkeypatch.setattr(converter, "_load", lambda file: read.append(file) or load(file))
 
     def again() -> int:
-        converter._found.clear()
         assert find_model(str(tiny), FLAG) == folder
         return len(read)
 
@@ -277,7 +274,7 @@ def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypa
     assert "Q4_1" in capsys.readouterr().out  # in the plan
     run = RunRecord.read(Path("run"))
     assert run.data["start_model_gguf"] == converter.gguf_record(find_model(str(tiny), FLAG))
-    assert run.data["start_model"] is not None
+    assert run.data["start_model_files"] is None, "the file is its identity"
     card = Path("run", CARD_FILE).read_text(encoding="utf-8")
     assert run.data["start_model_gguf"]["sha256"][:12] in card and "Q4\\_1" in card  # an escaped underscore
     whole = AutoModelForCausalLM.from_pretrained("run/merged")

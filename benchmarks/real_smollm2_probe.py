@@ -27,6 +27,7 @@ from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.rewards.find import find_rewards
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -188,10 +188,8 @@ class ModelEvaluator:
         functions' files are those that the run recorded, if it recorded them."""
         own, here = config_of_run(run), self.config
         recorded, rules = run.data.get("reward_model_files"), run.data.get("rules", {})
-        if recorded is None:
-            same_model = own.model.rm_model == here.model.rm_model
-        else:
-            same_model = recorded == model_files(here.model.rm_model)
+        same_name = own.model.rm_model == here.model.rm_model
+        same_model = same_name if recorded is None else recorded == model_files(here.model.rm_model)
         same_code = all(rules.get(rule) == code_print(rule) for rule in here.reward.reward_func)
         same_functions = own.reward.reward_func == here.reward.reward_func
         same_sum = own.reward.reward_weights == here.reward.reward_weights

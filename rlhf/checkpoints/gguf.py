@@ -51,8 +51,8 @@ def gguf_folder(name: str, flag: str) -> Path:
 def cached_gguf(record: dict[str, Any]) -> Path | None:
     """Return the folder with the converted weights of the GGUF file with this `gguf_record`, which may have been moved
     or replaced since; None if the cache has no valid copy."""
-    folders = sorted(file.parent for file in cache_folder().glob(f"*/{RECORD_FILE}"))
-    return next((folder for folder in folders if _is_complete(folder, record)), None)
+    files = cache_folder().glob(f"*/{RECORD_FILE}")
+    return next((file.parent for file in files if _is_complete(file.parent, record)), None)
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:

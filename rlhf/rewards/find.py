@@ -252,7 +252,7 @@ def code_print(rule: str) -> str | None:
     return hashlib.sha256(f"{file.name} {len(content)}\n".encode() + content).hexdigest()
 
 
-_loaded: dict[tuple[Path, str], Any] = {}  # (path, SHA-256) -> module
+_loaded: dict[tuple, Any] = {}  # (path, SHA-256) -> module
 
 
 def _load_file(file: Path, flag: str) -> Any:
@@ -271,7 +271,8 @@ def _execute(file: Path, flag: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
-        spec.loader.exec_module(module)
+        # not exec_module: Python's cache of bytecode takes a file of the same size and second for the old one
+        exec(spec.loader.source_to_code(file.read_bytes(), spec.origin), vars(module))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # includes sys.exit()

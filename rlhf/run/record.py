@@ -24,7 +24,7 @@ from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget
 from rlhf.utils.console import Screen
 from rlhf.utils.files import sha256_once
-from rlhf.utils.paths import is_gguf, is_on_hub, local_path
+from rlhf.utils.paths import is_gguf, is_on_hub
 from rlhf.utils.processes import size
 
 
@@ -109,7 +109,7 @@ def data_of(config: Config, components: Components) -> dict:
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
     if config.data.eval_text is not None:
-        data["eval_text_sha256"] = sha256_once(Path(local_path(config.data.eval_text)))
+        data["eval_text_sha256"] = sha256_once(Path(config.data.eval_text))
     if config.data.few_shot is not None:
         data["few_shot"] = worked_examples(config.data.few_shot)
     if config.data.steps_per_topic is not None:

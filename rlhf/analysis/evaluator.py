@@ -125,8 +125,7 @@ class ModelEvaluator:
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
-        source = f"--prompts {self.config.data.prompts}"
-        check_columns([*sources.rules, *judges.functions], self.examples, source)
+        check_columns([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
@@ -187,10 +186,10 @@ class ModelEvaluator:
         """True if the scores are those of a run's training: the bytes of the reward model and of the reward
         functions' files are those that the run recorded, if it recorded them."""
         own, here = config_of_run(run), self.config
-        recorded, rules = run.data.get("reward_model_files"), run.data.get("rules", {})
+        recorded = run.data.get("reward_model_files")
         same_name = own.model.rm_model == here.model.rm_model
         same_model = same_name if recorded is None else recorded == model_files(here.model.rm_model)
-        same_code = all(rules.get(rule) == code_print(rule) for rule in here.reward.reward_func)
+        same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in here.reward.reward_func)
         same_functions = own.reward.reward_func == here.reward.reward_func
         same_sum = own.reward.reward_weights == here.reward.reward_weights
         return same_model and same_code and same_functions and same_sum

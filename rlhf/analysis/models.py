@@ -11,7 +11,6 @@ from rlhf.checkpoints.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     WEIGHTS_FILE,
-    base_of_adapter,
     find_base,
     find_model,
     find_recorded,
@@ -128,15 +127,11 @@ def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | Non
     """Returns the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
-    base = base_of_adapter(folder)
     try:
-        return str(folder), find_base(folder, flag, run)
+        return str(folder), find_base(folder, flag, "Give it with --baseline FOLDER", run)
     except UserError:
         if baseline is None:
-            raise UserError(
-                f"the adapter's base model is missing or was replaced ({base}): {flag} {folder}. Give it with "
-                "--baseline FOLDER"
-            ) from None
+            raise
         return str(folder), find_model(baseline, "--baseline")
 
 
@@ -260,8 +255,7 @@ def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSetti
         return None
     name = config.model.actor_model
     runs = [model.run for model in models if model.run is not None and measure.baseline is None]
-    found = {find_recorded(run, "start_model", name, "--baseline") for run in runs}
-    found = found or {find_model(name, "--baseline")}
+    found = {find_recorded(run, "start_model", name, "--baseline") for run in runs} or {find_model(name, "--baseline")}
     if len(found) > 1:
         raise UserError(f"the runs started from different models: {name}. Choose one with --baseline FOLDER")
     return ModelRef(name, found.pop())

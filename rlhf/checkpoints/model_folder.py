@@ -16,7 +16,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean, print_line
 from rlhf.utils.files import sha256_once
-from rlhf.utils.paths import file_with, is_gguf, is_on_hub, is_path, missing_path, note_names, resolve_path
+from rlhf.utils.paths import exists, file_with, is_gguf, is_on_hub, is_path, missing_path, note_names, resolve_path
 from rlhf.utils.processes import is_first
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,6 +31,7 @@ OF_MODEL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", METRICS_FILE),
 )
+Hashes = dict[str, str]  # name of a file -> SHA-256 of its bytes
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
 
 
@@ -90,11 +91,15 @@ def _is_complete(folder: Path, kind: str) -> bool:
         return False
 
 
-def find_base(adapter: Path, flag: str, run: RunRecord | None = None) -> str:
+def find_base(adapter: Path, flag: str, fix: str, run: RunRecord | None = None) -> str:
     """Return where to load an adapter's base model from: `run` trained the adapter. Raises UserError if it is missing,
-    or is not the start model of the run."""
+    or is not the start model of the run. The message contains `flag` and ends with `fix`."""
     base = base_of_adapter(adapter) or "nothing"
-    return find_model(base, flag) if run is None else find_recorded(run, "start_model", base, flag)
+    try:
+        return find_model(base, flag) if run is None else find_recorded(run, "start_model", base, flag)
+    except UserError:
+        state = "was replaced" if exists(base) else "is missing"
+        raise UserError(f"the adapter's base model {state} ({base}): {flag} {adapter}. {fix}") from None
 
 
 def find_recorded(run: RunRecord, kind: str, name: str, flag: str) -> str:
@@ -191,7 +196,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def model_files(name: str | None) -> dict[str, str] | None:
+def model_files(name: str | None) -> Hashes | None:
     """Return the identity of a model: the SHA-256 of each of its files that decides its output, by file name.
     None without a name, for a GGUF file, and for a hub model that is not in the local cache."""
     if name is None or is_gguf(name):
@@ -207,12 +212,12 @@ def model_files(name: str | None) -> dict[str, str] | None:
     return {file.name: sha256_once(file) for file in files if file.is_file()}
 
 
-def weights_in(files: dict[str, str] | None) -> list[str]:
+def weights_in(files: Hashes | None) -> list[str]:
     """Return the hashes of the weights files among `model_files`."""
     return [value for name, value in (files or {}).items() if name.endswith(".safetensors")]
 
 
-def same_weights(one: str, other: str, recorded: dict[str, str] | None = None) -> bool:
+def same_weights(one: str, other: str, recorded: Hashes | None = None) -> bool:
     """True if two names are of one model, or if all weights files in two folders are equal to the bit. `recorded`:
     the `model_files` of `one` in the record of a run, which are compared instead of those at its path now."""
     if recorded is None and resolve_path(one) == resolve_path(other):

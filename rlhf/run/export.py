@@ -96,13 +96,8 @@ def merge_adapter(adapter: Path, folder: Path, run: RunRecord | None = None) -> 
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
     tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
-    try:
-        found = find_base(adapter, "--actor-model", run)
-    except UserError:
-        raise UserError(
-            f"the adapter's base model is missing or was replaced ({base_name}): --merge-lora, {adapter}. Restore it, "
-            "then run the training command with --resume --merge-lora"
-        ) from None
+    fix = "Restore it, then run the training command with --resume --merge-lora"
+    found = find_base(adapter, "--merge-lora,", fix, run)
     if getattr(load_config(found), "quantization_config", None) is not None:
         raise RunError(
             f"cannot merge into a quantized base model: --merge-lora, {base_name}. Remove the flag; the adapter is "

@@ -47,6 +47,6 @@ def _check_backbone(use_lora: bool, file: Path, start: str, place: str) -> None:
     recorded = (read_json(file.parent) or {}).get("data", {}).get("start_model_files")
     if adapters and not (same_weights(base, start) and same_weights(base, start, recorded)):
         raise UserError(
-            f"the critic's adapters belong to another base model ({base} at that time): {place}. Use a run whose critic started "
-            "from this start model, or --critic separate"
+            f"the critic's adapters belong to another base model ({base} at that time): {place}. Use a run whose "
+            "critic started from this start model, or --critic separate"
         )

@@ -190,7 +190,7 @@ def test_rule_from_a_file(score, tmp_path, user_error):
         find_rule(f"{file}:Settings", ())
 
 
-def test_a_changed_file_of_the_same_size_and_time_is_executed_again(tmp_path):
+def test_a_changed_file_of_the_same_size_and_time_is_executed_again(score, tmp_path):
     file = tmp_path / "rule.py"
     file.write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")
     times = file.stat()

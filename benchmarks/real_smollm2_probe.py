@@ -27,6 +27,7 @@ from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.rewards.find import find_rewards
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
+from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -83,7 +84,8 @@ class Probe:
         self.config = config_of_run(self.run, reward_func=(rule,), reward_weights=None, eval_func=())
         self.device = start_device(screen)
         self.dtype = autocast_dtype(self.config.model.bf16, self.device)
-        model = find_start(self.config) if start else find_model_ref(str(folder), "final", None, "--probe")
+        model = find_model_ref(str(folder), "final", None, "--probe")
+        model = find_start(self.config, [model], MeasureSettings()) if start else model
         self.tokenizer = load_tokenizer(model.source, self.config.data.plain_prompts)
         self.policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
         sets = load_prompts(self.config.data, self.tokenizer, screen.say)

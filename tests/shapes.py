@@ -121,6 +121,17 @@ def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | 
     return folder
 
 
+def change_first_weight(file: Path) -> None:
+    """Change the first number of the first tensor in a safetensors file, in place."""
+    with file.open("r+b") as stream:
+        at = 8 + int.from_bytes(stream.read(8), "little")
+        stream.seek(at)
+        old = stream.read(4)
+        stream.seek(at)
+        stream.write(torch.tensor([0.25]).numpy().tobytes())
+    assert old != torch.tensor([0.25]).numpy().tobytes()
+
+
 # --- families --------------------------------------------------------------------------------------------------------
 
 # as Qwen 3: no default system turn; its thinking tokens are added tokens, but not special tokens

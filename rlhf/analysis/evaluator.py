@@ -16,13 +16,14 @@ from rlhf.analysis.models import (
     ModelRef,
     common_eval_functions,
     find_start,
-    has_start,
     in_4_bit,
     require_trusted_code,
     shared_settings,
 )
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.analysis.statistics import scored
+from rlhf.checkpoints.model_folder import find_recorded, model_files
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import decode_completion
 from rlhf.data.examples import worked_examples
@@ -42,7 +43,7 @@ from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import Config, SamplingSettings, function_name
+from rlhf.settings.training import SamplingSettings, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
@@ -109,6 +110,7 @@ class ModelEvaluator:
         (`GenerationResults.variants`).
         """
         self.models, self.settings, self.device, self.shots = models, settings, device, shots
+        self.runs = [model.run for model in models if model.run is not None]
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
@@ -117,14 +119,13 @@ class ModelEvaluator:
             screen.say(
                 "note: the runs have different evaluation functions, so none is used. Set them with --eval-func"
             )
-        self.start = find_start(self.config) if has_start(models, settings) else None
+        self.start = find_start(self.config, models, settings)
         plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
         self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
-        source = f"--prompts {self.config.data.prompts}"
-        check_columns([*sources.rules, *judges.functions], self.examples, source)
+        check_columns([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
@@ -132,7 +133,7 @@ class ModelEvaluator:
         if reward_model is not None:
             check_measured(reward_model, f"reward model {self.config.model.rm_model}", self.examples, screen)
         self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device, self.examples, screen)
-        updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)  # of the longest run
+        updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
         self.reference = None
@@ -144,10 +145,13 @@ class ModelEvaluator:
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)
+        name = self.config.model.rm_model
         try:
+            for run in self.runs if name is not None and self.settings.rm_model is None else ():
+                find_recorded(run, "reward_model", name, "--rm-model")
             return find_rewards(self.config)
         except UserError as error:
-            if any(m.run is not None for m in self.models) or self.settings.rm_model is not None:
+            if self.runs or self.settings.rm_model is not None:
                 raise
             raise UserError(
                 [
@@ -172,19 +176,25 @@ class ModelEvaluator:
     def _stored_ratings_are_valid(self) -> bool:
         """True if the first judge is a function of the runs, whose file has not changed since."""
         rules = [rule for rule in self.config.reward.eval_func if function_name(rule) == self.judge_name]
-        runs = [model.run for model in self.models if model.run is not None]
-        unchanged = all(run.data["rules"].get(rule) == code_print(rule) for rule in rules for run in runs)
+        unchanged = all(run.data["rules"].get(rule) == code_print(rule) for rule in rules for run in self.runs)
         return self.settings.eval_func is None and unchanged
 
     @property
     def score_name(self) -> str:
         """The name of the score: the runs' own reward, or another one."""
+        return "the training reward" if all(map(self._is_reward_of, self.runs)) else "not the training reward"
 
-        def reward_of(config: Config) -> tuple:
-            return config.model.rm_model, config.reward.reward_func, config.reward.reward_weights
-
-        own = {reward_of(config_of_run(m.run)) for m in self.models if m.run is not None}
-        return "the training reward" if own <= {reward_of(self.config)} else "not the training reward"
+    def _is_reward_of(self, run: RunRecord) -> bool:
+        """True if the scores are those of a run's training: the bytes of the reward model and of the reward
+        functions' files are those that the run recorded, if it recorded them."""
+        own, here = config_of_run(run), self.config
+        recorded = run.data.get("reward_model_files")
+        same_name = own.model.rm_model == here.model.rm_model
+        same_model = same_name if recorded is None else recorded == model_files(here.model.rm_model)
+        same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in here.reward.reward_func)
+        same_functions = own.reward.reward_func == here.reward.reward_func
+        same_sum = own.reward.reward_weights == here.reward.reward_weights
+        return same_model and same_code and same_functions and same_sum
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Returns the text for the perplexity, encoded with `tokenizer`.

@@ -23,6 +23,8 @@ MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that 
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label, if they are enough to tell the groups apart
 LONGEST_VALUE = 32  # characters of a setting's value in a label
+# identities of models in a run's data -> the settings with their names
+IDENTITIES = {"start_model_gguf": "actor_model", "start_model_files": "actor_model", "reward_model_files": "rm_model"}
 CONTROL = "control"  # it is in the name of each group of control runs, whatever else differs
 
 
@@ -86,8 +88,10 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
 
 
 def _texts(algorithms: Sequence[str], flat: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the settings in which groups differ, as text, of each group; without those that it does not read."""
-    differ = [name for name in differing_settings(algorithms, flat) if name != CONTROL]
+    """Return the settings in which groups differ, as text, of each group; without those that it does not read. Models
+    with other names are told apart by these, not also by their hashes."""
+    found = differing_settings(algorithms, flat)
+    differ = [name for name in found if name != CONTROL and IDENTITIES.get(name) not in found]
     return [
         {name: _text(of.get(name, "unknown")) for name in differ if of and name not in unread(algorithm)}
         for algorithm, of in zip(algorithms, flat, strict=True)
@@ -146,15 +150,21 @@ def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _compared(run: RunRecord) -> dict[str, Any]:
-    """Return the settings of a run: name -> value. Prompts that were given in Python have a hash of them instead of a
-    name. With --keep-pass-rate it is that of the evaluation prompts, because the seeds keep different ones. A run of a
-    version without --control is no control."""
-    settings = run.flat_settings | {CONTROL: control_of(run)}
+    """Return the settings of a run: name -> value, and hashes of its models, if it recorded them: one path can have
+    had two models. Prompts that were given in Python have a hash of them instead of a name. With --keep-pass-rate it
+    is that of the evaluation prompts, because the seeds keep different ones. A run of a version without --control is
+    no control."""
+    models = {name: _short_hash(str(run.data[name])) for name in IDENTITIES if run.data.get(name)}
+    settings = run.flat_settings | {CONTROL: control_of(run)} | models
     if settings.get("prompts") != IN_PYTHON:
         return settings
     names = ("evaluation_sha256",) if settings.get("keep_pass_rate") else ("train_sha256", "evaluation_sha256")
     text = " ".join(str(run.data.get(name)) for name in names)
-    return settings | {"prompts": f"{IN_PYTHON} {hashlib.sha256(text.encode()).hexdigest()[:8]}"}
+    return settings | {"prompts": f"{IN_PYTHON} {_short_hash(text)}"}
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def unread(algorithm: str) -> set[str]:

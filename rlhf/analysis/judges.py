@@ -62,9 +62,12 @@ def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSet
     if settings.judge_model is None:
         return JudgeSources(None, functions)
     folder = find_model(settings.judge_model, "--judge-model")
-    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
-    for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and same_weights(name, folder):
+    used = [("the scores", config.model.rm_model, None)]
+    for model in models:
+        if (run := model.run) is not None:
+            used.append((model.name, config_of_run(run).model.rm_model, run.data.get("reward_model_files")))
+    for used_by, name, recorded in used:
+        if name is not None and same_weights(name, folder, recorded):
             raise UserError(
                 f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
                 "Give a reward model that was not used in RL training"

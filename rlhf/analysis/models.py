@@ -11,9 +11,9 @@ from rlhf.checkpoints.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     WEIGHTS_FILE,
-    base_of_adapter,
     find_base,
     find_model,
+    find_recorded,
 )
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
@@ -82,7 +82,8 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
 def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> ModelRef:
     """Returns the model of a run folder, a folder inside a run, a model or adapter folder, or a hub name.
 
-    `baseline` replaces an adapter's base model that no longer exists. Raises UserError if there is nothing to load.
+    `baseline` replaces an adapter's base model that no longer exists or is not the one that its run recorded. Raises
+    UserError if there is nothing to load.
     """
     folder = Path(local_path(name))
     if not folder.is_dir():
@@ -126,15 +127,11 @@ def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | Non
     """Returns the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
-    base = base_of_adapter(folder)
-    start = (run.flat_settings["actor_model"], run.data.get("start_model_gguf")) if run is not None else ()
     try:
-        return str(folder), find_base(folder, flag, *start)
+        return str(folder), find_base(folder, flag, "Give it with --baseline FOLDER", run)
     except UserError:
         if baseline is None:
-            raise UserError(
-                f"the adapter's base model is missing ({base}): {flag} {folder}. Give it with --baseline FOLDER"
-            ) from None
+            raise
         return str(folder), find_model(baseline, "--baseline")
 
 
@@ -248,7 +245,17 @@ def measuring_flags(config: Config, names: Sequence[str]) -> list[str] | None:
     return [word for name, flag in flags.items() for word in flag_words(flag, values[name])]
 
 
-def find_start(config: Config) -> ModelRef:
-    """Returns the start model of the settings. Raises UserError if it does not exist."""
+def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSettings) -> ModelRef | None:
+    """Returns the start model of the settings, or None if there is none. Raises UserError if it does not exist.
+
+    Without --baseline it must be the model that all runs recorded: a KL to another model would be a wrong number. The
+    model of --baseline is the user's choice.
+    """
+    if not has_start(models, measure):
+        return None
     name = config.model.actor_model
-    return ModelRef(name, find_model(name, "--baseline"))
+    runs = [model.run for model in models if model.run is not None and measure.baseline is None]
+    found = {find_recorded(run, "start_model", name, "--baseline") for run in runs} or {find_model(name, "--baseline")}
+    if len(found) > 1:
+        raise UserError(f"the runs started from different models: {name}. Choose one with --baseline FOLDER")
+    return ModelRef(name, found.pop())

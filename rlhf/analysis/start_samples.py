@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -12,12 +11,13 @@ import numpy as np
 import torch
 
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.judges import as_key
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import scored
+from rlhf.checkpoints.model_folder import model_files
+from rlhf.data.prompts import Prompt, fingerprint
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.utils.console import Screen
-from rlhf.utils.files import files_print, write_text
+from rlhf.utils.files import write_text
 
 MOST = 256  # completions of each prompt
 
@@ -33,7 +33,8 @@ def sample_start(
     They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
     and more are added if `minutes` are more than they took.
     """
-    prompts, key, seed = evaluator.encoded(evaluator.tokenizer), _key(evaluator), evaluator.settings.seed
+    prompts, seed = evaluator.encoded(evaluator.tokenizer), evaluator.settings.seed
+    key = _key(evaluator, prompts)
     length, model = evaluator.config.sampling.max_new_tokens, evaluator.reference.copy
     samples, spent = read_samples(file, key)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
@@ -83,13 +84,12 @@ def with_proposals(
     return scores, weights.reshape(scores.shape)
 
 
-def _key(evaluator: ModelEvaluator) -> str:
-    """Returns a text that is equal for equal start model, prompts and sampling settings."""
-    prompts = hashlib.sha256("\n".join(as_key(e.messages) for e in evaluator.examples).encode()).hexdigest()
-    weights = files_print(evaluator.start.source, "*.safetensors") or evaluator.start.name
+def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:
+    """Returns a text that is equal for equal start model, encoded prompts and sampling settings."""
+    model = model_files(evaluator.start.source) or evaluator.start.name
     config = evaluator.config
     how = config.speed.own_engine, str(config.sampling), evaluator.settings.seed, str(evaluator.dtype)
-    return json.dumps([weights, prompts, *how])
+    return json.dumps([model, fingerprint(prompts), *how])
 
 
 def read_samples(file: Path, key: str) -> tuple[Samples, float]:

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from rlhf.checkpoints.manifest import sha256
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import make_folder, saving_tensors, staging_name, write_json
+from rlhf.utils.files import make_folder, saving_tensors, sha256_once, staging_name, write_json
 from rlhf.utils.libraries import is_installed, pip_install
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace
@@ -48,11 +47,14 @@ def gguf_folder(name: str, flag: str) -> Path:
     message contains `flag`."""
     place = f"{flag} {name}"
     file = _file_of_package(name.removeprefix(PACKAGE), place) if name.startswith(PACKAGE) else _existing(name, flag)
-    stat = file.stat()
-    state = (file, stat.st_size, stat.st_mtime_ns)
-    if state not in _found or not _found[state].is_dir():
-        _found[state] = _converted(file, place)
-    return _found[state]
+    return _converted(file, place)
+
+
+def cached_gguf(record: dict[str, Any]) -> Path | None:
+    """Return the folder with the converted weights of the GGUF file with this `gguf_record`, which may have been moved
+    or replaced since; None if the cache has no valid copy."""
+    files = cache_folder().glob(f"*/{RECORD_FILE}")
+    return next((file.parent for file in files if _is_complete(file.parent, record)), None)
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:
@@ -109,15 +111,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(base, "huggingface")).expanduser() / "rlhf_workstation"
 
 
-_found: dict[tuple[Path, int, int], Path] = {}  # (file, its size and modification time) -> its converted folder
-
-
 def _converted(file: Path, place: str) -> Path:
     """Return the folder of a converted file. Its name depends on the file's content and on what converts it, so that
     environments with different releases of transformers do not replace each other's folders."""
     source = {
         "file": file.name,
-        "sha256": sha256(file),
+        "sha256": sha256_once(file),
         "converter": CONVERTER,
         "transformers": importlib.metadata.version("transformers"),  # its reader decides the tokenizer
     }
@@ -139,7 +138,7 @@ def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         same = all(record[key] == value for key, value in source.items())
         present = {file.name for file in folder.iterdir()} == {RECORD_FILE, *record["files"]}
-        return same and present and all(sha256(folder / name) == value for name, value in record["files"].items())
+        return same and present and all(sha256_once(folder / name) == value for name, value in record["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -180,7 +179,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     with saving_tensors(staging):
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-    files = {path.name: sha256(path) for path in sorted(staging.iterdir())}
+    files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
     write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
     remove_folder(folder)  # an incomplete copy, or one of another version
     replace(staging, folder)

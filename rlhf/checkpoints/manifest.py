@@ -8,7 +8,6 @@ checkpoints are removed after the new one was read back and is valid. Only files
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.files import free_name, make_folder, staging_name
+from rlhf.utils.files import free_name, make_folder, sha256, staging_name
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
@@ -96,11 +95,6 @@ def _write_manifest(folder: Path, run: str, update: int) -> None:
     manifest.write_text(json.dumps({"run": run, "update": update, "files": named}, indent=2), encoding="utf-8")
     system.sync_file(manifest)
     system.sync_folder(folder)
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # --- validating ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import math
 import re
@@ -12,15 +11,18 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf.checkpoints.gguf import gguf_folder, gguf_record
-from rlhf.checkpoints.run_record import RUN_FILE
+from rlhf.checkpoints.gguf import cached_gguf, gguf_folder, gguf_record
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean, print_line
+from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import (
     SAVING,
+    exists,
     file_with,
     interrupted_saves,
     is_gguf,
+    is_on_hub,
     is_path,
     missing_path,
     note_names,
@@ -35,6 +37,12 @@ WEIGHTS_FILE = "model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a hub model in the local cache
+# files of a model that decide its output, in addition to its weights: a reward model's scale is in its metrics
+OF_MODEL = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", METRICS_FILE),
+)
+Hashes = dict[str, str]  # name of a file -> SHA-256 of its bytes
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
 
 
@@ -96,21 +104,37 @@ def _is_complete(folder: Path, kind: str) -> bool:
         return False
 
 
-def find_base(adapter: Path, flag: str, start: str | None = None, source: dict[str, Any] | None = None) -> str:
-    """Return where to load an adapter's base model from. Raises UserError.
+def find_base(adapter: Path, flag: str, fix: str, run: RunRecord | None = None) -> str:
+    """Return where to load an adapter's base model from: `run` trained the adapter. Raises UserError if it is missing,
+    or is not the start model of the run. The message contains `flag` and ends with `fix`."""
+    base = base_of_adapter(adapter) or "nothing"
+    try:
+        return find_model(base, flag) if run is None else find_recorded(run, "start_model", base, flag)
+    except UserError:
+        state = "was replaced" if exists(base) else "is missing"
+        raise UserError(f"the adapter's base model {state} ({base}): {flag} {adapter}. {fix}") from None
 
-    Args:
-        adapter: folder of the adapter.
-        flag: for error messages.
-        start: the start model of the adapter's run, as in its settings. A GGUF file is converted again if its cached
-            folder, which the adapter names, is gone.
-        source: the GGUF file in the run's record.
-    """
-    if start is not None and source is not None and is_gguf(start):
-        folder = find_model(start, flag)
-        if gguf_record(folder) == source:
-            return folder
-    return find_model(base_of_adapter(adapter) or "nothing", flag)
+
+def find_recorded(run: RunRecord, kind: str, name: str, flag: str) -> str:
+    """Return where to load the "start_model" or the "reward_model" (`kind`) of a run from, now at `name`. For a GGUF
+    file it is a folder with the weights of the recorded file. Raises UserError if it is missing, or has other bytes
+    than the run recorded. Runs of older versions recorded nothing to compare with."""
+    source = run.data.get(f"{kind}_gguf")
+    if source is not None:
+        cached = cached_gguf(source)
+        if cached is not None:
+            return str(cached)
+        name = run.flat_settings["actor_model"]
+    folder = find_model(name, flag)
+    now = model_files(folder) if source is None else gguf_record(folder)
+    recorded = source or run.data.get(f"{kind}_files")
+    if recorded and now and recorded != now:
+        changed = [key for key in {**recorded, **now} if recorded.get(key) != now.get(key)]
+        raise UserError(
+            f"not the {kind.replace('_', ' ')} of the run that started {run.started[:19]}, because "
+            f"{', '.join(changed)} changed: {flag} {name}. Restore it, or choose a model with {flag} FOLDER"
+        )
+    return folder
 
 
 def base_of_adapter(folder: Path) -> str | None:
@@ -185,21 +209,50 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def same_weights(one: str | Path, other: str | Path) -> bool:
-    """True if two names are of one model, or if the weights files in two folders are equal to the bit."""
-    a, b = (resolve_path(str(name)) / WEIGHTS_FILE for name in (one, other))
-    return a == b or (a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False))
+def model_files(name: str | None) -> Hashes | None:
+    """Return the identity of a model: the SHA-256 of each of its files that decides its output, by file name.
+    None without a name, for a GGUF file, and for a hub model that is not in the local cache."""
+    if name is None or is_gguf(name):
+        return None
+    folder = resolve_path(name)
+    if is_on_hub(name):
+        from rlhf.utils.hub import cached_folder
+
+        folder = cached_folder(name)
+        if folder is None or not _is_complete(folder, "model"):
+            return None
+    files = [*weights_files(folder), *(folder / other for other in OF_MODEL)]
+    return {file.name: sha256_once(file) for file in files if file.is_file()}
+
+
+def weights_in(files: Hashes | None) -> list[str]:
+    """Return the hashes of the weights files among `model_files`."""
+    return [value for name, value in (files or {}).items() if name.endswith(".safetensors")]
+
+
+def same_weights(one: str, other: str, recorded: Hashes | None = None) -> bool:
+    """True if two names are of one model, or if all weights files in two folders are equal to the bit. `recorded`:
+    the `model_files` of `one` in the record of a run, which are compared instead of those at its path now."""
+    if recorded is None and resolve_path(one) == resolve_path(other):
+        return True
+    weights = weights_in(recorded or model_files(one))
+    return bool(weights) and weights == weights_in(model_files(other))
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Return the safetensors files with the weights of a model, which may be missing. A run folder also has the
+    critic's files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in read_object(index).get("weight_map", {}).values()})
+    whole = folder / WEIGHTS_FILE
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def tensors_of(folder: Path) -> dict[str, list[int]]:
     """Return the names and shapes of the tensors in a model's safetensors files. Raises UserError if there are none,
     or a file is missing or incomplete."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in read_object(index).get("weight_map", {}).values()})
-    else:  # a run folder also has the critic's files
-        whole = folder / WEIGHTS_FILE
-        files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    files = weights_files(folder)
     hint = "Give a complete model folder with safetensors weights"
     if not files:
         raise UserError(f"cannot be loaded: {folder} (no safetensors file). {hint}")

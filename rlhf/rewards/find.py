@@ -6,6 +6,7 @@ Imports no torch, so that a missing function is reported at once.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -22,7 +23,7 @@ from rlhf.settings.training import Config, function_name
 from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
-from rlhf.utils.files import files_print
+from rlhf.utils.files import sha256_once
 from rlhf.utils.libraries import pip_install
 from rlhf.utils.paths import local_path
 
@@ -242,17 +243,21 @@ def name_in_settings(function: Given) -> str:
 
 
 def code_print(rule: str) -> str | None:
-    """Return a hash of the file that defines a function. None for a function that is not the user's."""
-    return files_print(rule.rpartition(":")[0] if names_code([rule]) else "", "")
+    """Return a SHA-256 of the name, the size and the content of the file that defines a function. None for a function
+    that is not the user's."""
+    if not names_code([rule]):
+        return None
+    file = Path(local_path(rule.rpartition(":")[0]))
+    content = file.read_bytes()
+    return hashlib.sha256(f"{file.name} {len(content)}\n".encode() + content).hexdigest()
 
 
-_loaded: dict[tuple, Any] = {}  # (path, time of change, size) -> module
+_loaded: dict[tuple, Any] = {}  # (path, SHA-256) -> module
 
 
 def _load_file(file: Path, flag: str) -> Any:
     """Return the module of a file. It is executed once, so its functions share what it loads."""
-    state = file.stat()
-    key = (file.resolve(), state.st_mtime_ns, state.st_size)
+    key = (file.resolve(), sha256_once(file))
     if key not in _loaded:
         _loaded[key] = _execute(file, flag)
     return _loaded[key]
@@ -266,7 +271,8 @@ def _execute(file: Path, flag: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
-        spec.loader.exec_module(module)
+        # not exec_module: Python's cache of bytecode takes a file of the same size and second for the old one
+        exec(spec.loader.source_to_code(file.read_bytes(), spec.origin), vars(module))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # includes sys.exit()

@@ -34,7 +34,8 @@ def graph_problem(model_type: str, dtype: str, again: bool = False) -> str | Non
     """
     import torch
 
-    code = version_of("rlhf-workstation"), environment()["commit"], version_of("torch")
+    now = environment()
+    code = version_of("rlhf-workstation"), now["commit"], now["versions"]
     key = [model_type, dtype, torch.cuda.get_device_name(), gpu_driver(), *code]
     file = cache_folder() / "cuda_graphs.json"
     file.parent.mkdir(parents=True, exist_ok=True)

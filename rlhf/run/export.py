@@ -51,8 +51,7 @@ def export_run(config: Config, screen: Screen) -> None:
     if export.merge_lora:
         screen.say("merging the adapter into its base model (float32)")
         source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
-        start, gguf = run.flat_settings["actor_model"], run.data.get("start_model_gguf")
-        merge_adapter(source.folder, folder / MERGED_FOLDER, start, gguf)
+        merge_adapter(source.folder, folder / MERGED_FOLDER, run)
         run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
         run.write(folder)
@@ -88,23 +87,17 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merge_adapter(adapter: Path, folder: Path, start: str | None = None, source: dict | None = None) -> None:
-    """Merge an adapter into its base and write the model into `folder`. Raises UserError.
+def merge_adapter(adapter: Path, folder: Path, run: RunRecord | None = None) -> None:
+    """Merge an adapter, which `run` trained, into its base and write the model into `folder`. Raises UserError.
 
     Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
-    even if the base is stored in bfloat16: bfloat16 would round most of a small change away. `start` and `source`:
-    as in `find_base`.
+    even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
     tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
-    try:
-        found = find_base(adapter, "--actor-model", start, source)
-    except UserError:
-        raise UserError(
-            f"the adapter's base model is missing ({base_name}): --merge-lora, {adapter}. Restore it, then run the "
-            "training command with --resume --merge-lora"
-        ) from None
+    fix = "Restore it, then run the training command with --resume --merge-lora"
+    found = find_base(adapter, "--merge-lora,", fix, run)
     if getattr(load_config(found), "quantization_config", None) is not None:
         raise RunError(
             f"cannot merge into a quantized base model: --merge-lora, {base_name}. Remove the flag; the adapter is "

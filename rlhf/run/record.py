@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rlhf.checkpoints.gguf import gguf_record
-from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.model_folder import find_model, model_files
 from rlhf.checkpoints.run_folder import claim_output
 from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord
@@ -22,7 +23,7 @@ from rlhf.setup.inputs import placing
 from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget
 from rlhf.utils.console import Screen
-from rlhf.utils.files import files_print
+from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import is_gguf, is_on_hub
 from rlhf.utils.processes import size
 
@@ -57,14 +58,17 @@ def continued(config: Config, data: dict, screen: Screen) -> RunLog:
     """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
     folder = Path(config.run.output)
     before = RunRecord.require(folder, "--resume, --output").data
-    known = before.keys() & data.keys()
-    changed = [
-        f"{name} was {before[name]} in this run and is {data[name]} now"
-        for name in data
-        if name in known and before[name] != data[name]
-    ]
+    changed = [line for name in data if name in before for line in _differences(name, before[name], data[name])]
     check_same_run(config, changed, screen)
     return RunLog(folder, resume=True)
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+    """Return one line for each difference between two values of run.json's data: of a dict, for each of its keys."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = {**before, **now}
+        return [line for key in keys for line in _differences(f"{name} {key}", before.get(key), now.get(key))]
+    return [] if before == now else [f"{name} was {before} in this run and is {now} now"]
 
 
 def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
@@ -98,12 +102,14 @@ def data_of(config: Config, components: Components) -> dict:
         "too_long": components.prompts.too_long,
         "train_sha256": fingerprint(components.prompts.train),
         "evaluation_sha256": fingerprint(components.prompts.evaluation),
-        "start_model": files_print(start, "*.safetensors"),
-        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "start_model_files": model_files(config.model.actor_model),
+        "reward_model_files": model_files(config.model.rm_model),
         "rules": {rule: code_print(rule) for rule in config.reward.functions},
     }
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
+    if config.data.eval_text is not None:
+        data["eval_text_sha256"] = sha256_once(Path(config.data.eval_text))
     if config.data.few_shot is not None:
         data["few_shot"] = worked_examples(config.data.few_shot)
     if config.data.steps_per_topic is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, same_weights
+from rlhf.checkpoints.run_record import read_json
 from rlhf.settings.training import CRITIC_FILE, Config
 from rlhf.utils.errors import UserError
 
@@ -23,7 +24,7 @@ def check_critic_of_run(config: Config, run: str, start: str) -> None:
         raise UserError(f"no {VALUE_HEAD_FILE} in this folder: --critic {run}. Give the folder of a run with a critic")
     if config.separate_critic:
         _check_backbone(config.model.use_lora, folder / CRITIC_FILE, start, place)
-    elif not same_weights(folder, start):
+    elif not same_weights(run, start):
         # no run can start from an adapter, and merged weights would be rounded
         policy = "" if (folder / ADAPTER_FILE).is_file() else f"--actor-model {folder}, "
         raise UserError(
@@ -43,8 +44,9 @@ def _check_backbone(use_lora: bool, file: Path, start: str, place: str) -> None:
     if adapters != use_lora:
         kind, fix = ("adapters only", "Add --use-lora") if adapters else ("all weights", "Remove --use-lora")
         raise UserError(f"that run trained {kind} of its critic: {place}. {fix}, or use --critic separate")
-    if adapters and not same_weights(base, start):
+    recorded = (read_json(file.parent) or {}).get("data", {}).get("start_model_files")
+    if adapters and not (same_weights(base, start) and same_weights(base, start, recorded)):
         raise UserError(
-            f"the critic's adapters belong to another base model ({base}): {place}. Use a run whose critic started "
-            "from this start model, or --critic separate"
+            f"the critic's adapters belong to another base model ({base} at that time): {place}. Use a run whose "
+            "critic started from this start model, or --critic separate"
         )

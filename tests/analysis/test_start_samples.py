@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from rlhf.analysis.start_samples import read_samples, sample_start, with_proposa
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import worked_examples
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.fields import replaced
 from rlhf.utils.console import Screen
+from tests.shapes import change_first_weight
 
 HAS_E = "def has_e(completions, **_):\n    return [float('e' in text) for text in completions]\n"
 SAMPLES = [[[[1, 2], [3]], [True, False]], [[[4], [5, 6, 7]], [False, True]]]
@@ -59,6 +62,31 @@ def test_more_minutes_add_samples_and_keep_the_first_ones(settings, other, tmp_p
     assert more.scores.shape == (3, 5) and [row[:3] for row in more.texts] == few.texts
     longer = sample_start(evaluator, 0.002, 5, tmp_path / "s.json", Screen())
     assert longer.scores.shape[1] > 5 and [row[:5] for row in longer.texts] == more.texts
+
+
+@pytest.mark.parametrize("what", ["worked examples", "plain prompts", "chat template", "first weight"])
+def test_samples_are_not_used_for_other_token_ids_or_another_model(settings, other, start_model, tmp_path, what):
+    """The messages of the prompts, the sampling settings and the folder of the start model are the same."""
+    start = shutil.copytree(start_model, tmp_path / "start")
+    settings = dataclasses.replace(settings, baseline=str(start))
+    evaluator, _ = evaluator_of(other, settings)
+    sample_start(evaluator, 0, 2, tmp_path / "s.json", Screen())
+    before = (tmp_path / "s.json").read_text()
+    again, _ = evaluator_of(other, settings)
+    sample_start(again, 0, 2, tmp_path / "s.json", Screen())
+    assert (tmp_path / "s.json").read_text() == before, "used again"
+    if what == "worked examples":
+        shots = tmp_path / "shots.jsonl"
+        shots.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
+        again.config = replaced(again.config, few_shot=str(shots))
+    elif what == "plain prompts":
+        again.tokenizer.chat_template = None  # what --plain-prompts does
+    elif what == "chat template":
+        again.tokenizer.chat_template = again.tokenizer.chat_template.replace("helpful", "careful")
+    else:
+        change_first_weight(start / "model.safetensors")
+    sample_start(again, 0, 2, tmp_path / "s.json", Screen())
+    assert json.loads((tmp_path / "s.json").read_text())["key"] != json.loads(before)["key"]
 
 
 def test_weights_of_a_mixture_of_proposals(settings, other, tmp_path):

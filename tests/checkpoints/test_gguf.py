@@ -16,11 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate_generations
 import train_ppo
+from rlhf.analysis.evaluator import ModelEvaluator
+from rlhf.analysis.models import find_models
 from rlhf.checkpoints import gguf as converter
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.model_card import CARD_FILE
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="the library gguf is not installed")
@@ -94,10 +98,9 @@ def write_gguf(
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    converter._found.clear()
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -145,7 +148,6 @@ def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
     monkeypatch.setattr(converter, "_load", lambda *given: read.append(given) or load(*given))
 
     def again() -> int:
-        converter._found.clear()
         assert find_model(str(tiny), FLAG) == folder
         return len(read)
 
@@ -365,7 +367,7 @@ def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypa
     assert "Q4_1" in capsys.readouterr().out  # in the plan
     run = RunRecord.read(Path("run"))
     assert run.data["start_model_gguf"] == converter.gguf_record(find_model(str(tiny), FLAG))
-    assert run.data["start_model"] is not None
+    assert run.data["start_model_files"] is None, "the file is its identity"
     card = Path("run", CARD_FILE).read_text(encoding="utf-8")
     assert run.data["start_model_gguf"]["sha256"][:12] in card and "Q4\\_1" in card  # an escaped underscore
     whole = AutoModelForCausalLM.from_pretrained("run/merged")
@@ -374,3 +376,30 @@ def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypa
     evaluate_generations.main(f"--model-path run {tiny} --output page".split())
     assert Path("page").is_dir()
     train_ppo.main("--output run --resume --merge-lora".split())
+
+
+def test_an_evaluation_uses_the_gguf_file_that_the_run_started_from(tiny, tmp_path, monkeypatch, user_error):
+    """The file may have been replaced or removed: its converted weights are found by the recorded SHA-256."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{word} {i}"} for i, word in enumerate("abcabcabcabc")]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    train_ppo.main(
+        f"--actor-model {tiny} --rm-model none --reward-func length_penalty --prompts prompts.jsonl --split 0/50/50 "
+        "--max-new-tokens 4 --batch-size 2 --num-iterations 1 --output run".split()
+    )
+    original = find_model(str(tiny), FLAG)
+
+    def start_of_evaluation() -> str:
+        measure = MeasureSettings(num_prompts=1, completions=1)
+        models = find_models(["run"], measure, "--model-path")
+        return ModelEvaluator(models, measure, torch.device("cpu"), Screen()).start.source
+
+    assert start_of_evaluation() == original
+    write_gguf(tiny, quantize=False)
+    assert start_of_evaluation() == original != find_model(str(tiny), FLAG)
+    tiny.rename(tmp_path / "moved.gguf")
+    assert start_of_evaluation() == original
+    (tmp_path / "moved.gguf").rename(tiny)
+    shutil.rmtree(original)
+    with user_error("start model", "sha256", f"--baseline {tiny}"):
+        start_of_evaluation()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import train_ppo
 from rlhf.config import parse_cli
 from rlhf.setup.shape import weights_of
-from tests.shapes import make_start_model
+from tests.shapes import change_first_weight, make_start_model
 
 FAST = ("--learning-rate", "1e-2")
 
@@ -107,6 +107,17 @@ def test_adapters_on_another_base_model_are_refused(build, trained, tmp_path, us
     other = make_start_model(tmp_path / "other", seed=9)
     with user_error("base model", str(other)):
         build("--critic", folder, "--use-lora", "--actor-model", other)
+
+
+def test_adapters_on_a_base_model_that_was_replaced_are_refused(run_flags, build, start_model, tmp_path, user_error):
+    start = shutil.copytree(start_model, tmp_path / "replaced")
+    flags = ("--actor-model", start, "--critic", "separate", "--use-lora", "--output", tmp_path / "before")
+    train_ppo.main(run_flags(*flags, "--num-iterations", 1))
+    flags = ("--critic", tmp_path / "before", "--use-lora", "--actor-model", start)
+    assert build(*flags).actor.critic is not None
+    change_first_weight(start / "model.safetensors")
+    with user_error("base model", str(start)):
+        build(*flags)
 
 
 def test_adapters_on_a_reward_model_are_refused(build, trained, reward_folder, user_error):

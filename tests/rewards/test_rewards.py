@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,6 +188,18 @@ def test_rule_from_a_file(score, tmp_path, user_error):
         find_rule(f"{file}:Needy", ())
     with user_error("Settings()"):
         find_rule(f"{file}:Settings", ())
+
+
+def test_a_changed_file_of_the_same_size_and_time_is_executed_again(score, tmp_path):
+    file = tmp_path / "rule.py"
+    file.write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")
+    times = file.stat()
+    assert score(find_rule(f"{file}:f", ())) == [1.0, 1.0]
+    assert find_rule(f"{file}:f", ()) is find_rule(f"{file}:f", ()), "executed once"
+    time.sleep(0.02)  # the clock of some file systems has steps of 10 ms
+    file.write_text(file.read_text().replace("1.0", "2.0"))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert score(find_rule(f"{file}:f", ())) == [2.0, 2.0]
 
 
 def test_missing_rules_are_refused(tmp_path, user_error):

@@ -71,7 +71,7 @@ def machine(monkeypatch, tmp_path):
     return found
 
 
-def test_a_successful_trial_is_remembered_for_model_precision_gpu_and_driver(machine):
+def test_a_successful_trial_is_remembered_for_model_precision_gpu_driver_and_versions(machine, monkeypatch):
     for _ in range(2):
         assert graph_problem("llama", "bfloat16") is None
     graph_problem("qwen2", "bfloat16")
@@ -83,6 +83,12 @@ def test_a_successful_trial_is_remembered_for_model_precision_gpu_and_driver(mac
     machine["GPU"], machine["driver"] = "a GPU", "550.1"
     graph_problem("llama", "bfloat16")
     expected = [["llama", "bfloat16"], ["qwen2", "bfloat16"], ["qwen2", "float32"], *[["llama", "bfloat16"]] * 2]
+    assert machine["trials"] == expected
+    now = graph_trial.environment()
+    versions = {**now["versions"], "transformers": "another"}  # whose model the engine runs
+    monkeypatch.setattr(graph_trial, "environment", lambda: {**now, "versions": versions})
+    graph_problem("llama", "bfloat16")
+    expected.append(["llama", "bfloat16"])
     assert machine["trials"] == expected
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -19,6 +21,36 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
+CLOCK = "strftime_now"  # transformers' function with which a chat template writes the present date or time
+DATE = "chat_template_date"  # key of tokenizer_config.json
+DATE_CODES = r"(?<!\{)%[-#]?[aAbBcdfGHIjmMpSuUVwWxXyYzZ]"  # in a chat template; `{%` opens a block
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) -> str:
+    """Return the text of a chat. `more` are further arguments of `apply_chat_template`. Raises what the template does.
+
+    A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
+    prompts of a run that is resumed, or evaluated, on another day would differ from those that it was trained on.
+    """
+    date = tokenizer.init_kwargs.get(DATE)
+    template = None if date is None else _at_date(tokenizer.chat_template, date)  # None: the tokenizer's own
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, chat_template=template, **more)
+
+
+@lru_cache
+def _at_date(template: str, date: str) -> str:
+    """Return a chat template whose `strftime_now` formats `date` (ISO 8601): a macro hides transformers' function.
+
+    A function as a template variable would hide it, too, but transformers 5.23 replaces variables that are no data.
+    """
+    when = datetime.fromisoformat(date)
+    parts = [f"|replace({code!r}, {when.strftime(code)!r})" for code in sorted({*re.findall(DATE_CODES, template)})]
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{''.join(parts)} }}}}{{% endmacro %}}\n{template}"
+
+
+def today() -> str:
+    """Return the local date and time in ISO 8601, as `strftime_now` would use them."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = ()) -> list[int]:
@@ -37,10 +69,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots:
         return bos + encode_text(tokenizer, "\n\n".join(contents))
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
     try:
-        text, whole = (
-            tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
-            for chat in (slots, messages)
-        )
+        text, whole = (render(tokenizer, chat, add_generation_prompt=True) for chat in (slots, messages))
     except Exception as error:  # a template is code and may raise anything; some reject a system message
         roles, reason = ", ".join(m["role"] for m in messages), (str(error).splitlines() or [""])[0]
         kind = "rejects it" if isinstance(error, jinja2.TemplateError) else f"fails with {type(error).__name__}"
@@ -84,7 +113,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        text = render(tokenizer, chat)
     except Exception:  # a template may raise anything; encode_prompt reports it
         return None
     ids = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids

@@ -73,14 +73,15 @@ def load_judges(
     settings: MeasureSettings,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    date: str | None,
 ) -> list[Judge]:
     """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
-    one decides."""
+    one decides. `date`: as in `load_tokenizer`."""
     judges, runs = [], [config_of_run(m.run) for m in models if m.run is not None]
     trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
-        model = LearnedReward(RewardModel.load(sources.folder, device, dtype, "--judge-model"))
+        model = LearnedReward(RewardModel.load(sources.folder, device, dtype, "--judge-model", date))
         judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer, names=["judge"])))
     for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
         limit_s = config.reward.reward_timeout

@@ -15,6 +15,7 @@ from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.judges import as_key
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import scored
+from rlhf.data.chat_template import date_row
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print, write_text
@@ -89,7 +90,7 @@ def _key(evaluator: ModelEvaluator) -> str:
     weights = files_print(evaluator.start.source, "*.safetensors") or evaluator.start.name
     config = evaluator.config
     how = config.speed.own_engine, str(config.sampling), evaluator.settings.seed, str(evaluator.dtype)
-    return json.dumps([weights, prompts, *how])
+    return json.dumps([weights, prompts, *how, *date_row(evaluator.tokenizer)])
 
 
 def read_samples(file: Path, key: str) -> tuple[Samples, float]:

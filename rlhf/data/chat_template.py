@@ -32,9 +32,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) 
     A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
     prompts of a run that is resumed, or evaluated, on another day would differ from those that it was trained on.
     """
-    date = tokenizer.init_kwargs.get(DATE)
+    date = date_of(tokenizer)
     template = None if date is None else _at_date(tokenizer.chat_template, date)  # None: the tokenizer's own
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, chat_template=template, **more)
+    return tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **more)
 
 
 @lru_cache
@@ -46,6 +46,17 @@ def _at_date(template: str, date: str) -> str:
     when = datetime.fromisoformat(date)
     parts = [f"|replace({code!r}, {when.strftime(code)!r})" for code in sorted({*re.findall(DATE_CODES, template)})]
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{''.join(parts)} }}}}{{% endmacro %}}\n{template}"
+
+
+def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the date with which `render` replaces the present one; None if the chat template writes none."""
+    return tokenizer.init_kwargs.get(DATE)
+
+
+def date_row(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return the row of a plan, or of an evaluation, about the date in prompts; no row without one."""
+    date = date_of(tokenizer)
+    return [] if date is None else [("date", f"{date}: the chat template writes it into all prompts")]
 
 
 def today() -> str:

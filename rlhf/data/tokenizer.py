@@ -150,8 +150,8 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
             name, config=_config_for_tokenizer(name), padding_side="left", trust_remote_code=False
         )
     _restore_pre_tokenizer(tokenizer, name)
-    if isinstance(tokenizer.chat_template, dict) and "default" in tokenizer.chat_template:
-        tokenizer.chat_template = tokenizer.chat_template["default"]
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default", tokenizer.chat_template)
     if plain:
         tokenizer.chat_template = None
     trained_at = tokenizer.init_kwargs.pop(DATE, None)

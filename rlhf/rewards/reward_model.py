@@ -98,8 +98,15 @@ class RewardModel:
         self._prompt_ids = lru_cache(KEPT_PROMPTS)(lambda key: tuple(encode_prompt(tokenizer, [dict(m) for m in key])))
 
     @classmethod
-    def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
-        """Load a reward model from a folder or the hub. `flag` is for error messages.
+    def load(
+        cls,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        flag: str = "--rm-model",
+        date: str | None = None,
+    ) -> RewardModel:
+        """Load a reward model from a folder or the hub. `flag` is for error messages; `date`: as in `load_tokenizer`.
 
         Raises UserError if it does not exist or does not return one score per completion.
         """
@@ -108,7 +115,7 @@ class RewardModel:
         architecture = (config.architectures or ["?"])[0]
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, date=date)
         check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -30,10 +30,10 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
-from rlhf.models.save import ONE_FILE
+from rlhf.models.save import ONE_FILE, generation_config
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.inputs import PUSH
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen
@@ -52,7 +52,7 @@ def export_run(config: Config, screen: Screen) -> None:
         screen.say("merging the adapter into its base model (float32)")
         source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
         start, gguf = run.flat_settings["actor_model"], run.data.get("start_model_gguf")
-        merge_adapter(source.folder, folder / MERGED_FOLDER, start, gguf)
+        merge_adapter(source.folder, folder / MERGED_FOLDER, config.sampling, start, gguf)
         run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
         run.write(folder)
@@ -88,8 +88,11 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merge_adapter(adapter: Path, folder: Path, start: str | None = None, source: dict | None = None) -> None:
-    """Merge an adapter into its base and write the model into `folder`. Raises UserError.
+def merge_adapter(
+    adapter: Path, folder: Path, sampling: SamplingSettings, start: str | None = None, source: dict | None = None
+) -> None:
+    """Merge an adapter into its base and write the model into `folder`, with the `sampling` of its training. Raises
+    UserError.
 
     Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
     even if the base is stored in bfloat16: bfloat16 would round most of a small change away. `start` and `source`:
@@ -114,6 +117,7 @@ def merge_adapter(adapter: Path, folder: Path, start: str | None = None, source:
     model = load_adapter(base, str(adapter))
     untie_adapted_head(model)
     whole = model.merge_and_unload()
+    whole.generation_config = generation_config(sampling, tokenizer)
 
     def write(staging: Path) -> None:
         with saving_tensors(staging):

@@ -33,6 +33,7 @@ from rlhf.config import config_of_run, parse_cli
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
+from rlhf.settings.training import SamplingSettings
 from rlhf.setup.build import load_components
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub
@@ -193,7 +194,7 @@ def test_missing_or_quantized_base_model_is_one_error_line(finished, start_model
         config["base_model_name_or_path"] = str(tmp_path / base)
         (run / "adapter_config.json").write_text(json.dumps(config))
         with user_error(*parts):
-            merge_adapter(run, run / "merged")
+            merge_adapter(run, run / "merged", SamplingSettings())
         assert not (run / "merged").exists()
 
 
@@ -387,10 +388,11 @@ def added(operations) -> dict[str, bytes]:
 
 TOKENIZER = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 FULL_MODEL = {"model.safetensors", "config.json", "generation_config.json"}
+ADAPTER = {"adapter_model.safetensors", "adapter_config.json", "generation_config.json"}
 CASES = {
     "ppo": ([], FULL_MODEL, ""),
-    "grpo": ([], {"adapter_model.safetensors", "adapter_config.json"}, ""),
-    "grpo best": (["--export-from", "best"], {"adapter_model.safetensors", "adapter_config.json"}, "best"),
+    "grpo": ([], ADAPTER, ""),
+    "grpo best": (["--export-from", "best"], ADAPTER, "best"),
     "grpo merged": (["--merge-lora"], FULL_MODEL, "merged"),
 }
 

@@ -27,7 +27,8 @@ def generation_config(sampling: SamplingSettings, tokenizer: PreTrainedTokenizer
     """Return the settings with which transformers' `generate` samples from the same distribution as training.
 
     It replaces the start model's: `generate` applies everything in there that is not an argument, such as a repetition
-    penalty, and training applies none of it. With stop strings, `generate` requires the argument `tokenizer`.
+    penalty, and training applies none of it. Stop strings are not included, because every call of `generate` would
+    then fail without the argument `tokenizer`, also those of other programs. The model card has them.
     """
     return GenerationConfig(
         do_sample=True,
@@ -35,7 +36,6 @@ def generation_config(sampling: SamplingSettings, tokenizer: PreTrainedTokenizer
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         max_new_tokens=sampling.max_new_tokens,
-        stop_strings=list(sampling.stops) or None,
         eos_token_id=eos_ids(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -51,6 +51,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
     """Return the model card of one of a run's models. Its code loads the model by `name`: a folder or a hub name."""
     settings, tokenizer = run.flat_settings, load_tokenizer(str(saved.folder), date=run.date)
     chat = tokenizer.chat_template is not None
+    sampling = config_of_run(run).sampling
     asked = with_shots(tokenizer, [{"role": "user", "content": PLACEHOLDER}], run.data.get("few_shot", ()))
     return render(
         "card.md",
@@ -66,7 +67,8 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         chat=chat,
         prompt=asked if chat else "\n\n".join(m["content"] for m in asked),
         date=date_of(tokenizer),
-        generation=generation_config(config_of_run(run).sampling, tokenizer).to_diff_dict(),
+        generation=generation_config(sampling, tokenizer).to_diff_dict(),
+        stops=list(sampling.stops),
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),

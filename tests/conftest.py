@@ -15,6 +15,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -136,6 +137,22 @@ def write_pairs(folder: Path) -> None:
             system = "Answer step by step." if i % 3 == 0 else ""
             row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
             file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
+
+
+@pytest.fixture
+def on_day(monkeypatch):
+    """Return a function that sets the date and time (ISO 8601) for chat templates."""
+
+    def make(text: str) -> None:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return datetime.fromisoformat(text).replace(tzinfo=tz)
+
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        monkeypatch.setattr("rlhf.data.chat_template.datetime", Clock, raising=False)
+
+    return make
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import pydoc_data.topics
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -130,6 +131,27 @@ def change_first_weight(file: Path) -> None:
         stream.seek(at)
         stream.write(torch.tensor([0.25]).numpy().tobytes())
     assert old != torch.tensor([0.25]).numpy().tobytes()
+
+
+def with_date(source: Path, folder: Path) -> Path:
+    """Copy a model, whose chat template then begins with the present date, as Llama 3.2's does."""
+    shutil.copytree(source, folder)
+    template = folder / "chat_template.jinja"
+    dated = "{%- if strftime_now is defined %}{%- set date = strftime_now('%d %b %Y') %}{%- endif %}\n{{ date }}\n"
+    template.write_text(dated + template.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def with_named_templates(source: Path, folder: Path) -> Path:
+    """Copy a model, with a second chat template beside the one named default, as Command-R and Hermes have."""
+    shutil.copytree(source, folder)
+    file = folder / "tokenizer_config.json"
+    default = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    templates = [{"name": "default", "template": default}, {"name": "tool_use", "template": "TOOLS " + default}]
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": templates}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "chat_template.jinja").unlink()
+    return folder
 
 
 # --- families --------------------------------------------------------------------------------------------------------

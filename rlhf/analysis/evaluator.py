@@ -25,7 +25,7 @@ from rlhf.analysis.statistics import scored
 from rlhf.checkpoints.model_folder import find_recorded, model_files
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import decode_completion
+from rlhf.data.chat_template import DATE, date_of, date_row, decode_completion
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
@@ -121,7 +121,11 @@ class ModelEvaluator:
             )
         self.start = find_start(self.config, models, settings)
         plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
-        self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
+        date = next((m.run.date for m in models if m.run is not None), None)
+        self.tokenizers = {m.source: load_tokenizer(m.source, plain, date) for m in every}
+        dated = [one for one in self.tokenizers.values() if date_of(one)]
+        for one in dated[1:]:  # equal prompts for all models, also if the runs started on different days
+            one.init_kwargs[DATE] = date_of(dated[0])
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
@@ -129,10 +133,12 @@ class ModelEvaluator:
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
-        self.rewards, reward_model = make_rewards(self.config, sources, self.tokenizer, device)
+        self.rewards, reward_model = make_rewards(self.config, sources, self.tokenizer, device, date)
         if reward_model is not None:
             check_measured(reward_model, f"reward model {self.config.model.rm_model}", self.examples, screen)
-        self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device, self.examples, screen)
+        self.judges = load_judges(
+            self.config, judges, models, settings, self.tokenizer, device, date, self.examples, screen
+        )
         updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
@@ -251,6 +257,7 @@ class ModelEvaluator:
             *([("start model", self.start.name)] if self.start else []),
             *([("weights", f"{', '.join(whiches)} weights of the runs")] if whiches else []),
             ("prompts", self.prompts.line),
+            *date_row(self.tokenizer),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
             ("judge", ", ".join(map(str, self.judges)) or "none (set one with --judge-model or --eval-func)"),

@@ -82,16 +82,18 @@ def load_judges(
     settings: MeasureSettings,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    date: str | None,
     examples: Sequence[Example],
     screen: Screen,
 ) -> list[Judge]:
     """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
-    one decides. Prints what is doubtful about the judge model on the evaluation prompts `examples`."""
+    one decides. Prints what is doubtful about the judge model on the evaluation prompts `examples`. `date`: as in
+    `load_tokenizer`."""
     judges, runs = [], [config_of_run(m.run) for m in models if m.run is not None]
     trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
-        model = RewardModel.load(sources.folder, device, dtype, "--judge-model", config.model.rm_text)
+        model = RewardModel.load(sources.folder, device, dtype, "--judge-model", config.model.rm_text, date)
         accuracy = check_measured(model, f"judge {settings.judge_model}", examples, screen)
         rewards = Rewards([LearnedReward(model)], None, tokenizer, names=["judge"])
         judges.append(Judge(settings.judge_model, rewards, accuracy=accuracy))

@@ -58,7 +58,7 @@ def choose_prompts(
     else:
         sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
         count = settings.num_prompts or usual
-        pool, unseen = _unused(sets.evaluation, models, count, say)
+        pool, unseen = _unused(sets.evaluation, models, count, tokenizer, say)
         of_text = sets.evaluation[: config.data.eval_prompts]  # that of the runs: their own evaluation prompts
         of = f"{len(pool)} held-out prompts{unseen} ({data.eval_dataset or data.prompts})"
     order = rng_for(settings.seed, 0, "prompts").permutation(len(pool))
@@ -79,7 +79,11 @@ def takes_every_row(settings: MeasureSettings) -> bool:
 
 
 def _unused(
-    prompts: list[Prompt], models: Sequence[ModelRef], count: int, say: Callable[[str], None]
+    prompts: list[Prompt],
+    models: Sequence[ModelRef],
+    count: int,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
 ) -> tuple[list[Prompt], str]:
     """Returns the held-out prompts that no run used for its own evaluations, or all if there are fewer than `count`;
     and words for the line about them."""
@@ -88,7 +92,7 @@ def _unused(
         if model.run is not None:
             own = model.run.data["evaluation_prompts"]
             used = max(used, own)
-            if model.run.data["evaluation_sha256"] != fingerprint(prompts[:own]):
+            if model.run.data["evaluation_sha256"] != fingerprint(prompts[:own], tokenizer):
                 say(f"warning: the evaluation prompts have changed since the run {model.name}")
     if not used or len(prompts) - used < count:
         return prompts, ""

@@ -120,6 +120,12 @@ class RunRecord:
         """The settings of all groups: name -> value."""
         return flat_settings(self.settings)
 
+    @property
+    def date(self) -> str:
+        """The local date and time with which the run renders chat templates that write them (ISO 8601). Versions that
+        did not store it rendered with the present date, which at first was that of the start."""
+        return self.data.get("date") or datetime.fromisoformat(self.started).astimezone().isoformat()
+
     @classmethod
     def begin(cls, **facts: Any) -> RunRecord:
         """Return the record of a run that starts now in this process."""

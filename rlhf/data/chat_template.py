@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -21,6 +23,47 @@ Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 _SLOT_END = "\ue001"
 SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template writes
+CLOCK = "strftime_now"  # transformers' function with which a chat template writes the present date or time
+DATE = "chat_template_date"  # key of tokenizer_config.json
+DATE_CODES = r"(?<!\{)%[-#]?[aAbBcdfGHIjmMpSuUVwWxXyYzZ]"  # in a chat template; `{%` opens a block
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) -> str:
+    """Return the text of a chat. `more` are further arguments of `apply_chat_template`. Raises what the template does.
+
+    A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
+    prompts of a run that is resumed, or evaluated, on another day would differ from those that it was trained on.
+    """
+    date = date_of(tokenizer)
+    template = None if date is None else _at_date(tokenizer.chat_template, date)  # None: the tokenizer's own
+    return tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **more)
+
+
+@lru_cache
+def _at_date(template: str, date: str) -> str:
+    """Return a chat template whose `strftime_now` formats `date` (ISO 8601): a macro hides transformers' function.
+
+    A function as a template variable would hide it, too, but transformers 5.23 replaces variables that are no data.
+    """
+    when = datetime.fromisoformat(date)
+    parts = [f"|replace({code!r}, {when.strftime(code)!r})" for code in sorted({*re.findall(DATE_CODES, template)})]
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{''.join(parts)} }}}}{{% endmacro %}}\n{template}"
+
+
+def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the date with which `render` replaces the present one; None if the chat template writes none."""
+    return tokenizer.init_kwargs.get(DATE)
+
+
+def date_row(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return the row of a plan, or of an evaluation, about the date in prompts; no row without one."""
+    date = date_of(tokenizer)
+    return [] if date is None else [("date", f"{date}: the chat template writes it into all prompts")]
+
+
+def today() -> str:
+    """Return the local date and time in ISO 8601, as `strftime_now` would use them."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = ()) -> list[int]:
@@ -74,7 +117,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
     UserError if the template fails."""
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
     try:
-        return _render(tokenizer, slots, **how), _render(tokenizer, messages, **how)
+        return render(tokenizer, slots, **how), render(tokenizer, messages, **how)
     except Exception as error:  # a template is code and may raise anything; some reject a system message
         roles = ", ".join(m["role"] for m in messages)
         last = messages[-1]["content"]
@@ -84,10 +127,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
             f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {last!r:.40}. Write chats in "
             "the form that the model's chat template accepts"
         ) from None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: bool) -> str:
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase, slots: str, text: str, contents: Sequence[str]) -> list[int]:
@@ -133,7 +172,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if tokenizer.chat_template is None:
         return None
     try:
-        text = _render(tokenizer, [*SOME_CHAT, {"role": "assistant", "content": _SLOT.format(0)}])
+        text = render(tokenizer, [*SOME_CHAT, {"role": "assistant", "content": _SLOT.format(0)}])
     except Exception:  # a template may raise anything; encode_prompt reports it
         return None
     ids = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.data.chat_template import Messages, encode_prompt, encode_text
+from rlhf.data.chat_template import Messages, date_of, encode_prompt, encode_text
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples, worked_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_lost_rows
@@ -251,9 +251,16 @@ def render_sets(
     )
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of the prompts' ids in order. Equal values mean the same data in the same order."""
-    return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
+def fingerprint(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """Return the SHA-256 of the prompts' ids in order. Equal values mean the same data in the same order.
+
+    If the chat template of `tokenizer` writes the date, that of the template and the messages: runs of two days have
+    the same data.
+    """
+    rows = [p.ids for p in prompts]
+    if tokenizer is not None and date_of(tokenizer):
+        rows = [tokenizer.chat_template, *(p.example.messages for p in prompts)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def topics_fingerprint(prompts: Sequence[Prompt]) -> str:

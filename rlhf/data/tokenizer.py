@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object, vocabulary_problem
-from rlhf.data.chat_template import end_of_turn
+from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
 from rlhf.utils.errors import UserError, raise_if, torch_error
 
 EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
@@ -132,9 +132,13 @@ def _file_of(name: str, file: str) -> str | None:
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
-def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError if it has
     no EOS, or no token for padding.
+
+    Of several chat templates, only the one named default is kept: it renders all prompts, so it is the one to save.
+    `date` (None: now) is the date for `render`, if the template writes one. A model that was trained with a date keeps
+    this date.
 
     A pad token that equals EOS (SmolLM2) is replaced. EOS becomes the token that ends completions: chat models of
     Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document. The EOS ids of the generation
@@ -146,8 +150,13 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
             name, config=_config_for_tokenizer(name), padding_side="left", trust_remote_code=False
         )
     _restore_pre_tokenizer(tokenizer, name)
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default", tokenizer.chat_template)
     if plain:
         tokenizer.chat_template = None
+    trained_at = tokenizer.init_kwargs.pop(DATE, None)
+    if CLOCK in (tokenizer.chat_template or ""):
+        tokenizer.init_kwargs[DATE] = trained_at or date or today()
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
     end, stops = end_of_turn(tokenizer), tokenizer.init_kwargs.get(EOS_IDS) or _stops(name)

@@ -9,13 +9,14 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.checkpoints.weight_names import check_loaded, compare
+from rlhf.data.tokenizer import eos_ids
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.models.load import load_adapter_weights, read_adapter_config
-from rlhf.settings.training import CRITIC_FILE
+from rlhf.settings.training import CRITIC_FILE, SamplingSettings
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.paths import local_path
@@ -24,7 +25,27 @@ OTHER_MODEL = "They belong to another model. Give a folder that this model's run
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
-def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def generation_config(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Return the settings with which transformers' `generate` samples from the same distribution as training.
+
+    It replaces the start model's: `generate` applies everything in there that is not an argument, such as a repetition
+    penalty, and training applies none of it. Stop strings are not included, because every call of `generate` would
+    then fail without the argument `tokenizer`, also those of other programs. The model card has them.
+    """
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=eos_ids(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def save_policy(
+    actor: Actor, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, folder: str | Path
+) -> None:
     """Write the policy (with LoRA its adapter), the tokenizer, and the critic if there is one, to `folder`.
 
     `AutoModelForCausalLM` or `PeftModel` can load the folder; they ignore the value head and the critic's backbone.
@@ -34,8 +55,10 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: str | 
     if bad:
         raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}: {folder}. They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
+    actor.policy.generation_config = generation_config(sampling, tokenizer)
     with saving_tensors(folder):
         actor.policy.save_pretrained(folder, **more)
+        actor.policy.generation_config.save_pretrained(folder)  # peft does not save it
         tokenizer.save_pretrained(folder)
         if isinstance(actor, ActorCritic):
             head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}

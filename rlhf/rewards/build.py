@@ -15,13 +15,18 @@ from rlhf.settings.training import Config
 
 
 def make_rewards(
-    config: Config, sources: RewardSources, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: Config,
+    sources: RewardSources,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    date: str | None = None,
 ) -> tuple[Rewards, RewardModel | None]:
-    """Load the rewards without checks. Returns the weighted rewards and the reward model (None without one)."""
+    """Load the rewards without checks. Returns the weighted rewards and the reward model (None without one). `date`:
+    as in `load_tokenizer`."""
     model = None
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
-        model = RewardModel.load(sources.folder, device, dtype, text=config.model.rm_text)
+        model = RewardModel.load(sources.folder, device, dtype, text=config.model.rm_text, date=date)
         model.budget = budget_of(device, config)
     learned = [LearnedReward(model)] if model is not None else []
     return Rewards([*learned, *sources.rules], sources.weights, tokenizer, config.reward.reward_timeout), model

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
-from rlhf.data.chat_template import SOME_CHAT, encode_prompt, encode_whole
+from rlhf.data.chat_template import SOME_CHAT, date_of, encode_prompt, encode_whole
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
@@ -35,7 +35,8 @@ def check_reward_folder(
     Raises UserError if the context is too short for the prompts with completions, or the accuracy too low. Warns if
     its tokenizer is not the start model's `tokenizer`, because completions are then encoded again.
     """
-    rows, name, own = [*prompts.train, *prompts.evaluation], config.model.rm_model, load_tokenizer(folder)
+    rows, name = [*prompts.train, *prompts.evaluation], config.model.rm_model
+    own = load_tokenizer(folder, date=date_of(tokenizer))
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
     check_reward_context(
@@ -54,8 +55,10 @@ def check_reward_folder(
 
 
 def encodes_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True if both tokenizers make the same ids of every prompt: the same rules, tokens and chat template."""
+    """True if both tokenizers make the same ids of every prompt: the same rules, tokens, chat template and date."""
     if not (one.is_fast and other.is_fast) or one.chat_template != other.chat_template:
+        return False
+    if date_of(one) != date_of(other):
         return False
     same_special = one.special_tokens_map == other.special_tokens_map
     return same_special and one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()

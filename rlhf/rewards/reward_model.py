@@ -126,8 +126,10 @@ class RewardModel:
         dtype: torch.dtype | None,
         flag: str = "--rm-model",
         text: str | None = None,
+        date: str | None = None,
     ) -> RewardModel:
-        """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text.
+        """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text; `date`: as
+        in `load_tokenizer`.
 
         Raises UserError if it does not exist, does not return one score per completion, or was trained on another
         `text`.
@@ -137,7 +139,7 @@ class RewardModel:
         architecture = (config.architectures or ["?"])[0]
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, date=date)
         check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(

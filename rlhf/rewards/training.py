@@ -28,13 +28,14 @@ from rlhf.checkpoints.replacing import check_inputs_outside, numbered_name, repl
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
+from rlhf.data.chat_template import today
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
 from rlhf.distributed.gradients import add_up_gradients, exchange_rows
-from rlhf.distributed.group import on_first, require_equal
+from rlhf.distributed.group import from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
@@ -144,7 +145,7 @@ def usable_pairs(
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
     """Return the base model with a new score head. Its pad token is never EOS."""
     base = find_model(config.training.base_model, "--base-model")
-    tokenizer = load_tokenizer(base, config.data.plain_prompts)
+    tokenizer = load_tokenizer(base, config.data.plain_prompts, from_first(today))
     set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
     model_config = load_config(base)
     model_config.num_labels = 1

@@ -30,10 +30,10 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
-from rlhf.models.save import ONE_FILE
+from rlhf.models.save import ONE_FILE, generation_config
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.inputs import PUSH
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen
@@ -51,7 +51,7 @@ def export_run(config: Config, screen: Screen) -> None:
     if export.merge_lora:
         screen.say("merging the adapter into its base model (float32)")
         source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
-        merge_adapter(source.folder, folder / MERGED_FOLDER, run)
+        merge_adapter(source.folder, folder / MERGED_FOLDER, config.sampling, run)
         run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
         run.write(folder)
@@ -87,8 +87,9 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merge_adapter(adapter: Path, folder: Path, run: RunRecord | None = None) -> None:
-    """Merge an adapter, which `run` trained, into its base and write the model into `folder`. Raises UserError.
+def merge_adapter(adapter: Path, folder: Path, sampling: SamplingSettings, run: RunRecord | None = None) -> None:
+    """Merge an adapter, which `run` trained with this `sampling`, into its base and write the model into `folder`.
+    Raises UserError.
 
     Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
     even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
@@ -107,6 +108,7 @@ def merge_adapter(adapter: Path, folder: Path, run: RunRecord | None = None) -> 
     model = load_adapter(base, str(adapter))
     untie_adapted_head(model)
     whole = model.merge_and_unload()
+    whole.generation_config = generation_config(sampling, tokenizer)
 
     def write(staging: Path) -> None:
         with saving_tensors(staging):

@@ -13,11 +13,12 @@ from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
-from rlhf.data.chat_template import with_shots
-from rlhf.data.tokenizer import eos_ids, load_tokenizer
+from rlhf.config import config_of_run
+from rlhf.data.chat_template import date_of, with_shots
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.save import generation_config
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import CONTROL_MEANS, Config
-from rlhf.settings.types import StopText
 from rlhf.utils.command_lines import CONSOLE_COMMAND, command
 from rlhf.utils.html import render
 
@@ -48,8 +49,9 @@ class Saved:
 
 def model_card(run: RunRecord, saved: Saved, name: str) -> str:
     """Return the model card of one of a run's models. Its code loads the model by `name`: a folder or a hub name."""
-    settings, tokenizer = run.flat_settings, load_tokenizer(str(saved.folder))
-    chat, ids = tokenizer.chat_template is not None, eos_ids(tokenizer)
+    settings, tokenizer = run.flat_settings, load_tokenizer(str(saved.folder), date=run.date)
+    chat = tokenizer.chat_template is not None
+    sampling = config_of_run(run).sampling
     asked = with_shots(tokenizer, [{"role": "user", "content": PLACEHOLDER}], run.data.get("few_shot", ()))
     return render(
         "card.md",
@@ -64,8 +66,9 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         control_means=CONTROL_MEANS,
         chat=chat,
         prompt=asked if chat else "\n\n".join(m["content"] for m in asked),
-        eos=ids if len(ids) > 1 else "tokenizer.eos_token_id",
-        stops=[StopText(stop).text for stop in settings.get("stop") or ()],
+        date=date_of(tokenizer),
+        generation=generation_config(sampling, tokenizer).to_diff_dict(),
+        stops=list(sampling.stops),
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
-from rlhf.data.chat_template import encode_prompt
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.chat_template import date_of, encode_prompt, today
 from rlhf.data.examples import GivenPrompt, worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
+from rlhf.distributed.group import from_first
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
@@ -63,6 +66,7 @@ class RunInputs:
     prompts: PromptSets
     rewards: RewardSources
     eval_functions: dict[str, RewardFunction | nn.Module]  # name in metrics -> function
+    date: str  # of the run's start (ISO 8601, local), for chat templates that write the present date
 
 
 def load_inputs(
@@ -105,7 +109,10 @@ def load_inputs(
     given = [] if rewards is None else find_given(rewards, config, "rewards")
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
-    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
+    date = from_first(today)
+    if config.run.resume:
+        date = RunRecord.require(Path(config.run.output), "--resume, --output").date
+    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model", date)
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
     if config.data.eval_text is not None:
         paragraphs_of(start.tokenizer, config.data.eval_text)
@@ -115,7 +122,7 @@ def load_inputs(
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
-    return RunInputs(start, sets, sources, watched)
+    return RunInputs(start, sets, sources, watched, date)
 
 
 def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
@@ -123,11 +130,12 @@ def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
     return convert(settings_of(Config)["reward_weights"], weights, "reward_weights=")
 
 
-def find_start_model(config: Config, flag: str) -> StartModel:
-    """Find the start model, load its tokenizer and check its config. Does not read the weights. Raises UserError."""
+def find_start_model(config: Config, flag: str, date: str) -> StartModel:
+    """Find the start model, load its tokenizer and check its config. Does not read the weights. `date`: as in
+    `load_tokenizer`. Raises UserError."""
     m = config.model
     folder = find_model(m.actor_model, flag)
-    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts, date)
     values = config_values(folder)
     check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
@@ -155,7 +163,8 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
     place = f"--critic reward-model, --rm-model {m.rm_model}"
     if folder is None:
         raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")
-    tensors, tokenizer = weights_of(folder), load_tokenizer(folder)
+    tensors = weights_of(folder)
+    tokenizer = load_tokenizer(folder, date=date_of(start.tokenizer))
     if len(tensors.get("score.weight", ())) != 2:
         raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
     own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))

@@ -13,6 +13,7 @@ from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.run_record import Plan
 from rlhf.config import user_file_line
+from rlhf.data.chat_template import date_row
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.distributed import group
@@ -62,6 +63,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
+        *date_row(inputs.start.tokenizer),
         *pass_rate_rows(config),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),

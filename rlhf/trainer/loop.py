@@ -363,7 +363,8 @@ class OnPolicyLoop:
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or adapter), the tokenizer and the value head. Only the first process writes."""
         if is_first():
-            save_policy(self.actor, self.processing_class, output_dir or self.config.run.output)
+            folder = output_dir or self.config.run.output
+            save_policy(self.actor, self.processing_class, self.config.sampling, folder)
 
     def load_model(self, folder: str | Path) -> None:
         """Load the weights (or adapter) and the value head that `save_model` wrote. Raises UserError if they belong to

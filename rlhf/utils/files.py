@@ -142,10 +142,10 @@ def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def hardlink_dir(source: Path, target: Path) -> None:
-    """Copy a saved model. Weights are hard links to the same files, if the disk supports links, and use no space. This
-    is safe because weight files are never modified: `update_dir_atomically` replaces them."""
+    """Copy the files of a saved model. Weights are hard links to the same files, if the disk supports links, and use
+    no space. This is safe because weight files are never modified: `update_dir_atomically` replaces them."""
     make_folder(target)
-    for file in source.iterdir():
+    for file in filter(Path.is_file, source.iterdir()):  # a user or a tool may have made a folder there
         try:
             if file.suffix != ".safetensors":
                 raise OSError

@@ -199,4 +199,6 @@ def test_held_out_prompts_are_those_of_the_runs_without_the_flag(runs, start_mod
     evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
     data = DataSettings(prompts=str(pairs_file), prompt_length=100, eval_prompts=6)
     sets = load_prompts(data, load_tokenizer(str(start_model)))
-    assert fingerprint(evaluator.prompts.of_text) == fingerprint(sets.evaluation)
+    assert fingerprint(evaluator.prompts.of_text, evaluator.tokenizer) == fingerprint(
+        sets.evaluation, evaluator.tokenizer
+    )

@@ -30,16 +30,18 @@ from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import eos_ids, load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
+from rlhf.settings.training import SamplingSettings
 from rlhf.setup.build import load_components
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import run_command
+from rlhf.utils.files import hardlink_dir
 from tests.scripts.test_bad_inputs import FORM, refuse_loading
-from tests.shapes import make_base_model
+from tests.shapes import make_base_model, with_named_templates
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 300, 17]])
@@ -91,6 +93,103 @@ def greedy(model) -> list[int]:
         input_ids=IDS, attention_mask=torch.ones_like(IDS), do_sample=False, max_new_tokens=40, eos_token_id=None
     )
     return output[0].tolist()
+
+
+# --- sampling with transformers --------------------------------------------------------------------------------------
+
+# what generate() would apply, or refuse to save, if the start model's file were kept
+PENALTIES = {
+    "do_sample": False, "temperature": 1.9, "top_p": 0.3, "top_k": 2, "max_length": 9, "min_length": 60,
+    "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[300], [17]], "suppress_tokens": [301],
+    "begin_suppress_tokens": [302], "forced_eos_token_id": 2, "eos_token_id": [2, 0], "pad_token_id": 2,
+}  # fmt: skip
+SAMPLED = {
+    "all tokens": (["--temperature", 0.9], train_ppo.main, ["", "best", "checkpoint-2"]),
+    "top-k and top-p": (
+        ["--temperature", 0.8, "--top-k", 20, "--top-p", 0.7, "--use-lora", "--merge-lora", "--K", 2],
+        train_grpo.main,
+        ["", "best", "merged"],
+    ),
+}  # fmt: skip
+
+
+def expected_scores(logits: torch.Tensor, sampling) -> torch.Tensor:
+    """The probabilities (tokens, vocabulary) with which the run samples after these logits."""
+    scores = logits / sampling.temperature
+    if sampling.top_k:
+        scores[scores < scores.topk(sampling.top_k).values[:, -1:]] = -torch.inf
+    ordered, places = scores.softmax(-1).sort(descending=True)
+    beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+    probabilities = ordered.masked_fill(beyond, 0).gather(-1, places.argsort(-1))
+    return probabilities / probabilities.sum(-1, keepdim=True)
+
+
+def check_sampling(output, config) -> None:
+    logits, scores = (torch.cat(part).float() for part in (output.logits, output.scores))
+    assert_close(scores.softmax(-1), expected_scores(logits, config.sampling), rtol=0, atol=1e-6)
+    assert len(scores) <= config.sampling.max_new_tokens
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_saved_models_sample_as_their_run_in_transformers(train, start_model, tmp_path, case):
+    """A start model's other settings, such as a repetition penalty, act neither in the saved folders nor in the code
+    of their model cards."""
+    flags, script, folders = SAMPLED[case]
+    start = Path(shutil.copytree(start_model, tmp_path / "start"))
+    (start / "generation_config.json").write_text(json.dumps(PENALTIES))
+    run = train(tmp_path / "run", "--actor-model", start, *flags, script=script)
+    config, kinds = config_of_run(RunRecord.read(run)), set()
+    values = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    for folder in (run / name for name in folders):
+        saved = json.loads((folder / "generation_config.json").read_text())
+        assert saved.keys() - {"transformers_version"} == {
+            "do_sample", "temperature", "top_k", "top_p", "max_new_tokens", "eos_token_id", "pad_token_id"
+        }  # fmt: skip
+        assert (saved["eos_token_id"], saved["pad_token_id"]) == ([2, 0], load_tokenizer(str(folder)).pad_token_id)
+        assert eos_ids(load_tokenizer(str(folder))) == [2, 0], "the same as the start model of another run"
+        is_adapter = (folder / "adapter_config.json").exists()
+        kinds.add(is_adapter)
+        if not is_adapter:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            check_sampling(model.generate(IDS, attention_mask=torch.ones_like(IDS), **values), config)
+        if (folder / "README.md").exists():
+            (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
+            code, replaced = re.subn(r"(output = model.generate\()(.*)", r"\1**values, \2", code)
+            assert replaced == 1
+            names = {"values": values}
+            exec(compile(code.split("print(")[0], "snippet", "exec"), names)
+            check_sampling(names["output"], config)
+    assert kinds == ({True, False} if "--use-lora" in flags else {False})
+
+
+def test_saved_model_keeps_the_sampling_of_its_run_after_a_resumption(train, start_model, tmp_path):
+    start = Path(shutil.copytree(start_model, tmp_path / "start"))
+    (start / "generation_config.json").write_text(json.dumps(PENALTIES))
+    run = train(tmp_path / "run", "--actor-model", start, "--temperature", 0.9)
+    first = (run / "generation_config.json").read_text()
+    train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(run)])
+    assert (run / "generation_config.json").read_text() == first and '"temperature": 0.9' in first
+
+
+# --- tokenizers with several chat templates --------------------------------------------------------------------------
+
+
+def test_run_of_a_model_with_named_templates_is_saved_and_exported(train, start_model, tmp_path):
+    start = with_named_templates(start_model, tmp_path / "start")
+    run = train(tmp_path / "run", "--actor-model", start, "--use-lora", "--merge-lora")
+    for folder in (run, run / "best", run / "merged", run / "checkpoint-2" / "best"):
+        templates = [path.name for path in folder.iterdir() if "template" in path.name]
+        assert templates == ["chat_template.jinja"]
+    assert {"chat_template.jinja", "adapter_config.json"} < files_of_model(run).keys()
+    assert "TOOLS" not in (run / "chat_template.jinja").read_text()
+
+
+def test_a_folder_inside_a_saved_model_is_not_copied(tmp_path):
+    """The user, or a tool that uploads, may have made one."""
+    (tmp_path / "best" / ".cache").mkdir(parents=True)
+    (tmp_path / "best" / "config.json").write_text("{}")
+    hardlink_dir(tmp_path / "best", tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["config.json"]
 
 
 # --- merging ---------------------------------------------------------------------------------------------------------
@@ -193,7 +292,7 @@ def test_missing_or_quantized_base_model_is_one_error_line(finished, start_model
         config["base_model_name_or_path"] = str(tmp_path / base)
         (run / "adapter_config.json").write_text(json.dumps(config))
         with user_error(*parts):
-            merge_adapter(run, run / "merged")
+            merge_adapter(run, run / "merged", SamplingSettings())
         assert not (run / "merged").exists()
 
 
@@ -387,10 +486,11 @@ def added(operations) -> dict[str, bytes]:
 
 TOKENIZER = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 FULL_MODEL = {"model.safetensors", "config.json", "generation_config.json"}
+ADAPTER = {"adapter_model.safetensors", "adapter_config.json", "generation_config.json"}
 CASES = {
     "ppo": ([], FULL_MODEL, ""),
-    "grpo": ([], {"adapter_model.safetensors", "adapter_config.json"}, ""),
-    "grpo best": (["--export-from", "best"], {"adapter_model.safetensors", "adapter_config.json"}, "best"),
+    "grpo": ([], ADAPTER, ""),
+    "grpo best": (["--export-from", "best"], ADAPTER, "best"),
     "grpo merged": (["--merge-lora"], FULL_MODEL, "merged"),
 }
 

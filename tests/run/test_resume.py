@@ -12,19 +12,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
+from rlhf.analysis.evaluator import ModelEvaluator
+from rlhf.analysis.models import find_models
 from rlhf.callbacks import checkpointing, logging
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
 from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.settings.evaluation import MeasureSettings
 from rlhf.trainer.kl import KLControl
 from rlhf.utils import system
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import run_command
 from tests.kills import differing, scalars
 from tests.scripts.test_scripts import ROOT
+from tests.shapes import with_date
 
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
 ALGORITHM_FLAGS = {
@@ -115,6 +121,44 @@ def test_resume_with_stop_strings_and_worked_examples(words, tmp_path):
     train_ppo.main(["--resume", "--output", str(output)])
     assert differing(tmp_path / "uninterrupted", output) == []
     assert RunRecord.read(output).flat_settings["stop"] == ["e", r"\n"]
+
+
+def test_prompts_of_a_run_have_the_date_of_its_start(start_model, words, tmp_path, on_day, capsys):
+    """A resumption and an evaluation on later days render the prompts of the first day, also those of the start model
+    and of a run that was started later."""
+    more = ["--actor-model", with_date(start_model, tmp_path / "start"), "--num-iterations", 4]
+    on_day("2026-11-07T23:58:00")
+    train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", update=4, more=more)
+    on_day("2026-11-08T00:01:00")
+    capsys.readouterr()
+    train_ppo.main(["--resume", "--output", str(output)])
+    shown = capsys.readouterr().out
+    assert "07 Nov 2026" in shown and "date" in shown and "08 Nov" not in shown
+    assert differing(tmp_path / "uninterrupted", output) == []
+    train_ppo.main([*words("ppo", *more), "--num-iterations", "1", "--output", str(tmp_path / "later")])
+    on_day("2027-02-28T10:30:00")
+    measure = MeasureSettings(completions=1)
+    for names, day in ((("run", "later"), "07 Nov"), (("later", "run"), "08 Nov"), (("run/best",), "07 Nov")):
+        models = find_models([str(tmp_path / name) for name in names], measure, "--model-path")
+        evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
+        assert len(evaluator.tokenizers) == len(names) + 1, "the start model's and the runs'"
+        for tokenizer in evaluator.tokenizers.values():
+            assert all(day in tokenizer.decode(list(p.ids)) for p in evaluator.encoded(tokenizer))
+        assert "2026-11" in dict(evaluator.facts())["date"]
+    assert "prompts have changed" not in capsys.readouterr().out
+
+
+def test_run_without_a_stored_date_has_that_of_its_start(interrupted, tmp_path):
+    """Versions before this one did not store it."""
+    output = interrupted(tmp_path / "run")
+    content = json.loads((output / "run.json").read_text())
+    del content["data"]["date"]
+    content["started"] = "2026-11-07T12:00:00.000+00:00"
+    (output / "run.json").write_text(json.dumps(content))
+    assert RunRecord.read(output).date.startswith("2026-11-07")
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert RunRecord.read(output).status == "finished"
 
 
 def test_resume_of_ppo_with_shared_prompts_and_greedy_evaluations(words, tmp_path):

@@ -12,6 +12,7 @@ from rlhf.data.messages import check_text, shown
 from rlhf.data.notices import print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
+from rlhf.data.tables import plain
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import UserError, did_you_mean, print_line, raise_if
 
@@ -204,11 +205,11 @@ def examples_of(
 
     Each prompt is a text, a chat of {"role", "content"}, or a row with a data file's columns. Only a row can have a
     topic. `columns` are new names for the columns of rows. Up to `skip_bad_rows` percent of the prompts may be
-    invalid; `say` prints them.
+    invalid; `say` prints them. Values of numpy and pandas become those that a file with the same rows gives.
     """
     _check_container(prompts)
     source = DataSource("in Python", columns=tuple(columns), skip_bad_rows=skip_bad_rows or 0.0, flag="prompts")
-    given = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)]
+    given = [(f"prompt {i + 1}", plain(prompt)) for i, prompt in enumerate(prompts)]
     renamed = [row for row in given if isinstance(row[1], dict)]
     renamed = dict(_renamed(renamed, source) if renamed else [])
     rows = []
@@ -225,10 +226,12 @@ def examples_of(
 
 
 def _check_container(prompts: Any) -> None:
-    """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its column names."""
-    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not hasattr(prompts, "iterrows")
+    """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its columns."""
+    is_table = hasattr(prompts, "columns") or hasattr(prompts, "to_pylist")  # of pandas, polars or pyarrow
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not is_table
     if not is_list or isinstance(prompts, (str, bytes, Mapping)):
         raise UserError(
-            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, "
-            'for example DataFrame.to_dict("records"). To read a file, use the setting prompts (--prompts FILE)'
+            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, for "
+            'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the setting prompts '
+            "(--prompts FILE)"
         )

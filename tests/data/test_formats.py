@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
@@ -175,6 +178,8 @@ CONTAINERS = {
     "a path": ("data.jsonl", ["a str: prompts. ", "--prompts FILE"]),
     "a row": ({"prompt": "a"}, ["a dict: prompts. "]),
     "a table": (pandas.DataFrame([{"prompt": "a"}]), ["a DataFrame: ", 'to_dict("records")']),
+    "an Arrow table": (pyarrow.table({"prompt": ["a"]}), ["a Table: ", "to_pylist()"]),
+    "a column of an Arrow table": (pyarrow.table({"prompt": ["a"]})["prompt"], ["a ChunkedArray: ", "to_pylist()"]),
     "a generator": ((text for text in "ab"), ["a generator: prompts. "]),
 }
 
@@ -201,6 +206,63 @@ def test_rows_in_python(user_error):
         examples_of([{1: "x", "prompt": "a"}])
     with user_error("'tools'", "prompt 1"):
         examples_of([{"prompt": "a", "tools": np.array(["f", "g"])}])
+
+
+TABLE = {  # a column's name -> three values: one is missing where pandas can leave one out
+    "messages": [[message("user", f"What is {word}?")] for word in "abc"],
+    "topic": pandas.Categorical(["x", None, "y"]),
+    "flaw": [None, "wrong", None],
+    "rejected_ended": [True, None, False],
+    "number": [1.5, np.nan, 2.0],
+    "int": np.array([1, 2, 3], "int32"),
+    "Int64": pandas.array([1, None, 3], "Int64"),
+    "boolean": pandas.array([True, None, False], "boolean"),
+    "string": pandas.array(["a", None, "b"], "string"),
+    "missing": pandas.Series(["a", pandas.NA, "b"], dtype=object),
+    "vector": [np.array([1.0, np.nan]), np.array([2.0]), None],
+    "words": [np.array(["a", "b"]), np.array([], object), None],
+    "nested": [[[1], [2, 3]], [[4]], []],
+    "object": [{"a": 1, "b": [1, 2]}, {"a": None, "b": []}, None],
+}
+OTHER_TYPES = {  # those that JSON does not have
+    "when": pandas.to_datetime(["2026-01-01 10:00", "2026-01-02 10:00", None]),
+    "where": pandas.to_datetime(["2026-01-01", "2026-01-02", None]).tz_localize("Europe/Paris"),
+    "span": pandas.to_timedelta([1, 2, None], unit="s"),
+    "times": [[pandas.Timestamp("2026-01-01")], [], None],
+    "day": [date(2026, 1, 1), None, date(2026, 1, 2)],
+    "price": [Decimal("1.5"), None, Decimal("2.5")],
+    "bytes": [b"\0", b"1", None],
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_rows_of_pandas_are_those_of_the_file(tmp_path, suffix):
+    """As made in a program, and as pandas reads them: arrays in place of lists, at every depth."""
+    table = pandas.DataFrame({**TABLE, **(OTHER_TYPES if suffix == "parquet" else {})})
+    file = tmp_path / f"table.{suffix}"
+    if suffix == "parquet":
+        table.to_parquet(file)
+        read = pandas.read_parquet(file)
+    else:
+        table.to_json(file, orient="records", lines=True)
+        read = table
+    of_file = load_examples(str(file))
+    assert [e.topic for e in of_file] == ["x", None, "y"]
+    for rows in (table.to_dict("records"), read.to_dict("records")):
+        assert examples_of(rows) == of_file
+
+
+def test_other_values_of_numpy_in_python():
+    rows = Dataset.from_list([{"prompt": [ASK], "n": 1}]).with_format("numpy")
+    (example,) = examples_of(rows)
+    assert example.conversational and type(example.columns["n"]) is int
+    times = np.array(["2026-01-01", "NaT"], "datetime64[ns]")
+    (example,) = examples_of([{"prompt": np.str_("a"), "times": times, "pair": (np.float32(0.5), 1)}])
+    assert type(example.messages[0]["content"]) is str
+    assert example.columns == {"prompt": "a", "times": [datetime(2026, 1, 1), None], "pair": [0.5, 1]}
+    assert [e.messages for e in examples_of(pandas.Series([np.array([ASK])]))] == [(ASK,)]
+    (example,) = examples_of([{"prompt": "a", "deep": json.loads("[" * 700 + "]" * 700)}])
+    assert len(example.columns["deep"]) == 1
 
 
 # --- the data of three well-known tasks ------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import zip_longest
@@ -169,6 +168,5 @@ def plain(value: Any) -> Any:
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return list(map(plain, value))
-    pandas = sys.modules.get("pandas")  # its values exist only in a program that imported it
     is_nan = isinstance(value, (float, datetime)) and value != value  # NaT is a datetime
-    return None if is_nan or value is getattr(pandas, "NA", None) else value
+    return None if is_nan or type(value).__name__ == "NAType" else value  # pandas.NA, without importing pandas

@@ -41,7 +41,7 @@ NUMERIC_FRACTION = re.compile(
 # a power of ten, with or without a factor: 1.5 * 10^{3}, 10⁻³
 POWER_OF_TEN = re.compile(
     r"(?:(?P<factor>(?<=\d)(?:\\[,;! ]| )*(?:[x*]|\\times|\\cdot)(?:\\[,;! ]| )*)|(?<![\w.,^]))"
-    r"10(?:\^\{?(?P<power>[+-]?\d{1,3})\}?|(?P<raised>[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,3}))(?![\d⁰¹²³⁴⁵⁶⁷⁸⁹])"
+    r"10(?:\^\{?|(?=[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]))(?P<power>[-+⁺⁻]?[\d⁰¹²³⁴⁵⁶⁷⁸⁹]{1,3})\}?(?![\d⁰¹²³⁴⁵⁶⁷⁸⁹])"
 )
 UNIT_POWER = re.compile(r"(?<=[a-z}])\^(?:\{[+-]?\d+\}|[+-]?\d+)")
 SIMILAR = str.maketrans(
@@ -89,7 +89,7 @@ def _value(found: re.Match[str]) -> Fraction:
 
 def _exponent(found: re.Match[str]) -> str:
     """Return the power of ten that POWER_OF_TEN matched as an exponent, such as e3."""
-    return ("e" if found["factor"] else "1e") + (found["power"] or _digits(found["raised"]))
+    return ("e" if found["factor"] else "1e") + _digits(found["power"])
 
 
 def readable(text: str) -> str:
@@ -196,7 +196,6 @@ OPTIONAL_SPACE = re.compile(
 WITH_UNIT = re.compile(
     r"""(?P<sign>[-+]?)\ ?(?P<front>us\$|usd|eur|gbp|[$€£¥₹]|)\ ?(?P<inner>[-+]?)
     (?:(?P<fraction>(?:\d+\ (?=\d\d?/))?\d+/\d+)
-      |(?:(?P<factor>[\d.,]+)\ ?[x*]\ ?)?10\^(?P<power>[-+]?\d{1,3})
       |(?P<groups>[1-9]\d{0,2}(?P<between>[ '])\d{3}(?:(?P=between)\d{3})*(?:[.,]\d+)?)
       |(?P<decimal>[\d.,]+(?:e[-+]?\d{1,3})?))
     (?P<space>\ ?)(?P<unit>.*)""",
@@ -234,7 +233,8 @@ def parse(text: str) -> Answer:
         return Answer(plain)
     short = OPTIONAL_SPACE.sub("", bare)
     unbracketed = re.sub(r" ?\(([-+]?\d+/\d+)\)", r" \1", bare)
-    found = WITH_UNIT.fullmatch(re.sub(r"\A([-+] ?)\( ?([^()]+)\)\Z", r"\1\2", unbracketed).strip())
+    unbracketed = re.sub(r"\A([-+] ?)\( ?([^()]+)\)\Z", r"\1\2", unbracketed).strip()
+    found = WITH_UNIT.fullmatch(POWER_OF_TEN.sub(_exponent, unbracketed))
     number, unit = (_number(found), _unit(found)) if found else (None, None)
     if number is None or unit is None:
         return Answer(short)
@@ -259,10 +259,10 @@ def _number(found: re.Match[str]) -> Fraction | None:
     """Return the number that WITH_UNIT matched; None if its separators are not those of one number."""
     part = found.groupdict(default="")
     grouped = part["groups"].replace(part["between"] or " ", "")
-    value = NUMBER.fullmatch(part["fraction"] or part["decimal"] or grouped or part["factor"] or "1")
+    value = NUMBER.fullmatch(part["fraction"] or part["decimal"] or grouped)
     if value is None or (part["sign"] and part["inner"]):
         return None
-    number = _value(value) * Fraction(10) ** int(part["power"] or 0)
+    number = _value(value)
     return -number if "-" in (part["sign"], part["inner"]) else number
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
 
-from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.examples import Example, examples_of, load_examples, worked_examples
+from rlhf.data.messages import chat_in
+from rlhf.data.source import DataSource
 from rlhf.data.splits import split_examples
 from rlhf.settings.types import Renaming, Split
 
@@ -122,6 +126,73 @@ def test_prompts_are_those_of_trl(row):
         side if isinstance(side, str) else side[-1]["content"] for side in (expected["chosen"], expected["rejected"])
     ]
     assert [list(example.messages), example.chosen, example.rejected] == [expected["prompt"], *both]
+
+
+LONG = message("user", "It's {a} {b}, isn't \"it\"?\nOr is it [{'role': 'user'}] {'x': 1} {'y': 2}, null, None?" * 3)
+CHAT_TEXTS = {
+    "JSON": json.dumps([BRIEF, ASK, YES, LONG]),
+    "JSON with a null": json.dumps([BRIEF, ASK, YES, {**LONG, "name": None}], indent=2),
+    "Python": f" {[BRIEF, ASK, YES, LONG]}\n",
+    "numpy": str(np.array([BRIEF, ASK, YES, LONG], object)),
+    "ShareGPT": json.dumps([{"from": "system", "value": "Be brief."}, *shared("Is it?", "Yes.", LONG["content"])]),
+}
+ORDINARY = [
+    *("Is it?", "[", "[{", "[]", "[{}]", "[1, {", '[{"from": "Rome", "to": "Paris"}]', '[{"role": "user"}, 3]'),
+    *("Sort this: " + CHAT_TEXTS["JSON"], CHAT_TEXTS["JSON"] + " What is that?", "[{" * 2_000, "[{" + "-" * 9_000),
+    *("[{'role': open('/etc/passwd'), 'content': 1}]", "[{'role': 'user', 'content': 'a'}, *b]", "[{[]: 1}]"),
+]
+
+
+@pytest.mark.parametrize("case", CHAT_TEXTS)
+def test_a_chat_as_text_is_found_and_the_advice_works(case, tmp_path):
+    """It is read in a chat's column. In another column it is a text, and the warning has the flag that cures this."""
+    text = CHAT_TEXTS[case]
+    assert chat_in(text) is not None
+    expected = (BRIEF, ASK, YES, LONG)
+    rows = [{"prompt": "Is it?"}, {"prompt": text}, {"prompt": text}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    source = DataSource(str(tmp_path / "rows.json"))
+    said = []
+    assert [e.messages for e in load_examples(source, say=said.append)[1:]] == [(message("user", text),)] * 2
+    (line,) = [line for line in said if "'prompt'" in line]
+    assert line.startswith("warning: 2 of 3 rows ") and "rows.json row 1" in line
+    advice = re.search(r"--columns (\S+)", line)[1]
+    (tmp_path / "rows.json").write_text(json.dumps(rows[1:]))
+    renamed = replace(source, columns=(Renaming(advice),))
+    said = []
+    (first, _) = load_examples(renamed, say=said.append)
+    assert first.messages == expected and first.conversational
+    assert not any("chat as text" in line for line in said)
+    (tmp_path / "rows.json").write_text(json.dumps([{"conversations": text, "chosen": "Yes.", "rejected": "No."}]))
+    assert load_examples(source, pairs=True)[0].messages == expected
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_other_texts_are_no_chats(text):
+    said = []
+    (example,) = examples_of([text], say=said.append)
+    assert example.messages == (message("user", text),) and said == []
+
+
+def test_chats_as_text_are_found_wherever_prompts_are_read(tmp_path):
+    text, said = CHAT_TEXTS["JSON"], []
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"ask": text}) + "\n")
+    load_examples(DataSource(str(file), columns=(Renaming("question=ask"),), flag="--eval-dataset"), say=said.append)
+    file.write_text(json.dumps({"prompt": "a", "chosen": text, "rejected": "b"}) + "\n")
+    load_examples(DataSource(str(file), flag="--pairs"), pairs=True, say=said.append)
+    sides = {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, NO])}  # the prompt is a part of the text
+    file.write_text(json.dumps(sides) + "\n")
+    load_examples(DataSource(str(file), flag="--pairs"), pairs=True, say=said.append)
+    file.write_text(json.dumps({"prompt": text, "answer": "7"}) + "\n")
+    worked_examples(str(file), said.append)
+    examples_of(["a", text, {"prompt": text}], say=said.append)
+    lines = [line for line in said if "chat as text" in line]
+    columns = [re.search(r"the column '(\w+)'", line)[1] for line in lines]
+    assert columns == ["question", "chosen", "chosen", "rejected", "prompt", "prompt"]
+    assert "--columns messages=ask" in lines[0], "the column's own name"
+    assert [line for line in lines[1:5] if "--columns" in line] == []
+    assert lines[5].startswith("warning: 2 of 3 ") and "prompt 2" in lines[5]
 
 
 REFUSED = {

@@ -23,6 +23,9 @@ Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 _SLOT_END = "\ue001"
 SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template writes
+# the marks of well-known chat templates: ChatML, Llama 3, DeepSeek and others; Gemma; Llama 2 and Mistral. Plain words
+# ("Assistant:", "### Response:") are no marks: questions and prompts of base models have them, too
+KNOWN_MARKS = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/INST\]\s*(?:\0|\Z)"
 CLOCK = "strftime_now"  # transformers' function with which a chat template writes the present date or time
 DATE = "chat_template_date"  # key of tokenizer_config.json
 DATE_CODES = r"(?<!\{)%[-#]?[aAbBcdfGHIjmMpSuUVwWxXyYzZ]"  # in a chat template; `{%` opens a block
@@ -200,6 +203,15 @@ def _turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         return set()
     template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
     return {i for i, token in added if not token.special and token.content.strip() and token.content in template}
+
+
+def marks_of(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> re.Pattern[str]:
+    """Return the pattern of what chat templates write around messages: the special tokens around these `messages`, and
+    the marks of well-known templates. BOS, EOS and <think> are no marks: HTML has <s>, and instructions have <think>.
+    """
+    special = _special_ids(tokenizer).intersection(encode_prompt(tokenizer, messages))
+    own = {*tokenizer.convert_ids_to_tokens([*special])} - {tokenizer.bos_token, tokenizer.eos_token, "<think>"}
+    return re.compile("|".join([KNOWN_MARKS, *map(re.escape, own)]))
 
 
 def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

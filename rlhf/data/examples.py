@@ -9,9 +9,10 @@ from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
 from rlhf.data.messages import check_text, shown
-from rlhf.data.notices import print_notes, report_bad_rows
+from rlhf.data.notices import print_notes, report_bad_rows, warn_about_chat_texts
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
+from rlhf.data.tables import plain
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import UserError, did_you_mean, print_line, raise_if
 
@@ -81,14 +82,15 @@ def load_examples(
     if not examples:
         raise UserError(f"no rows: {source.name}. Each row must be an object with {EXPECTED_COLUMNS}")
     print_notes(examples, source, say)
+    warn_about_chat_texts(examples, source, say)
     return examples
 
 
-def worked_examples(file: str | None) -> list[dict[str, str]]:
+def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: None) -> list[dict[str, str]]:
     """Return the prompts and answers of a file as messages: the column chosen, completion or answer; none without a
-    file. Raises UserError for a row without an answer."""
+    file. Raises UserError for a row without an answer. `say` prints notes about the rows."""
     shots, missing = [], []
-    for example in [] if file is None else load_examples(DataSource(file, flag="--few-shot"), say=lambda _: None):
+    for example in [] if file is None else load_examples(DataSource(file, flag="--few-shot"), say=say):
         answers = (example.chosen, example.columns.get("completion"), example.columns.get("answer"))
         answer = next((str(one) for one in answers if one is not None), None)
         missing += [] if answer else [example.where]
@@ -217,31 +219,33 @@ def examples_of(
 
     Each prompt is a text, a chat of {"role", "content"}, or a row with a data file's columns. Only a row can have a
     topic. `columns` are new names for the columns of rows. Up to `skip_bad_rows` percent of the prompts may be
-    invalid; `say` prints them.
+    invalid; `say` prints them. Values of numpy and pandas become those that a file with the same rows gives.
     """
     _check_container(prompts)
     source = DataSource("in Python", columns=tuple(columns), skip_bad_rows=skip_bad_rows or 0.0, flag="prompts")
-    given = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)]
-    renamed = [row for row in given if isinstance(row[1], dict)]
-    renamed = dict(_renamed(renamed, source) if renamed else [])
+    given = [(f"prompt {i + 1}", plain(prompt)) for i, prompt in enumerate(prompts)]
+    if any(isinstance(prompt, dict) for _, prompt in given):  # texts and chats have no columns
+        given = _renamed(given, source)
     rows = []
     for where, prompt in given:
-        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        row = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
-        rows.append((where, renamed.get(where, row)))
+        column = "messages" if isinstance(prompt, list) else "prompt"
+        rows.append((where, prompt if isinstance(prompt, dict) else {column: prompt}))
     examples, problems = _checked(rows, pairs=False, topics=topics)
     if problems and source.skip_bad_rows:
         report_bad_rows(problems, len(rows), source, say)
     else:
         raise_if(problems)
+    warn_about_chat_texts(examples, source, say)
     return examples
 
 
 def _check_container(prompts: Any) -> None:
-    """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its column names."""
-    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not hasattr(prompts, "iterrows")
+    """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its columns."""
+    is_table = hasattr(prompts, "columns") or hasattr(prompts, "to_pylist")  # of pandas, polars or pyarrow
+    is_list = hasattr(prompts, "__getitem__") and not is_table
     if not is_list or isinstance(prompts, (str, bytes, Mapping)):
         raise UserError(
-            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, "
-            'for example DataFrame.to_dict("records"). To read a file, use the setting prompts (--prompts FILE)'
+            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, for "
+            'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the setting prompts '
+            "(--prompts FILE)"
         )

@@ -39,13 +39,12 @@ def parts_of(row: dict, where: str) -> Parts:
     common beginning of `chosen` and `rejected`.
     """
     for name, why in _UNSUPPORTED.items():
-        value = row.get(name)
-        if len(value) if hasattr(value, "__len__") else value:
+        if row.get(name):
             raise UserError(f"column {name!r}: {where}, and {why}. Remove it, or rename it: --columns NEW={name}")
     present = [key for key in PROMPT_COLUMNS if key in row]
     key = next((key for key in present if row[key] is not None), present[0] if present else None)
     sides = _sides(row, where)
-    if key is not None and (key in CHATS or isinstance(row[key], (list, tuple))):
+    if key is not None and (key in CHATS or isinstance(row[key], list)):
         messages = _with_system(_prompt_chat(row[key], key, sides, where), row, where)
         return Parts(messages, **_completions(sides, messages, where), conversational=True)
     if key is not None:
@@ -158,7 +157,7 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
 
 def _side(value: Any, name: str, where: str) -> str | list[Message]:
     chat = [value] if isinstance(value, dict) else value  # LLaMA-Factory writes one message
-    if isinstance(chat, (list, tuple)) and chat and all(isinstance(m, dict) for m in chat):
+    if isinstance(chat, list) and chat and all(isinstance(m, dict) for m in chat):
         return messages_of(chat, where, name)
     return check_text(value, name, where)
 

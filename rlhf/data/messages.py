@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 from typing import Any
@@ -17,15 +19,33 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
+MAX_CHAT_TEXT = 1_000_000  # characters; a longer text is not parsed
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+# a quoted text, or the gap between two messages of an array, which numpy prints without a comma
+_TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
 
 
 def messages_of(chat: Any, where: str, name: str = "content") -> list[Message]:
     """Return a chat as messages with the keys role and content, without empty system messages. `name` names the
-    contents in errors."""
-    if not isinstance(chat, (list, tuple)) or not all(isinstance(m, dict) for m in chat):
+    contents in errors. A chat may be a text, as in CSV."""
+    chat = chat_in(chat) or chat
+    if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
         raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
     return [_message(m, where, name) for m in chat if not _is_empty_system(m)]
+
+
+def chat_in(text: Any) -> list[dict] | None:
+    """Return the messages of a text that is a chat, as JSON or as Python and numpy print lists; None for any other
+    value. Such texts come from json.dumps, and from chats that were saved as CSV."""
+    if not isinstance(text, str) or len(text) > MAX_CHAT_TEXT or not re.match(r"\s*\[\s*\{", text):
+        return None
+    with_commas = _TEXT_OR_GAP.sub(lambda found: found[1] or "}, {", text.strip())
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, AttributeError, SyntaxError, TypeError, RecursionError, MemoryError):
+            chat = read(with_commas)
+            if all(len(m.keys() & {"role", "content", "from", "value"}) > 1 for m in chat):
+                return chat
+    return None
 
 
 def _is_empty_system(message: dict) -> bool:
@@ -73,6 +93,6 @@ def check_text(value: Any, key: str, where: str) -> str:
 
 def shown(value: Any, as_text: Any = None) -> str:
     """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
-    kinds = {list: "a list", tuple: "a tuple", dict: "an object"}
+    kinds = {list: "a list", dict: "an object"}
     as_text = as_text or (lambda v: json.dumps(v, default=str))
     return kinds.get(type(value)) or as_text(value)[:40]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.data.formats import columns_flag
+from rlhf.data.chat_template import marks_of
+from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
+from rlhf.data.messages import chat_in
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import MAX_PRINTED, UserError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhf.data.examples import Example
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
@@ -52,6 +56,39 @@ def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[
     repeated = len(examples) - len({repr(e.columns) for e in examples})
     if repeated > REPEATED_SHARE * len(examples):
         say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if unintended")
+
+
+def warn_about_chat_texts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+    """Print a warning for each column whose texts are chats, such as '[{"role": "user", ...'."""
+    for name in ("prompt", "question", "chosen", "rejected"):
+        found = [e.where for e in examples if chat_in(e.columns.get(name))]
+        if found:
+            flag = columns_flag("messages", *source.before_renaming([name]))
+            can_rename = name in PROMPT_COLUMNS and source.flag != "--few-shot"
+            fix = f", or read them with {flag}" if can_rename else ""
+            say(
+                f"warning: {len(found):,} of {len(examples):,} rows have a chat as text in the column {name!r}, which "
+                f"is used as one message: {found[0]}. Give lists of messages{fix}"
+            )
+
+
+def warn_about_marks(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], say: Callable[[str], None]
+) -> None:
+    """Print a warning about texts with the marks of a chat template, which become ordinary tokens."""
+    if not examples:
+        return
+    marks = marks_of(tokenizer, examples[0].messages)
+    found = []
+    for example in examples:
+        texts = [*(m["content"] for m in example.messages), example.chosen or "", example.rejected or ""]
+        mark = marks.search("\0".join(texts))
+        found += [f"{mark[0].strip()!r}, {example.where}"] if mark else []
+    if found:
+        say(
+            f"warning: {len(found):,} of {len(examples):,} rows contain marks of a chat template, which are used as "
+            f"ordinary text: {found[0]}. If a chat template has rendered these texts, give their messages instead"
+        )
 
 
 def warn_about_lost_rows(lost: Sequence[tuple[Example, Example, list[str]]], say: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlhf.data.chat_template import Messages, date_of, encode_prompt, encode_text
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples, worked_examples
 from rlhf.data.lengths import warn_about_length
-from rlhf.data.notices import warn_about_lost_rows
+from rlhf.data.notices import warn_about_lost_rows, warn_about_marks
 from rlhf.data.readers import read_text
 from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, lost_rows, split_examples
@@ -166,17 +166,14 @@ def load_every_row(
 ) -> PromptSets:
     """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
     occur twice are kept. Raises UserError if no row is short enough."""
-    examples, longest, source = load_examples(DataSource.of(data), say=say), data.prompt_length, data.prompts
-    prompts = encode_all(tokenizer, examples, worked_examples(data.few_shot))
-    lengths = [len(prompt.ids) for prompt in prompts]
-    warn_about_length(lengths, longest, "prompts", f"--prompts {source}", "--prompt-length", say)
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= longest]
+    examples = load_examples(DataSource.of(data), say=say)
+    (kept,), lengths = _encode(tokenizer, [examples], data, f"--prompts {data.prompts}", say)
     if not kept:
         raise UserError(
-            f"no prompt left to evaluate on: {source}, {len(examples)} rows, shortest prompt {min(lengths)} tokens. "
-            "Raise --prompt-length"
+            f"no prompt left to evaluate on: {data.prompts}, {len(examples)} rows, shortest prompt {min(lengths)} "
+            "tokens. Raise --prompt-length"
         )
-    return PromptSets([], kept, too_long=len(prompts) - len(kept), rows=len(examples))
+    return PromptSets([], kept, too_long=len(lengths) - len(kept), rows=len(examples))
 
 
 def _warn_about_lost_topics(
@@ -235,20 +232,36 @@ def render_sets(
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
     long, and if rows with the same prompt differ in other columns."""
-    by_topic, longest = data.steps_per_topic is not None, data.prompt_length
+    by_topic = data.steps_per_topic is not None
     for examples in [train] if train is evaluation else [train, evaluation]:
         warn_about_lost_rows(lost_rows(examples, by_topic), say)
-    shots = worked_examples(data.few_shot)
-    both = [encode_all(tokenizer, distinct_questions(examples, by_topic), shots) for examples in (train, evaluation)]
-    lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
-    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
-    kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)
+    parts = [distinct_questions(examples, by_topic) for examples in (train, evaluation)]
+    (kept, held_out), lengths = _encode(tokenizer, parts, data, source, say)
     return PromptSets(
         kept,
         held_out,
         too_long=len(lengths) - len(kept) - len(held_out),
         repeated=len(train) + len(evaluation) - len(lengths),
     )
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Sequence[Sequence[Example]],
+    data: DataSettings,
+    source: str,
+    say: Callable[[str], None],
+) -> tuple[list[list[Prompt]], list[int]]:
+    """Return the prompts of each part, those of at most `data.prompt_length` tokens, and the lengths of all. Prints
+    warnings about marks of a chat template, also in the worked examples, and if many prompts are too long."""
+    shots, longest = worked_examples(data.few_shot, say), data.prompt_length
+    every = {id(e): e for part in parts for e in part}  # the same rows may be used for training and evaluation
+    given = [Example(tuple(shots), where=f"--few-shot {data.few_shot}")] if shots else []
+    warn_about_marks(tokenizer, [*every.values(), *given], say)
+    prompts = [encode_all(tokenizer, part, shots) for part in parts]
+    lengths = [len(prompt.ids) for part in prompts for prompt in part]
+    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
+    return [[p for p in part if len(p.ids) <= longest] for part in prompts], lengths
 
 
 def fingerprint(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None = None) -> str:

@@ -1,4 +1,4 @@
-"""CSV and Parquet files, saved datasets and hub datasets.
+"""CSV and Parquet files, saved datasets and hub datasets, and the values of tables in memory.
 
 All but CSV are read with `datasets`, which is imported only here.
 
@@ -10,9 +10,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rlhf.checkpoints.model_folder import find_on_hub
 from rlhf.data.folders import choose_split, saved_splits
@@ -152,3 +155,18 @@ def _rows(place: Any, dataset: Dataset) -> list[tuple[str, Any]]:
     batches = (zip(*batch.values(), strict=True) for batch in dataset.iter(BATCH))
     rows = (dict(zip(dataset.column_names, values, strict=True)) for batch in batches for values in batch)
     return [(f"{place} row {i}", row) for i, row in enumerate(rows)]
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a table in memory as the file of that table gives it: lists in place of arrays and tuples,
+    Python's numbers and texts in place of numpy's, and None in place of NaN, NaT and pandas.NA, at every depth."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.kind in "mM":  # tolist() would return nanoseconds as integers
+            value = value.astype(value.dtype.str.replace("[ns]", "[us]"))
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    is_nan = isinstance(value, (float, datetime)) and value != value  # NaT is a datetime
+    return None if is_nan or type(value).__name__ == "NAType" else value  # pandas.NA, without importing pandas

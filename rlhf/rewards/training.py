@@ -31,6 +31,7 @@ from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.chat_template import today
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
+from rlhf.data.notices import warn_about_marks
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
@@ -138,6 +139,7 @@ def usable_pairs(
     if skipped:
         screen.say(f"  skipped {skipped} pairs longer than {shown} ({too_long} of them training pairs)")
     lengths = [length for part in pairs.values() for length, _ in part]
+    warn_about_marks(model.tokenizer, [*parts["reward"], *parts["evaluation"]], screen.say)
     warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say)
     return train, held_out
 

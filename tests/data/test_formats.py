@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
 
-from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.examples import Example, examples_of, load_examples, worked_examples
+from rlhf.data.messages import chat_in
+from rlhf.data.source import DataSource
 from rlhf.data.splits import split_examples
 from rlhf.settings.types import Renaming, Split
 
@@ -121,6 +128,73 @@ def test_prompts_are_those_of_trl(row):
     assert [list(example.messages), example.chosen, example.rejected] == [expected["prompt"], *both]
 
 
+LONG = message("user", "It's {a} {b}, isn't \"it\"?\nOr is it [{'role': 'user'}] {'x': 1} {'y': 2}, null, None?" * 3)
+CHAT_TEXTS = {
+    "JSON": json.dumps([BRIEF, ASK, YES, LONG]),
+    "JSON with a null": json.dumps([BRIEF, ASK, YES, {**LONG, "name": None}], indent=2),
+    "Python": f" {[BRIEF, ASK, YES, LONG]}\n",
+    "numpy": str(np.array([BRIEF, ASK, YES, LONG], object)),
+    "ShareGPT": json.dumps([{"from": "system", "value": "Be brief."}, *shared("Is it?", "Yes.", LONG["content"])]),
+}
+ORDINARY = [
+    *("Is it?", "[", "[{", "[]", "[{}]", "[1, {", '[{"from": "Rome", "to": "Paris"}]', '[{"role": "user"}, 3]'),
+    *("Sort this: " + CHAT_TEXTS["JSON"], CHAT_TEXTS["JSON"] + " What is that?", "[{" * 2_000, "[{" + "-" * 9_000),
+    *("[{'role': open('/etc/passwd'), 'content': 1}]", "[{'role': 'user', 'content': 'a'}, *b]", "[{[]: 1}]"),
+]
+
+
+@pytest.mark.parametrize("case", CHAT_TEXTS)
+def test_a_chat_as_text_is_found_and_the_advice_works(case, tmp_path):
+    """It is read in a chat's column. In another column it is a text, and the warning has the flag that cures this."""
+    text = CHAT_TEXTS[case]
+    assert chat_in(text) is not None
+    expected = (BRIEF, ASK, YES, LONG)
+    rows = [{"prompt": "Is it?"}, {"prompt": text}, {"prompt": text}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    source = DataSource(str(tmp_path / "rows.json"))
+    said = []
+    assert [e.messages for e in load_examples(source, say=said.append)[1:]] == [(message("user", text),)] * 2
+    (line,) = [line for line in said if "'prompt'" in line]
+    assert line.startswith("warning: 2 of 3 rows ") and "rows.json row 1" in line
+    advice = re.search(r"--columns (\S+)", line)[1]
+    (tmp_path / "rows.json").write_text(json.dumps(rows[1:]))
+    renamed = replace(source, columns=(Renaming(advice),))
+    said = []
+    (first, _) = load_examples(renamed, say=said.append)
+    assert first.messages == expected and first.conversational
+    assert not any("chat as text" in line for line in said)
+    (tmp_path / "rows.json").write_text(json.dumps([{"conversations": text, "chosen": "Yes.", "rejected": "No."}]))
+    assert load_examples(source, pairs=True)[0].messages == expected
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_other_texts_are_no_chats(text):
+    said = []
+    (example,) = examples_of([text], say=said.append)
+    assert example.messages == (message("user", text),) and said == []
+
+
+def test_chats_as_text_are_found_wherever_prompts_are_read(tmp_path):
+    text, said = CHAT_TEXTS["JSON"], []
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"ask": text}) + "\n")
+    load_examples(DataSource(str(file), columns=(Renaming("question=ask"),), flag="--eval-dataset"), say=said.append)
+    file.write_text(json.dumps({"prompt": "a", "chosen": text, "rejected": "b"}) + "\n")
+    load_examples(DataSource(str(file), flag="--pairs"), pairs=True, say=said.append)
+    sides = {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, NO])}  # the prompt is a part of the text
+    file.write_text(json.dumps(sides) + "\n")
+    load_examples(DataSource(str(file), flag="--pairs"), pairs=True, say=said.append)
+    file.write_text(json.dumps({"prompt": text, "answer": "7"}) + "\n")
+    worked_examples(str(file), said.append)
+    examples_of(["a", text, {"prompt": text}], say=said.append)
+    lines = [line for line in said if "chat as text" in line]
+    columns = [re.search(r"the column '(\w+)'", line)[1] for line in lines]
+    assert columns == ["question", "chosen", "chosen", "rejected", "prompt", "prompt"]
+    assert "--columns messages=ask" in lines[0], "the column's own name"
+    assert [line for line in lines[1:5] if "--columns" in line] == []
+    assert lines[5].startswith("warning: 2 of 3 ") and "prompt 2" in lines[5]
+
+
 REFUSED = {
     "only text": ({"text": "a"}, ["'text'", "--columns prompt=text"]),
     "Alpaca": ({"instruction": "a", "output": "b"}, ["--columns prompt=instruction"]),
@@ -175,6 +249,8 @@ CONTAINERS = {
     "a path": ("data.jsonl", ["a str: prompts. ", "--prompts FILE"]),
     "a row": ({"prompt": "a"}, ["a dict: prompts. "]),
     "a table": (pandas.DataFrame([{"prompt": "a"}]), ["a DataFrame: ", 'to_dict("records")']),
+    "an Arrow table": (pyarrow.table({"prompt": ["a"]}), ["a Table: ", "to_pylist()"]),
+    "a column of an Arrow table": (pyarrow.table({"prompt": ["a"]})["prompt"], ["a ChunkedArray: ", "to_pylist()"]),
     "a generator": ((text for text in "ab"), ["a generator: prompts. "]),
 }
 
@@ -201,6 +277,63 @@ def test_rows_in_python(user_error):
         examples_of([{1: "x", "prompt": "a"}])
     with user_error("'tools'", "prompt 1"):
         examples_of([{"prompt": "a", "tools": np.array(["f", "g"])}])
+
+
+TABLE = {  # a column's name -> three values: one is missing where pandas can leave one out
+    "messages": [[message("user", f"What is {word}?")] for word in "abc"],
+    "topic": pandas.Categorical(["x", None, "y"]),
+    "flaw": [None, "wrong", None],
+    "rejected_ended": [True, None, False],
+    "number": [1.5, np.nan, 2.0],
+    "int": np.array([1, 2, 3], "int32"),
+    "Int64": pandas.array([1, None, 3], "Int64"),
+    "boolean": pandas.array([True, None, False], "boolean"),
+    "string": pandas.array(["a", None, "b"], "string"),
+    "missing": pandas.Series(["a", pandas.NA, "b"], dtype=object),
+    "vector": [np.array([1.0, np.nan]), np.array([2.0]), None],
+    "words": [np.array(["a", "b"]), np.array([], object), None],
+    "nested": [[[1], [2, 3]], [[4]], []],
+    "object": [{"a": 1, "b": [1, 2]}, {"a": None, "b": []}, None],
+}
+OTHER_TYPES = {  # those that JSON does not have
+    "when": pandas.to_datetime(["2026-01-01 10:00", "2026-01-02 10:00", None]),
+    "where": pandas.to_datetime(["2026-01-01", "2026-01-02", None]).tz_localize("Europe/Paris"),
+    "span": pandas.to_timedelta([1, 2, None], unit="s"),
+    "times": [[pandas.Timestamp("2026-01-01")], [], None],
+    "day": [date(2026, 1, 1), None, date(2026, 1, 2)],
+    "price": [Decimal("1.5"), None, Decimal("2.5")],
+    "bytes": [b"\0", b"1", None],
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_rows_of_pandas_are_those_of_the_file(tmp_path, suffix):
+    """As made in a program, and as pandas reads them: arrays in place of lists, at every depth."""
+    table = pandas.DataFrame({**TABLE, **(OTHER_TYPES if suffix == "parquet" else {})})
+    file = tmp_path / f"table.{suffix}"
+    if suffix == "parquet":
+        table.to_parquet(file)
+        read = pandas.read_parquet(file)
+    else:
+        table.to_json(file, orient="records", lines=True)
+        read = table
+    of_file = load_examples(str(file))
+    assert [e.topic for e in of_file] == ["x", None, "y"]
+    for rows in (table.to_dict("records"), read.to_dict("records")):
+        assert examples_of(rows) == of_file
+
+
+def test_other_values_of_numpy_in_python():
+    rows = Dataset.from_list([{"prompt": [ASK], "n": 1}]).with_format("numpy")
+    (example,) = examples_of(rows)
+    assert example.conversational and type(example.columns["n"]) is int
+    times = np.array(["2026-01-01", "NaT"], "datetime64[ns]")
+    (example,) = examples_of([{"prompt": np.str_("a"), "times": times, "pair": (np.float32(0.5), 1)}])
+    assert type(example.messages[0]["content"]) is str
+    assert example.columns == {"prompt": "a", "times": [datetime(2026, 1, 1), None], "pair": [0.5, 1]}
+    assert [e.messages for e in examples_of(pandas.Series([np.array([ASK])]))] == [(ASK,)]
+    (example,) = examples_of([{"prompt": "a", "deep": json.loads("[" * 700 + "]" * 700)}])
+    assert len(example.columns["deep"]) == 1
 
 
 # --- the data of three well-known tasks ------------------------------------------------------------------------------

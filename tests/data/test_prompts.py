@@ -7,16 +7,18 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import AddedToken
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.lengths import length_that_keeps, warn_about_length
-from rlhf.data.prompts import given_prompts, load_prompts
+from rlhf.data.prompts import given_prompts, load_every_row, load_prompts
 from rlhf.data.splits import distinct_questions, part_of, split_examples
 from rlhf.data.tokenizer import ids_of, load_tokenizer
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError
+from tests.shapes import smollm2_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +315,71 @@ def test_distinct_prompts_keep_the_first_row_in_the_order_of_the_last_rows():
     """The order decides the random numbers of each prompt, so another one would change the published results."""
     rows = examples_of([{"prompt": prompt, "answer": i} for i, prompt in enumerate("abac")])
     assert [(e.question, e.columns["answer"]) for e in distinct_questions(rows)] == [("b", 1), ("a", 0), ("c", 3)]
+
+
+# --- text that is not a question -------------------------------------------------------------------------------------
+
+RENDERED = {
+    "ChatML": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "Llama 3": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+    "Gemma": "<bos><start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
+    "Llama 2": "<s>[INST] {} [/INST]",
+    "DeepSeek": "<\uff5cUser\uff5c>{}<\uff5cAssistant\uff5c>",
+}
+QUESTIONS = [
+    *("Is <s>this</s> HTML?", "Think in <think> and </think>.", "x <| y |> z", "a <|> b", "User: hi\nAssistant:"),
+    *("What does [INST] mean in a prompt?", "### Response:", "if a<|b| then c|>d"),
+]
+
+
+def marked(said: list[str]) -> list[str]:
+    return [line for line in said if "marks of a chat template" in line]
+
+
+@pytest.mark.parametrize("case", RENDERED)
+@pytest.mark.parametrize("plain", [False, True])
+def test_rendered_prompts_are_counted_in_one_line(tmp_path, start_model, case, plain):
+    tokenizer = load_tokenizer(str(start_model), plain)
+    rows = [{"prompt": RENDERED[case].format(f"What is {i}?")} for i in range(30)] + [{"prompt": "Is it?"}]
+    file, said = write(tmp_path / "rows.jsonl", *rows), []
+    load_prompts(DataSettings(file), tokenizer, said.append)
+    (line,) = marked(said)
+    assert line.startswith("warning: 30 of 31 ") and re.search(r"rows\.jsonl:\d", line)
+    said.clear()
+    load_every_row(DataSettings(file), tokenizer, said.append)
+    (line,) = marked(said)
+    assert line.startswith("warning: 30 of 31 ") and "rows.jsonl:1," in line
+    said.clear()
+    given_prompts(DataSettings(), tokenizer, rows[-2:], None, said.append)
+    (line,) = marked(said)
+    assert line.startswith("warning: 1 of 2 ") and "prompt 1" in line
+
+
+def test_rendered_worked_examples_are_found(tmp_path, tokenizer):
+    shot = {"prompt": RENDERED["ChatML"].format("Is it?"), "answer": "Yes."}
+    data, said = DataSettings(few_shot=write(tmp_path / "shots.jsonl", shot)), []
+    given_prompts(data, tokenizer, ["a", "b"], None, said.append)
+    (line,) = marked(said)
+    assert line.startswith("warning: 1 of 3 ") and "--few-shot" in line and "shots.jsonl" in line
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_have_no_marks(tokenizer, question):
+    said = []
+    given_prompts(DataSettings(prompt_length=10_000), tokenizer, [question], None, said.append)
+    assert marked(said) == []
+
+
+def test_the_marks_are_those_of_the_start_models_own_template():
+    """Its turn tokens, which no other template has, and not BOS, EOS or the tag of a thinking model."""
+    tokenizer = smollm2_tokenizer()
+    tokenizer.add_tokens([AddedToken("<turn_of_user>", special=True), AddedToken("<think>", special=False)])
+    tokenizer.chat_template = (
+        "<|endoftext|>{% for m in messages %}<turn_of_user>{{ m['content'] }}<|im_end|>{% endfor %}<think>\n"
+    )
+    tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"
+    said = []
+    texts = ["<turn_of_user>Is it?", "Think in <think>.", "Is it?"]
+    given_prompts(DataSettings(), tokenizer, texts, None, said.append)
+    (line,) = marked(said)
+    assert line.startswith("warning: 1 of 3 ") and "'<turn_of_user>'" in line

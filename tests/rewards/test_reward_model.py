@@ -25,7 +25,7 @@ from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rewards.rewards import Rewards
-from rlhf.rewards.training import pair_ids, run_training, train_reward_model
+from rlhf.rewards.training import pair_ids, run_training, train_reward_model, usable_pairs
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen
 from tests.shapes import make_family, make_reward_model, make_start_model, smollm2_tokenizer
@@ -97,6 +97,17 @@ def test_training_and_scoring_use_the_same_ids(model, monkeypatch, flags, pairs_
     end = [model.tokenizer.eos_token_id, *model.tokenizer("\n").input_ids]  # what the chat template writes
     assert seen["rows"][0]["chosen_ids"][-2:] == end and seen["rows"][0]["chosen_ids"][-3] != end[0], "one EOS"
     assert seen["rows"][1]["rejected_ids"] == model.encode(pairs[1].messages, "no", True)[:-2], "cut off: no EOS"
+
+
+def test_rendered_pairs_are_counted_before_training(model, flags, pairs_file, capsys):
+    parts = {
+        "reward": [pair("a?", "Yes.<|im_end|>", "No.", where="row 0"), pair("b?", "Yes.", "No.")],
+        "evaluation": [pair("<|im_start|>user\nc?", "Yes.", "No.")],
+        "rl": [pair("<|im_start|>user\nd?", "Yes.", "No.")],
+    }
+    usable_pairs(parse_reward_cli(flags(pairs_file)), model, parts, Screen())
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "marks of a chat template" in line]
+    assert "warning: 2 of 3 " in line and "row 0" in line and "'<|im_end|>'" in line
 
 
 def test_trained_reward_model_is_accurate_and_saved_completely(flags, learnable_pairs, tmp_path):

@@ -136,21 +136,29 @@ def _read_policy(
 ) -> PreTrainedModel:
     """Read a causal LM in float32 on the CPU, or quantized on the device, where bitsandbytes quantizes."""
     placement = {"device_map": {"": device}} if quantization is not None else {}
-    with readable(name):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            quantization_config=quantization,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded refuses them
-            **placement,
-        )
+    model, found = read_model(AutoModelForCausalLM, name, config=config, quantization_config=quantization, **placement)
     found["mismatched_keys"] |= _reshaped(model)
     check_loaded(found, name)
     return model
+
+
+def read_model(kind: type, name: str | Path, **more: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a model in float32 from safetensors files. Returns it with transformers' loading info, which the caller
+    must give to `check_loaded`: otherwise missing weights are random, and those of another shape, too.
+
+    `kind` is a model class or an auto class of transformers, `more` are further arguments of its `from_pretrained`.
+    Raises UserError if the files cannot be read.
+    """
+    with readable(str(name)):
+        return kind.from_pretrained(
+            name,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **more,
+        )
 
 
 def _reshaped(model: PreTrainedModel) -> set[tuple]:

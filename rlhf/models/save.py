@@ -15,7 +15,7 @@ from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS
 from rlhf.checkpoints.weight_names import check_loaded, compare
 from rlhf.data.tokenizer import eos_ids
 from rlhf.models.actor_critic import Actor, ActorCritic
-from rlhf.models.load import load_adapter_weights, read_adapter_config
+from rlhf.models.load import load_adapter_weights, read_adapter_config, read_model
 from rlhf.settings.training import CRITIC_FILE, SamplingSettings
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
@@ -121,14 +121,7 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     Some names in the file differ (such as the head of GPT-NeoX), so transformers must read it. Raises UserError if the
     weights belong to another model.
     """
-    saved, found = type(policy).from_pretrained(
-        folder,
-        config=policy.config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # check_loaded refuses them
-    )
+    saved, found = read_model(type(policy), folder, config=policy.config)
     check_loaded(found, folder, fix=OTHER_MODEL)
     return saved.state_dict()
 

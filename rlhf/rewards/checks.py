@@ -100,14 +100,11 @@ def check_unrecorded(
     scores. Raises UserError if its accuracy is below 0.6 or below the length baseline; with `allow_weak` this is only
     a warning."""
     print_text(model, f"reward model {name}", screen)
-    if model.record is not None:
-        return
-    found, source = known_accuracy(model, pairs)
-    if found is None:
-        screen.say(f"warning: the reward model {name} has {source}: its accuracy is unknown")
-        return
-    screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: {accuracy_in(found)}")
-    check_accuracy(found, source, name, allow_weak, screen)
+    if model.record is None:
+        found, source = known_accuracy(model, f"reward model {name}", pairs, screen)
+        if found is not None:
+            screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: {accuracy_in(found)}")
+            check_accuracy(found, source, name, allow_weak, screen)
 
 
 def print_text(model: RewardModel, name: str, screen: Screen) -> None:
@@ -127,17 +124,22 @@ def print_text(model: RewardModel, name: str, screen: Screen) -> None:
         )
 
 
-def known_accuracy(model: RewardModel, pairs: Sequence[Example]) -> tuple[dict | None, str]:
+def known_accuracy(
+    model: RewardModel, name: str, examples: Sequence[Example], screen: Screen
+) -> tuple[dict | None, str]:
     """Return the accuracy and the length baseline of a reward model, and their source: its record, otherwise the
-    held-out ones of `pairs` that fit its context. None if there are no pairs."""
+    held-out pairs among `examples` that fit its context. None if there are no pairs, which is printed."""
     from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 
     if model.record is not None:
         return model.record, METRICS_FILE
-    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None])
-    if not usable:
-        return None, f"no {METRICS_FILE}, and there are no pairs to evaluate it on"
-    return asdict(pair_accuracy(model, usable)), f"{len(usable)} held-out pairs"
+    usable = pairs_that_fit(model, [e for e in examples if e.chosen is not None])
+    if usable:
+        return asdict(pair_accuracy(model, usable)), f"{len(usable)} held-out pairs"
+    screen.say(
+        f"warning: the {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: its accuracy is unknown"
+    )
+    return None, ""
 
 
 def accuracy_in(found: dict | None) -> str:
@@ -192,10 +194,9 @@ def check_measured(model: RewardModel, name: str, examples: Sequence[Example], s
         screen: prints the warnings.
     """
     print_text(model, name, screen)
-    found, source = known_accuracy(model, examples)
-    if found is None:
-        screen.say(f"warning: the {name} has {source}: its accuracy is unknown")
-    elif (weak := weakness(found)) is not None:
+    found, source = known_accuracy(model, name, examples, screen)
+    weak = None if found is None else weakness(found)
+    if weak is not None:
         screen.say(f"warning: {weak}, from {source}: {name}. Its scores may not show which completion is better")
     check_leaks(model.record or {}, {"evaluation": examples}, name, screen)
     return accuracy_in(found)

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, how_to_train, read_record, reward_config_problem
-from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
+from rlhf.checkpoints.weight_names import INCOMPLETE, LM_HEADS, check_loaded
 from rlhf.data.chat_template import SOME_CHAT, encode_completion, encode_prompt, encode_whole
-from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer, readable
+from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.load import check_weights
+from rlhf.models.load import check_weights, read_model
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
@@ -141,20 +141,8 @@ class RewardModel:
         raise_if([problem] if problem else [])
         tokenizer = load_tokenizer(folder, date=date)
         check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
-        with readable(name):
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # check_loaded refuses them
-            )
-        check_loaded(info, name, new=NEW_HEADS, unused=LM_HEADS)
-        fresh = sorted(info["missing_keys"])
-        if fresh:
-            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {how_to_train()}")
+        model, found = read_model(AutoModelForSequenceClassification, folder, config=config)
+        check_loaded(found, name, unused=LM_HEADS, fix=f"{INCOMPLETE}. {how_to_train()}")
         check_weights(model, name)
         record = read_record(Path(folder))
         trained_on = text_in(record)

@@ -34,13 +34,13 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_marks
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, split_examples
-from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer, readable
+from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer
 from rlhf.distributed.gradients import add_up_gradients, exchange_rows
 from rlhf.distributed.group import from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import check_weights
+from rlhf.models.load import check_weights, read_model
 from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate, show_record
 from rlhf.rewards.checks import DEFAULT_SPLIT
@@ -151,16 +151,7 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
     model_config = load_config(base)
     model_config.num_labels = 1
-    with readable(base):
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            base,
-            config=model_config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded refuses them
-        )
+    model, found = read_model(AutoModelForSequenceClassification, base, config=model_config)
     check_loaded(found, base, new=NEW_HEADS, unused=LM_HEADS)
     check_vocabulary(len(tokenizer), model.get_input_embeddings().num_embeddings, base)
     check_weights(model, base)

@@ -250,6 +250,7 @@ CONTAINERS = {
     "an Arrow table": (pyarrow.table({"prompt": ["a"]}), ["a Table: ", "to_pylist()"]),
     "a column of an Arrow table": (pyarrow.table({"prompt": ["a"]})["prompt"], ["a ChunkedArray: ", "to_pylist()"]),
     "a generator": ((text for text in "ab"), ["a generator: prompts. "]),
+    "a streamed Dataset": (Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), ["IterableDataset: prompts. "]),
 }
 
 

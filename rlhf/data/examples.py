@@ -242,7 +242,7 @@ def examples_of(
 def _check_container(prompts: Any) -> None:
     """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its columns."""
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "to_pylist")  # of pandas, polars or pyarrow
-    is_list = hasattr(prompts, "__getitem__") and not is_table
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not is_table
     if not is_list or isinstance(prompts, (str, bytes, Mapping)):
         raise UserError(
             f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, for "

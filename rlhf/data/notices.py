@@ -63,12 +63,12 @@ def warn_about_chat_texts(examples: Sequence[Example], source: DataSource, say: 
     for name in ("prompt", "question", "chosen", "rejected"):
         found = [e.where for e in examples if chat_in(e.columns.get(name))]
         if found:
-            flag = columns_flag("messages", *source.before_renaming([name]))
-            can_rename = name in PROMPT_COLUMNS and source.flag != "--few-shot"
-            fix = f", or read them with {flag}" if can_rename else ""
+            fix = "Give lists of messages"
+            if name in PROMPT_COLUMNS and source.flag != "--few-shot":  # no --columns for that file
+                fix += f", or read them with {columns_flag('messages', *source.before_renaming([name]))}"
             say(
                 f"warning: {len(found):,} of {len(examples):,} rows have a chat as text in the column {name!r}, which "
-                f"is used as one message: {found[0]}. Give lists of messages{fix}"
+                f"is used as one message: {found[0]}. {fix}"
             )
 
 

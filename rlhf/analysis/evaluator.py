@@ -91,6 +91,15 @@ class GenerationResults:
         return bool(known.size and np.isin(known, (0, 1)).all())
 
 
+def _with_one_date(tokenizers: dict[str, PreTrainedTokenizerBase]) -> dict[str, PreTrainedTokenizerBase]:
+    """Return the tokenizers. Those whose chat template writes the date get the first one's: all models then have equal
+    prompts, also if their runs started on different days."""
+    dated = [one for one in tokenizers.values() if date_of(one)]
+    for one in dated[1:]:
+        one.init_kwargs[DATE] = date_of(dated[0])
+    return tokenizers
+
+
 class ModelEvaluator:
     """Evaluates the start model and other models with the same prompts, sampling settings and scores."""
 
@@ -122,10 +131,7 @@ class ModelEvaluator:
         self.start = find_start(self.config, models, settings)
         plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
         date = next((m.run.date for m in models if m.run is not None), None)
-        self.tokenizers = {m.source: load_tokenizer(m.source, plain, date) for m in every}
-        dated = [one for one in self.tokenizers.values() if date_of(one)]
-        for one in dated[1:]:  # equal prompts for all models, also if the runs started on different days
-            one.init_kwargs[DATE] = date_of(dated[0])
+        self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, plain, date) for m in every})
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples

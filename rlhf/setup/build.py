@@ -53,7 +53,7 @@ class Components:
     memory_before: int  # bytes in use before any of this was loaded
     eval_functions: Rewards | None = None  # evaluation functions; None: there are none
     gold: Gold | None = None  # the demo's judge; None: the run has other prompts
-    date: str | None = None  # as in RunInputs
+    date: str | None = None  # as in StartModel
 
 
 def load_components(config: Config, device: torch.device, screen: Screen, *given, **named) -> Components:
@@ -72,7 +72,7 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     before = 0 if device.type == "cuda" else memory_in_use(device)
     m, start, sets, watched = config.model, inputs.start, inputs.prompts, inputs.eval_functions
     tokenizer, evaluated = start.tokenizer, None
-    rewards, reward_model = make_rewards(config, inputs.rewards, tokenizer, device, inputs.date)
+    rewards, reward_model = make_rewards(config, inputs.rewards, tokenizer, device, start.date)
     if reward_model is not None:
         pairs = [prompt.example for prompt in sets.evaluation]
         check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
@@ -80,7 +80,7 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     if watched:
         limit_s, kind = config.reward.reward_timeout, "evaluation function"
         evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), kind)
-    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=inputs.date)
+    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:

@@ -56,6 +56,7 @@ class StartModel:
     tokenizer: PreTrainedTokenizerBase
     context: int | None  # context length in tokens; None if the model's config has none
     packs: bool  # its episodes can be packed
+    date: str  # of the run's start (ISO 8601, local), for chat templates that write the present date
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,6 @@ class RunInputs:
     prompts: PromptSets
     rewards: RewardSources
     eval_functions: dict[str, RewardFunction | nn.Module]  # name in metrics -> function
-    date: str  # of the run's start (ISO 8601, local), for chat templates that write the present date
 
 
 def load_inputs(
@@ -109,10 +109,7 @@ def load_inputs(
     given = [] if rewards is None else find_given(rewards, config, "rewards")
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
-    date = from_first(today)
-    if config.run.resume:
-        date = RunRecord.require(Path(config.run.output), "--resume, --output").date
-    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model", date)
+    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
     if config.data.eval_text is not None:
         paragraphs_of(start.tokenizer, config.data.eval_text)
@@ -122,7 +119,7 @@ def load_inputs(
         check_critic(config, sources.folder, start, sets)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
-    return RunInputs(start, sets, sources, watched, date)
+    return RunInputs(start, sets, sources, watched)
 
 
 def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
@@ -130,17 +127,20 @@ def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
     return convert(settings_of(Config)["reward_weights"], weights, "reward_weights=")
 
 
-def find_start_model(config: Config, flag: str, date: str) -> StartModel:
-    """Find the start model, load its tokenizer and check its config. Does not read the weights. `date`: as in
-    `load_tokenizer`. Raises UserError."""
+def find_start_model(config: Config, flag: str) -> StartModel:
+    """Find the start model, load its tokenizer and check its config. Does not read the weights. Raises UserError."""
     m = config.model
     folder = find_model(m.actor_model, flag)
+    date = from_first(today)
+    if config.run.resume:
+        date = RunRecord.require(Path(config.run.output), "--resume, --output").date
     tokenizer = load_tokenizer(folder, config.data.plain_prompts, date)
     values = config_values(folder)
     check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
     raise_if(missing_targets(linear_modules(weights_of(folder)), targets, folder) if targets else [])
-    return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"), is_packable(folder))
+    context = values.get("max_position_embeddings")
+    return StartModel(m.actor_model, folder, tokenizer, context, is_packable(folder), date)
 
 
 def check_device(config: Config, start: StartModel, device: torch.device) -> None:

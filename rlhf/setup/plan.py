@@ -85,8 +85,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     warn_of_memory(config, estimate, device, screen)
     for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
         screen.say(line)
-    first = inputs.start.tokenizer.decode(list(sets.train[0].ids))
-    screen.say(f"first prompt with special tokens: {first!r}")
+    screen.say(f"first prompt with special tokens: {inputs.start.tokenizer.decode(list(sets.train[0].ids))!r}")
 
 
 def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:

@@ -176,7 +176,7 @@ def check_reward(config: Config, screen: Screen, selection: Selection | None) ->
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     prepare_demo_components(config, screen, device)
     inputs = load_inputs(config, screen, selection=selection)
-    rewards, _ = make_rewards(config, inputs.rewards, inputs.start.tokenizer, device, inputs.date)
+    rewards, _ = make_rewards(config, inputs.rewards, inputs.start.tokenizer, device, inputs.start.date)
     return from_first(lambda: probe_rewards(config, rewards, inputs.prompts.train, inputs.start.tokenizer))
 
 

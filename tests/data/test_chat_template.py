@@ -95,7 +95,7 @@ def test_the_date_is_that_of_the_first_process(start_model, tmp_path, configured
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("rlhf.distributed.group.gather", lambda value: ["2001-02-03T04:05:06", value])
     inputs = load_inputs(config, Screen(quiet=True))
-    assert inputs.date == "2001-02-03T04:05:06"
+    assert inputs.start.date == "2001-02-03T04:05:06"
     assert "03 Feb 2001" in inputs.start.tokenizer.decode(list(inputs.prompts.train[0].ids))
 
 

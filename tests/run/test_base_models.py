@@ -67,10 +67,8 @@ def test_base_model_from_start_to_end(inputs, capsys, monkeypatch):
     record = RunRecord.read(run)
     assert record.flat_settings["stop"] == STOP and len(record.data["few_shot"]) == 4
     card = (run / "README.md").read_text(encoding="utf-8")
-    assert (
-        'stop_strings=["e", "a", "n"], tokenizer=tokenizer)' in card
-        and 'prompt = "one = 1\\n\\ntwo:\\n2\\n\\nWrite' in card
-    )
+    assert 'stop_strings=["e", "a", "n"], tokenizer=tokenizer)' in card
+    assert 'prompt = "one = 1\\n\\ntwo:\\n2\\n\\nWrite' in card
     assert "eos_token_id=[0, 2]," in card
 
 

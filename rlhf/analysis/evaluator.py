@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.analysis.judges import as_key, find_judges, load_judges, rate_stored
+from rlhf.analysis.judges import JudgeSources, as_key, find_judges, load_judges, rate_stored
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import (
     ModelRef,
@@ -139,21 +139,26 @@ class ModelEvaluator:
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
-        self.rewards, reward_model = make_rewards(self.config, sources, self.tokenizer, device, date)
-        if reward_model is not None:
-            check_measured(reward_model, f"reward model {self.config.model.rm_model}", self.examples, screen)
-        self.judges = load_judges(
-            self.config, judges, models, settings, self.tokenizer, device, date, self.examples, screen
-        )
-        updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
-        for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
-            rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
+        self._load_rewards(sources, judges, date, screen)
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
+
+    def _load_rewards(self, sources: RewardSources, judges: JudgeSources, date: str | None, screen: Screen) -> None:
+        """Loads the rewards and the judges. Prints what is doubtful about the models among them."""
+        config, examples = self.config, self.examples
+        self.rewards, reward_model = make_rewards(config, sources, self.tokenizer, self.device, date)
+        if reward_model is not None:
+            check_measured(reward_model, f"reward model {config.model.rm_model}", examples, screen)
+        self.judges = load_judges(
+            config, judges, self.models, self.settings, self.tokenizer, self.device, date, examples, screen
+        )
+        updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
+        for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
+            rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)

@@ -77,7 +77,7 @@ def packed_logits(
 
     Sequences with the same number in `groups` share their first ids, which are computed once.
     """
-    # detail 13: transformers reads there. If pad is EOS, it is before EOS, and a causal model does not see EOS.
+    # transformers reads there, too: if pad is EOS, before EOS
     rows = [without_pad(row, pad) for row in rows]
     members: dict[int, list[int]] = {}
     for at, group in enumerate(groups):

@@ -149,6 +149,20 @@ def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_pa
     assert "pass@2, has_e" in page and note.partition(":")[0] in page
 
 
+def test_the_text_of_models_without_a_record_is_set_for_judge_and_reward_model(runs, tmp_path, capsys):
+    """Without --rm-text both read the whole chat. The accuracy of the judge stands beside its name."""
+    judge = str(make_reward_model(tmp_path / "judge", seed=7))
+    models = [find_model_ref(str(runs["ppo", 1]), "final", None)]
+    for text in ("template", "eos"):
+        measure = MeasureSettings(num_prompts=2, judge_model=judge, rm_text=text if text == "eos" else None)
+        evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
+        learned = [*evaluator.rewards.learned, *evaluator.judges[0].rewards.learned]
+        assert [model.text for model in learned] == [text, text]
+    facts = dict(evaluator.facts())
+    assert judge in facts["judge"] and "of 2 held-out pairs, length baseline" in facts["judge"]
+    assert "--rm-text" in capsys.readouterr().out
+
+
 def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
     """Without a judge model the function decides. Equal budgets use it, too: the runs' stored completions are rated
     again, with the columns of their prompts."""

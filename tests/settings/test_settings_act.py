@@ -228,6 +228,14 @@ def outcomes_rm_model(configured, tmp_path):
     return score("--rm-model", make_reward_model(tmp_path / "other", seed=9)), score()
 
 
+def outcomes_rm_text(configured, tmp_path):
+    def ids(*flags):
+        parts = load_components(configured(*flags), CPU, Screen())
+        return parts.reward_model.encode(({"role": "user", "content": "a"},), "b")
+
+    return ids("--rm-text", "eos"), ids()
+
+
 def outcomes_allow_weak_reward_model(configured, tmp_path):
     folder = make_reward_model(tmp_path / "weak")
     (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9, "calibration": {}}))
@@ -364,6 +372,7 @@ OUTCOMES = {
     for f in (
         outcomes_actor_model,
         outcomes_rm_model,
+        outcomes_rm_text,
         outcomes_allow_weak_reward_model,
         outcomes_prompts,
         outcomes_eval_dataset,
@@ -700,6 +709,7 @@ def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_mo
 def test_every_setting_of_the_evaluation_commands_is_tested():
     evaluation = {*EVALUATION_SETTINGS, *DATA, "like"}  # DATA: tests/analysis/test_own_prompts.py, too
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
+    evaluation.add("rm_text")  # tests/analysis/test_judges.py
     evaluation.add("rollout_engine")  # test_rollout_engine_of_an_evaluation
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}

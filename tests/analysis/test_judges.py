@@ -156,7 +156,7 @@ def test_the_text_of_models_without_a_record_is_set_for_judge_and_reward_model(r
     for text in ("template", "eos"):
         measure = MeasureSettings(num_prompts=2, judge_model=judge, rm_text=text if text == "eos" else None)
         evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
-        learned = [*evaluator.rewards.learned, *evaluator.judges[0].rewards.learned]
+        learned = [rewards.learned[0] for rewards in (evaluator.rewards, evaluator.judges[0].rewards)]
         assert [model.text for model in learned] == [text, text]
     facts = dict(evaluator.facts())
     assert judge in facts["judge"] and "of 2 held-out pairs, length baseline" in facts["judge"]

@@ -34,7 +34,8 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     """
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
     config = shared_settings([model], asked.measure)
-    tokenizer = load_tokenizer(model.source, config.data.plain_prompts)
+    date = model.run.date if model.run is not None else None
+    tokenizer = load_tokenizer(model.source, config.data.plain_prompts, date)
     shots = worked_examples(config.data.few_shot)
     room = room_for_prompt(model, config)
     generator = ReplyGenerator(model, config, tokenizer, asked.measure.seed, screen)

@@ -138,7 +138,8 @@ class ModelEvaluator:
         check_columns([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
-                check_reward_context(folder, self.examples, self.config.sampling.max_new_tokens, f"{flag} {folder}")
+                length, text = self.config.sampling.max_new_tokens, self.config.model.rm_text
+                check_reward_context(folder, self.examples, length, f"{flag} {folder}", text=text)
         self._load_rewards(sources, judges, date, screen)
         self.reference = None
         if self.start is not None:

@@ -92,7 +92,8 @@ def _unused(
         if model.run is not None:
             own = model.run.data["evaluation_prompts"]
             used = max(used, own)
-            if model.run.data["evaluation_sha256"] != fingerprint(prompts[:own], tokenizer):
+            of_date = tokenizer if model.run.data.get("date") else None  # older versions hashed ids with a date
+            if model.run.data["evaluation_sha256"] != fingerprint(prompts[:own], of_date):
                 say(f"warning: the evaluation prompts have changed since the run {model.name}")
     if not used or len(prompts) - used < count:
         return prompts, ""

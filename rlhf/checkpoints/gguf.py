@@ -54,7 +54,8 @@ def cached_gguf(record: dict[str, Any]) -> Path | None:
     """Return the folder with the converted weights of the GGUF file with this `gguf_record`, which may have been moved
     or replaced since; None if the cache has no valid copy."""
     files = cache_folder().glob(f"*/{RECORD_FILE}")
-    return next((file.parent for file in files if _is_complete(file.parent, record)), None)
+    known = {**record, "converter": CONVERTER}
+    return next((file.parent for file in files if _is_complete(file.parent, known)), None)
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:

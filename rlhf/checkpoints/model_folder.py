@@ -17,11 +17,11 @@ from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import UserError, did_you_mean, print_line
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import (
-    SAVING,
     exists,
     file_with,
     interrupted_saves,
     is_gguf,
+    is_interrupted_save,
     is_on_hub,
     is_path,
     missing_path,
@@ -40,8 +40,10 @@ CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]")  # in the path of a
 # files of a model that decide its output, in addition to its weights: a reward model's scale is in its metrics
 OF_MODEL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", METRICS_FILE),
+    METRICS_FILE,
 )
+# of tokenizers without a tokenizer.json; beside it they decide nothing, and a hub cache may get them later
+OF_SLOW_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 Hashes = dict[str, str]  # name of a file -> SHA-256 of its bytes
 NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
 
@@ -64,7 +66,7 @@ def find_model(name: str, flag: str) -> str:
                 f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
                 f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
             )
-        if SAVING in folder.name and not (folder / RUN_FILE).is_file():
+        if is_interrupted_save(folder) and not (folder / RUN_FILE).is_file():
             raise UserError(f"an interrupted save, not a complete model: {flag} {name}. Train it again")
         if not (folder / "config.json").is_file():
             raise UserError(
@@ -221,7 +223,8 @@ def model_files(name: str | None) -> Hashes | None:
         folder = cached_folder(name)
         if folder is None or not _is_complete(folder, "model"):
             return None
-    files = [*weights_files(folder), *(folder / other for other in OF_MODEL)]
+    others = OF_MODEL if (folder / "tokenizer.json").is_file() else (*OF_MODEL, *OF_SLOW_TOKENIZER)
+    files = [*weights_files(folder), *(folder / other for other in others)]
     return {file.name: sha256_once(file) for file in files if file.is_file()}
 
 

@@ -195,6 +195,9 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
     run = _build(RunRecord, facts)
     if not isinstance(run.settings.get("recipe"), str):
         raise ValueError("settings.recipe")
+    models = run.settings.get("model", {})
+    if models.get("rm_model") is not None:
+        models.setdefault("rm_text", "eos")  # runs of older versions scored the text up to EOS
     names = {"format", *(f.name for f in fields(RunRecord))}
     return replace(run, unknown={name: value for name, value in facts.items() if name not in names} or None)
 

@@ -17,8 +17,14 @@ WRAPPERS = (  # parts of names
     "language_model.",  # a model with images
     "module.",  # DataParallel
 )
-LM_HEADS = ("lm_head.", "embed_out.")  # not part of a reward model
-NEW_HEADS = ("score.", "classifier.")  # of reward models: new in training
+LM_HEADS = (  # of causal models and of encoders; not part of a reward model
+    *("lm_head.", "embed_out.", "cls.", "predictions.", "lm_predictions.", "mask_predictions."),
+    *("vocab_", "generator_", "discriminator_", "decoder.weight", "decoder.bias"),
+)
+# of reward models: new in training
+NEW_HEADS = ("score.", "classifier.", "pooler.", "bert.pooler.", "albert.pooler.", "pre_classifier.")
+# causal masks in files that older releases of transformers wrote
+MASKS = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attention.bias", ".attention.masked_bias")
 INCOMPLETE = (
     "Tensors or a shard are missing, or config.json belongs to another architecture. Download or save the model again"
 )
@@ -54,6 +60,7 @@ def check_loaded(
     """
     missing = sorted(name for name in found["missing_keys"] if not name.startswith(new))
     unknown = sorted(name for name in found["unexpected_keys"] if not name.startswith(unused))
+    unknown = [name for name in unknown if not name.endswith(MASKS)]
     reshaped = sorted(found["mismatched_keys"])
     problems = []
     if missing:

@@ -6,6 +6,7 @@ because the chat template's own text and the message contents are tokenized sepa
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
-_SLOT_END = "\ue001"
+_SLOTS = re.compile("\ue000([0-9]+)\ue001")
+THINKING = ["<think>", "</think>"]
 SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template writes
 # the marks of well-known chat templates: ChatML, Llama 3, DeepSeek and others; Gemma; Llama 2 and Mistral. Plain words
 # ("Assistant:", "### Response:") are no marks: questions and prompts of base models have them, too
 KNOWN_MARKS = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/INST\]\s*(?:\0|\Z)"
 CLOCK = "strftime_now"  # transformers' function with which a chat template writes the present date or time
 DATE = "chat_template_date"  # key of tokenizer_config.json
-DATE_CODES = r"(?<!\{)%[-#]?[aAbBcdfGHIjmMpSuUVwWxXyYzZ]"  # in a chat template; `{%` opens a block
+DATE_CODES = r"(?<![{%])%[-#_0^EO]?[A-Za-z]"  # in a chat template; `{%` opens a block
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) -> str:
@@ -49,7 +51,10 @@ def _at_date(template: str, date: str) -> str:
     A function as a template variable would hide it, too, but transformers 5.23 replaces variables that are no data.
     """
     when = datetime.fromisoformat(date)
-    parts = [f"|replace({code!r}, {when.strftime(code)!r})" for code in sorted({*re.findall(DATE_CODES, template)})]
+    parts = []
+    for code in sorted({*re.findall(DATE_CODES, template)}):
+        with contextlib.suppress(ValueError):  # on Windows, for a code that its C library does not know
+            parts.append(f"|replace({code!r}, {when.strftime(code)!r})")
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{''.join(parts)} }}}}{{% endmacro %}}\n{template}"
 
 
@@ -101,9 +106,14 @@ def encode_whole(
         end = tokenizer.eos_token if ended else ""
         slots = _SLOT.format(0) + _SLOT.format(1) + end
         return _bos(tokenizer) + _ids_of(tokenizer, slots, "".join(contents) + end, contents)
+    is_blank = not completion.strip()
+    if is_blank:  # some templates reject an assistant message without text
+        chat[-1] = {**chat[-1], "content": "yes"}
     slots, text = _rendered(tokenizer, chat)
+    if is_blank:
+        text = _SLOTS.sub(lambda found: contents[int(found[1])], slots)
+    tail = _SLOTS.split(slots)[-1]
     if not ended:
-        tail = slots.rpartition(_SLOT_END)[2]
         slots = slots.removesuffix(tail)
         text = text.removesuffix(tail)
     return _ids_of(tokenizer, slots, text, contents)
@@ -135,8 +145,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
 def _ids_of(tokenizer: PreTrainedTokenizerBase, slots: str, text: str, contents: Sequence[str]) -> list[int]:
     """Return the ids of `text`. If a content in it would produce special tokens, the pieces around the slots and the
     contents are tokenized separately."""
-    pieces = re.split("\ue000([0-9]+)\ue001", slots)
-    special = _special_ids(tokenizer)
+    pieces = _SLOTS.split(slots)
+    thinking = tokenizer.convert_tokens_to_ids(THINKING)  # a template may read them in a completion, as Qwen 3's does
+    special = _special_ids(tokenizer).difference(thinking)
     together = tokenizer(text, add_special_tokens=False).input_ids
     of_template = tokenizer("".join(pieces[::2]), add_special_tokens=False).input_ids
     if [i for i in together if i in special] == [i for i in of_template if i in special]:

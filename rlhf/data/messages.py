@@ -22,7 +22,7 @@ SHAREGPT_ROLES = {
 MAX_CHAT_TEXT = 1_000_000  # characters; a longer text is not parsed
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 # a quoted text, or the gap between two messages of an array, which numpy prints without a comma
-_TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
+_TEXT_OR_GAP = re.compile(r"""(\\.|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""", re.DOTALL)
 
 
 def messages_of(chat: Any, where: str, name: str = "content") -> list[Message]:

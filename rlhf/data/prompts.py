@@ -16,7 +16,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_lost_rows, warn_about_marks
 from rlhf.data.readers import read_text
 from rlhf.data.source import DataSource
-from rlhf.data.splits import distinct_questions, lost_rows, split_examples
+from rlhf.data.splits import distinct_questions, lost_rows, shared_start, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, print_line
@@ -110,6 +110,13 @@ def select_examples(
     split = Split(split.reward, split.rl + split.evaluation, 0) if separate else split
     parts = split_examples(examples, split)
     parts["evaluation"] += held_out
+    for name, use in (("rl", "train"), ("evaluation", "evaluate")):
+        if not parts[name] and not (name == "rl" and evaluation_alone):
+            where = f"{data.prompts}, {len(examples)} rows, split {split}"
+            raise UserError(
+                f"no prompt left to {use} on: {where}, this part is empty. Add rows, or change --split"
+                f"{shared_start(examples)}"
+            )
     return Selection(examples, split, parts, len(distinct_questions(parts["rl"], by_topic)[: data.max_prompts]))
 
 
@@ -152,8 +159,6 @@ def _no_prompts(
     name: str, where: str, part: Sequence[Example], tokenizer: PreTrainedTokenizerBase, data: DataSettings
 ) -> UserError:
     """Return the error for a part of the data without prompts to train or evaluate on."""
-    if not part:
-        return UserError(f"no prompt left to {name} on: {where}, this part is empty. Add rows, or change --split")
     shortest = min(len(p.ids) for p in encode_all(tokenizer, part, worked_examples(data.few_shot)))
     return UserError(
         f"no prompt left to {name} on: {where}, {len(part)} rows in this part, shortest prompt {shortest} tokens. Add "

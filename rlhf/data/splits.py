@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rlhf.data.examples import COLUMNS, Example
@@ -27,6 +28,18 @@ def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[
     for example in examples:
         parts[part_of(example, split)].append(example)
     return parts
+
+
+def shared_start(examples: Sequence[Example]) -> str:
+    """Return the end of an error about an empty part: that many pairs begin with the same user message, if they do."""
+    turns = Counter(e.first_turn for e in examples if e.chosen is not None)
+    most = max(turns.values(), default=0)
+    if most <= len(examples) / 2:
+        return ""
+    return (
+        f". {most} of {len(examples)} pairs begin with the same user message, so they are in one part. Use data with "
+        "other first messages, or a separate file for each command"
+    )
 
 
 def question_hash(example: Example) -> str:

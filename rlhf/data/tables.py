@@ -162,7 +162,7 @@ def plain(value: Any) -> Any:
     Python's numbers and texts in place of numpy's, and None in place of NaN, NaT and pandas.NA, at every depth."""
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind in "mM":  # tolist() would return nanoseconds as integers
-            value = value.astype(value.dtype.str.replace("[ns]", "[us]"))
+            value = value.astype(f"{value.dtype.kind}8[us]")
         value = value.tolist()
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}

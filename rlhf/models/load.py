@@ -31,17 +31,6 @@ from rlhf.utils.errors import UserError, raise_if, torch_error
 from rlhf.utils.libraries import pip_install
 
 
-def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:
-    """Check a start model without reading its weights, and return its config. Raises UserError if it has fewer
-    embeddings than the tokenizer's `vocabulary`, or no module for a LoRA target."""
-    config = load_config(name)
-    with readable(name), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    check_vocabulary(vocabulary, model.get_input_embeddings().num_embeddings, name)
-    _check_targets(model, targets, name)
-    return config
-
-
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise UserError if a weight contains NaN or infinity."""
     broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
@@ -104,15 +93,17 @@ def load_policy(
     """Load the start model in float32, with frozen NF4 weights if `load_in_4bit`, and with adapters if `lora`.
 
     `dtype` is the precision of the forward pass (None: float32), `vocabulary` the number of the tokenizer's tokens.
-    Raises UserError as `check_policy` does, if the file has other tensors than the model, and if a weight contains NaN
-    or infinity.
+    Raises UserError if the file has other tensors than the model, if the model has fewer embeddings than the tokenizer
+    has tokens, or no module for a LoRA target, and if a weight contains NaN or infinity.
     """
-    config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    config = load_config(name)
     _disable_dropout(config)
     quantization = four_bit(dtype) if load_in_4bit else None
     if quantization is not None:
         check_nf4(device)
     model = _read_policy(name, config, quantization, device)
+    check_vocabulary(vocabulary, model.get_input_embeddings().num_embeddings, name)
+    _check_targets(model, lora.target_modules if lora is not None else (), name)
     check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)

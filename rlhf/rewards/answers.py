@@ -14,12 +14,11 @@ from typing import NamedTuple
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 # A number in a text of `readable`: sign, dollar, fraction or decimal number, exponent. A hyphen directly after a word,
-# a closing bracket or a percent sign is not a sign: in "3-4" the last number is 4. Opening brackets, marks and
-# currencies may stand between a sign and its number: -(1/2), -**5**. A comma separates thousands in proper groups
-# (1,000), otherwise decimals (0,5), and numbers if there are several (1,2,3).
+# a closing bracket or a percent sign is not a sign: in "3-4" the last number is 4. Brackets may stand between a sign
+# and its number: -(1/2). A comma separates thousands in proper groups (1,000), otherwise decimals (0,5), and numbers
+# if there are several (1,2,3).
 NUMBER = re.compile(
-    r"""(?:(?<![\w)\]}%])(?P<sign>[+-])
-      (?:\\(?:left(?![a-z])|[(\[!,$])|[({\[]\ ?|[*`$€£¥₹])*(?P<inner>(?<=[({\[])[+-])?)?\$?
+    r"""(?:(?<![\w)\]}%])(?P<sign>[+-])(?:(?<![|!°][+-])(?:\\left)?\(+(?P<inner>[+-]?)\(*)?)?\$?
     (?:(?:(?<![\w.,/])(?P<whole>\d+)\ (?=\d\d?/))?(?<![\w.,/])(?P<top>\d+)/(?P<bottom>0*[1-9]\d*)(?![\w/]|[.,]\d)
       |(?P<english>[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d*)?)
       |(?P<european>(?:[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})|(?<!\d)(?<!\d,)\d+,\d+)(?![.,]?\d))
@@ -27,23 +26,15 @@ NUMBER = re.compile(
     (?P<exponent>e[+-]?\d{1,3}(?!\d))?""",
     re.VERBOSE,
 )
-# an end that may become another number if the text continues: "12", "12,", "1/2", "12e", "10^{-", "10{,", "\frac{1}{2"
+# an end that may become another number if the text continues: "12", "12,", "1/2", "12e", "10{,", "\frac{1}{2"
 UNFINISHED = re.compile(
-    r"(?<![\d.,/])(?:[\d.,/]|(?<=[\d.])e[+-]?|(?<=10)(?:\^\{?[+-]?|[⁺⁻])"
-    r"|(?<=[\d,])(?:\\[,!]?|\{,?\}?|[\u00a0\u2009\u202f])"
-    r"|\\frac\{[^{}]*\}?(?: ?\{[^{}]*)?)+\Z"
+    r"(?<![\d.,/])(?:[\d.,/]|(?<=[\d.])e[+-]?|(?<=[\d,])(?:\\[,!]?|\{,?\}?|[\u00a0\u2009\u202f])|\\frac\{[^{}]*+\}?+(?:\{[^{}]*+)?+)+\Z"
 )
 GROUP_MARK = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")  # LaTeX, thin spaces
 NUMERIC_FRACTION = re.compile(
     r"(?:(?<![\w.,/^}])(?P<whole>\d{1,20}) ?)?"
-    r"\\frac(?:\{ ?(?P<top>-?\d{1,20}) ?\} ?\{ ?(?P<bottom>-?\d{1,20}) ?\}|(?P<two>\d\d))"
+    r"\\frac(?:\{(?P<top>-?\d{1,20})\}\{(?P<bottom>-?\d{1,20})\}|(?P<two>\d\d))"
 )
-# a power of ten, with or without a factor: 1.5 * 10^{3}, 10⁻³
-POWER_OF_TEN = re.compile(
-    r"(?:(?P<factor>(?<=\d)(?:\\[,;! ]| )*(?:[x*]|\\times|\\cdot)(?:\\[,;! ]| )*)|(?<![\w.,^]))"
-    r"10(?:\^\{?|(?=[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]))(?P<power>[-+⁺⁻]?[\d⁰¹²³⁴⁵⁶⁷⁸⁹]{1,3})\}?(?![\d⁰¹²³⁴⁵⁶⁷⁸⁹])"
-)
-UNIT_POWER = re.compile(r"(?<=[a-z}])\^(?:\{[+-]?\d+\}|[+-]?\d+)")
 SIMILAR = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"),
@@ -59,15 +50,14 @@ SIMILAR = str.maketrans(
 def number_at_end(text: str, ended: bool = True) -> Fraction | None:
     """Return the last number in a text, None if it has none.
 
-    A number may have a sign, a dollar sign, thousands separators, decimals and an exponent or a power of ten, or be a
-    fraction (1/2). A hyphen directly after a letter, a digit, a percent sign or a closing bracket is not a sign, nor
-    is one with a space after it, as in a list. The power of a unit or of a variable is not a number (5 cm^2).
+    A number may have a sign, a dollar sign, thousands separators, decimals and an exponent, or be a fraction (1/2). A
+    hyphen directly after a letter, a digit, a percent sign or a closing bracket is not a sign.
 
     If the text was cut off (`ended` is False), an end that may become another number is ignored: "12", "12," "12."
     "1,2" "1/2" and "12e". A number with anything else after it, such as a space, a percent sign or a letter, is
     complete.
     """
-    text = POWER_OF_TEN.sub(_exponent, UNIT_POWER.sub("", readable(text)))
+    text = readable(text)
     found = list(NUMBER.finditer(text if ended else UNFINISHED.sub("", text)))
     return _value(found[-1]) if found else None
 
@@ -85,11 +75,6 @@ def _value(found: re.Match[str]) -> Fraction:
     value *= Fraction(10) ** int(part["exponent"][1:] or 0)
     negative = (part["sign"] == "-") != (part["inner"] == "-")
     return -value if negative else value
-
-
-def _exponent(found: re.Match[str]) -> str:
-    """Return the power of ten that POWER_OF_TEN matched as an exponent, such as e3."""
-    return ("e" if found["factor"] else "1e") + _digits(found["power"])
 
 
 def readable(text: str) -> str:
@@ -196,6 +181,7 @@ OPTIONAL_SPACE = re.compile(
 WITH_UNIT = re.compile(
     r"""(?P<sign>[-+]?)\ ?(?P<front>us\$|usd|eur|gbp|[$€£¥₹]|)\ ?(?P<inner>[-+]?)
     (?:(?P<fraction>(?:\d+\ (?=\d\d?/))?\d+/\d+)
+      |(?:(?P<factor>[\d.,]+)\ ?[x*]\ ?)?10\^(?P<power>[-+]?\d{1,3})
       |(?P<groups>[1-9]\d{0,2}(?P<between>[ '])\d{3}(?:(?P=between)\d{3})*(?:[.,]\d+)?)
       |(?P<decimal>[\d.,]+(?:e[-+]?\d{1,3})?))
     (?P<space>\ ?)(?P<unit>.*)""",
@@ -232,9 +218,9 @@ def parse(text: str) -> Answer:
     if not bare:  # nothing but marks: "." is not an empty answer
         return Answer(plain)
     short = OPTIONAL_SPACE.sub("", bare)
-    unbracketed = re.sub(r" ?\(([-+]?\d+/\d+)\)", r" \1", bare)
-    unbracketed = re.sub(r"\A([-+] ?)\( ?([^()]+)\)\Z", r"\1\2", unbracketed).strip()
-    found = WITH_UNIT.fullmatch(POWER_OF_TEN.sub(_exponent, unbracketed))
+    plain_number = re.sub(r" ?\(([-+]?\d+/\d+)\)", r" \1", bare)
+    plain_number = re.sub(r"\A([-+] ?)\( ?([^()]+)\)\Z", r"\1\2", plain_number)  # -(5)
+    found = WITH_UNIT.fullmatch(plain_number.strip())
     number, unit = (_number(found), _unit(found)) if found else (None, None)
     if number is None or unit is None:
         return Answer(short)
@@ -259,10 +245,10 @@ def _number(found: re.Match[str]) -> Fraction | None:
     """Return the number that WITH_UNIT matched; None if its separators are not those of one number."""
     part = found.groupdict(default="")
     grouped = part["groups"].replace(part["between"] or " ", "")
-    value = NUMBER.fullmatch(part["fraction"] or part["decimal"] or grouped)
+    value = NUMBER.fullmatch(part["fraction"] or part["decimal"] or grouped or part["factor"] or "1")
     if value is None or (part["sign"] and part["inner"]):
         return None
-    number = _value(value)
+    number = _value(value) * Fraction(10) ** int(part["power"] or 0)
     return -number if "-" in (part["sign"], part["inner"]) else number
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
-from rlhf.data.chat_template import SOME_CHAT, date_of, encode_prompt, encode_whole
+from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
@@ -39,9 +39,8 @@ def check_reward_folder(
     own = load_tokenizer(folder, date=date_of(tokenizer))
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
-    check_reward_context(
-        folder, [p.example for p in rows], config.sampling.max_new_tokens, f"--rm-model {name}", lengths
-    )
+    length, place = config.sampling.max_new_tokens, f"--rm-model {name}"
+    check_reward_context(folder, [p.example for p in rows], length, place, lengths, config.model.rm_text)
     if own.get_vocab() != tokenizer.get_vocab():
         screen.say(
             f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
@@ -70,12 +69,13 @@ def check_reward_context(
     max_new_tokens: int,
     source: str,
     lengths: Sequence[int] | None = None,
+    text: str | None = None,
 ) -> None:
     """Raise UserError if prompts with completions of `max_new_tokens` tokens exceed a reward model's context.
 
-    `lengths` has the prompts' numbers of tokens (None: they are counted with the tokenizer in `folder`). Reads only
-    the tokenizer and the configuration. If the tokenizer is not the start model's, completions may have more tokens.
-    `RewardModel.raw_scores` raises in that case.
+    `text` is --rm-text. `lengths` has the prompts' numbers of tokens (None: they are counted with the tokenizer in
+    `folder`). Reads only the tokenizer and the configuration. If the tokenizer is not the start model's, completions
+    may have more tokens. `RewardModel.raw_scores` raises in that case.
     """
     context = config_values(folder).get("max_position_embeddings")
     if context is None or not examples:
@@ -83,14 +83,26 @@ def check_reward_context(
     tokenizer = load_tokenizer(folder)
     if lengths is None:
         lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
-    tail = tokens_after_eos(tokenizer)
-    raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model", tail))
+    more = 0 if (text_in(read_record(Path(folder))) or text) == "eos" else tokens_of_template(tokenizer)
+    raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model", more))
 
 
-def tokens_after_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a chat template writes after the EOS of a completion, at least 0."""
-    ended, cut_off = (encode_whole(tokenizer, SOME_CHAT, "yes", end) for end in (True, False))
-    return max(0, len(ended) - len(cut_off) - 1)
+def tokens_of_template(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens a chat template writes around a completion, in addition to those of the prompt and to
+    EOS, at least 0."""
+    whole = encode_whole(tokenizer, SOME_CHAT, "yes")
+    return max(0, len(whole) - len(encode_prompt(tokenizer, SOME_CHAT)) - len(encode_completion(tokenizer, "yes")))
+
+
+def text_in(record: dict | None) -> str | None:
+    """Return the form of the text that a reward model was trained on, one of RM_TEXTS; None without a record. Records
+    of this project's older versions do not contain it: they ended at EOS. Raises UserError for an unknown form."""
+    if record is None:
+        return None
+    text = record.get("text", "eos")
+    if text not in RM_TEXTS:
+        raise UserError(f"unknown text {text!r:.40}: {METRICS_FILE} of the reward model. Train the reward model again")
+    return text
 
 
 def check_unrecorded(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, how_to_train, read_record, reward_config_problem
+from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
 from rlhf.checkpoints.weight_names import INCOMPLETE, LM_HEADS, check_loaded
 from rlhf.data.chat_template import SOME_CHAT, encode_completion, encode_prompt, encode_whole
 from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer
@@ -25,9 +25,9 @@ from rlhf.models.load import check_weights, read_model
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
+from rlhf.rewards.checks import text_in
 from rlhf.rollout.completions import padded, token_batch
-from rlhf.settings.training import RM_TEXTS
-from rlhf.utils.errors import RunError, UserError, raise_if
+from rlhf.utils.errors import RunError, raise_if
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,6 @@ class Calibration:
 
     mean: float = 0.0
     std: float = 1.0
-
-
-def text_in(record: dict | None) -> str | None:
-    """Return the form of the text that a reward model was trained on, one of RM_TEXTS; None without a record. Records
-    of this project's older versions do not contain it: they ended at EOS. Raises UserError for an unknown form."""
-    if record is None:
-        return None
-    text = record.get("text", "eos")
-    if text not in RM_TEXTS:
-        raise UserError(f"unknown text {text!r:.40}: {METRICS_FILE} of the reward model. Train the reward model again")
-    return text
 
 
 def _key(messages: Sequence[dict[str, str]]) -> tuple:
@@ -96,7 +85,8 @@ def packed_logits(
 class RewardModel:
     """A sequence classifier with one output. `score` returns calibrated scores; `record` is metrics.json or None.
 
-    `text` is the form of what it reads, one of RM_TEXTS. None: that of its training; without a record "template".
+    `text` is the form of what it reads, one of RM_TEXTS: that of its training. Without a record it is --rm-text, the
+    argument `text` (None: "template").
     """
 
     def __init__(
@@ -116,7 +106,7 @@ class RewardModel:
         self.context = context_of(self.model.config)  # tokens; None: no limit
         self.budget = budget_of(device)  # that of a run follows from its settings
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
-        self.text = text or text_in(record) or "template"
+        self.text = text_in(record) or text or "template"
 
     @classmethod
     def load(
@@ -131,8 +121,7 @@ class RewardModel:
         """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text; `date`: as
         in `load_tokenizer`.
 
-        Raises UserError if it does not exist, does not return one score per completion, or was trained on another
-        `text`.
+        Raises UserError if it does not exist or does not return one score per completion.
         """
         folder = find_model(name, flag)
         config = load_config(folder)
@@ -144,13 +133,7 @@ class RewardModel:
         model, found = read_model(AutoModelForSequenceClassification, folder, config=config)
         check_loaded(found, name, unused=LM_HEADS, fix=f"{INCOMPLETE}. {how_to_train()}")
         check_weights(model, name)
-        record = read_record(Path(folder))
-        trained_on = text_in(record)
-        if text is not None and trained_on not in (None, text):
-            raise UserError(
-                f"its {METRICS_FILE} has the text {trained_on}: --rm-text {text}, {flag} {name}. Remove --rm-text"
-            )
-        return cls(model, tokenizer, device, dtype, record, text)
+        return cls(model, tokenizer, device, dtype, read_record(Path(folder)), text)
 
     def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
         """Return the ids of a prompt with its completion, rendered as in the model's training."""

@@ -33,7 +33,7 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_marks
 from rlhf.data.source import DataSource
-from rlhf.data.splits import pairs_hash, question_hash, split_examples
+from rlhf.data.splits import pairs_hash, question_hash, shared_start, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer
 from rlhf.distributed.gradients import add_up_gradients, exchange_rows
 from rlhf.distributed.group import from_first, on_first, require_equal
@@ -51,7 +51,7 @@ from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import make_folder, saving_tensors, write_json
-from rlhf.utils.paths import SAVING, interrupted_saves
+from rlhf.utils.paths import NEW, interrupted_saves
 from rlhf.utils.processes import size
 from rlhf.utils.system import lock, remove_folder, replace, sync_file
 
@@ -121,8 +121,9 @@ def usable_pairs(
         if left:
             continue
         if not parts[name]:
+            shared = shared_start([pair for part in parts.values() for pair in part])
             raise UserError(
-                f"no pairs to {use} on: {config.data.pairs}, this part is empty. Add pairs or change --split"
+                f"no pairs to {use} on: {config.data.pairs}, this part is empty. Add pairs or change --split{shared}"
             )
         longer = "raise --pair-length" if flag else "use a base model with a longer context"
         raise UserError(
@@ -296,7 +297,7 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
     An interruption leaves the old model complete, in `folder` or where it was moved.
     """
     folder = folder.resolve()
-    staging = folder.with_name(f"{folder.name}{SAVING}{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
+    staging = folder.with_name(f"{folder.name}{NEW}{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
     make_folder(staging)
     held = lock(staging / LOCK_FILE)  # another training must not remove it
     try:
@@ -321,12 +322,15 @@ def remove_interrupted_saves(folder: Path, screen: Screen) -> None:
     """Remove what killed trainings left of their models for `folder`, and print it. A complete model is kept under a
     free name. A folder that another training is writing is not changed."""
     for staging in interrupted_saves(folder.resolve()):
-        held = lock(staging / LOCK_FILE)
+        lock_file = staging / LOCK_FILE
+        is_complete = all((staging / name).is_file() for name in (METRICS_FILE, RUN_FILE))
+        is_ours = is_complete or lock_file.is_file()
+        held = lock(lock_file) if is_ours else None
         if held is None:
             continue
         held.close()
-        (staging / LOCK_FILE).unlink()
-        if (staging / RUN_FILE).is_file():
+        lock_file.unlink()
+        if is_complete:
             kept = numbered_name(folder.resolve())
             replace(staging, kept)
             screen.say(f"an interrupted training left a complete reward model: {staging}. It is now {kept}")

@@ -96,7 +96,7 @@ def merge_adapter(adapter: Path, folder: Path, sampling: SamplingSettings, run: 
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
-    tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
+    tokenizer, base_name = load_tokenizer(str(adapter), date=run.date if run else None), base_of_adapter(adapter)
     fix = "Restore it, then run the training command with --resume --merge-lora"
     found = find_base(adapter, "--merge-lora,", fix, run)
     if getattr(load_config(found), "quantization_config", None) is not None:

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
 from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
@@ -74,6 +75,11 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     tokenizer, evaluated = start.tokenizer, None
     rewards, reward_model = make_rewards(config, inputs.rewards, tokenizer, device, start.date)
     if reward_model is not None:
+        if m.rm_text not in (None, reward_model.text):
+            raise UserError(
+                f"its {METRICS_FILE} has the text {reward_model.text}: --rm-text {m.rm_text}, --rm-model "
+                f"{m.rm_model}. Remove --rm-text"
+            )
         pairs = [prompt.example for prompt in sets.evaluation]
         check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from rlhf.utils.errors import CLOSE, UserError
 
 GGUF_SUFFIX = ".gguf"
-SAVING = ".new-"  # between the name of a folder and a random number: its new content, before it is complete
+NEW = ".new-"  # between the name of a folder and the random number of its new content, before it is complete
+SAVING = re.compile(re.escape(NEW) + r"[0-9a-f]{8}\Z")
 PACKAGE = "package:"  # in front of the name of an installed Python package that contains a GGUF file
 
 
@@ -81,11 +83,15 @@ def resolve_path(name: str) -> Path:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
 
+def is_interrupted_save(path: Path) -> bool:
+    """True for a folder in which an interrupted program was writing the new content of another folder."""
+    return SAVING.search(path.name) is not None and path.is_dir()
+
+
 def interrupted_saves(folder: Path) -> list[Path]:
     """Return the folders in which interrupted programs were writing the new content of `folder`."""
-    return [
-        path for path in sorted(folder.parent.glob(f"*{SAVING}*")) if path.name.partition(SAVING)[0] == folder.name
-    ]
+    saves = filter(is_interrupted_save, folder.parent.glob(f"*{NEW}*"))
+    return sorted(path for path in saves if SAVING.sub("", path.name) == folder.name)
 
 
 def missing_path(path: str, what: str, hint: str) -> UserError:

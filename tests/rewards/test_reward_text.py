@@ -13,11 +13,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
+from rlhf.checkpoints.run_record import RUN_FILE, _from_json
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.examples import Example
 from rlhf.rewards import reward_model
-from rlhf.rewards.checks import check_unrecorded
+from rlhf.rewards.checks import check_reward_context, check_unrecorded
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.training import train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.setup.build import load_components
 from rlhf.utils.console import Screen
 from tests.shapes import gemma_tokenizer, make_reward_model, make_start_model, mistral_tokenizer, qwen3_tokenizer
 
@@ -124,6 +128,48 @@ def test_the_text_is_what_the_template_renders(tmp_path, make):
         assert cut_off.rstrip().endswith(answer.strip()), "nothing follows a completion that was cut off"
 
 
+def test_a_completion_without_text_is_scored_by_a_template_that_rejects_it(tmp_path):
+    """A policy may end at once. The template's error would end a run after hours."""
+    model = RewardModel.load(str(make_reward_model(tmp_path / "rm")), CPU, None)
+    ids = [model.encode(user("a"), completion) for completion in ("", " \n")]
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and not m['content'].strip() %}"
+        "{{ raise_exception('no text') }}{% endif %}{% endfor %}" + model.tokenizer.chat_template
+    )
+    assert [model.encode(user("a"), completion) for completion in ("", " \n")] == ids
+    assert ids[0] != ids[1] and len(model.score([tuple(user("a"))], [""], [True])) == 1
+
+
+def test_thinking_tokens_of_a_completion_are_those_of_the_template(tmp_path):
+    """Qwen 3's marks of thinking are added tokens that its template names; a completion contains them."""
+    model = RewardModel.load(str(make_reward_model(tmp_path / "rm")), CPU, None)
+    model.tokenizer = qwen3_tokenizer()
+    answer = "<think>two cats</think>yes"
+    rendered = model.tokenizer.apply_chat_template(chat("a", answer), tokenize=True, return_dict=True)["input_ids"]
+    assert model.encode(user("a"), answer) == rendered
+    assert model.tokenizer.convert_tokens_to_ids("<think>") in rendered
+
+
+def test_tokens_that_a_template_writes_around_a_completion_need_room(tmp_path, user_error):
+    """Qwen 3's template writes an empty block of thinking before the last answer, and a line break after EOS. The form
+    that ends at EOS has neither."""
+    folder = make_reward_model(tmp_path / "rm")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }}",
+        "{% if loop.last and message['role'] == 'assistant' %}THINK{% endif %}{{ message['content'] }}",
+    )
+    tokenizer.save_pretrained(folder)
+    model = RewardModel.load(str(folder), CPU, None)
+    example = Example(tuple(user("a")))
+    prompt, whole = len(encode_prompt(tokenizer, user("a"))), len(model.encode(user("a"), "b"))
+    room = 512 - whole + 2  # the context without all but "b" and EOS
+    check_reward_context(str(folder), [example], room, "--rm-model")
+    with user_error("--rm-model", 512, whole - prompt - 2):
+        check_reward_context(str(folder), [example], room + 1, "--rm-model")
+    check_reward_context(str(folder), [example], 512 - prompt, "--rm-model", text="eos")
+
+
 def test_a_text_that_spells_a_special_token_stays_text(tmp_path):
     model = RewardModel.load(str(make_reward_model(tmp_path / "rm")), CPU, None)
     eos = model.tokenizer.eos_token_id
@@ -160,13 +206,29 @@ def test_a_model_is_read_as_its_record_tells(tmp_path, user_error):
     assert RewardModel.load(str(folder), CPU, None, text="eos").encode(user("a"), "b")[-1] == eos
     write_record(folder)
     assert RewardModel.load(str(folder), CPU, None).encode(user("a"), "b")[-1] == eos
-    with user_error("--rm-text template", METRICS_FILE):
-        RewardModel.load(str(folder), CPU, None, text="template")
+    assert RewardModel.load(str(folder), CPU, None, text="template").text == "eos", "the record decides"
     write_record(folder, text="template")
     assert RewardModel.load(str(folder), CPU, None).encode(user("a"), "b")[-2:] == [eos, *newline]
     write_record(folder, text="something else")
     with user_error(METRICS_FILE, "something else"):
         RewardModel.load(str(folder), CPU, None)
+
+
+def test_a_run_refuses_a_text_that_the_record_contradicts(configured, tmp_path, user_error):
+    folder = make_reward_model(tmp_path / "rm")
+    write_record(folder, text="template")
+    with user_error("--rm-text eos", METRICS_FILE):
+        load_components(configured("--rm-model", folder, "--rm-text", "eos"), CPU, Screen())
+
+
+def test_runs_of_older_versions_scored_the_text_up_to_eos(runs):
+    """Their reward models had no record, or one without the text."""
+    facts = json.loads((runs["ppo", 1] / RUN_FILE).read_text())
+    assert facts["settings"]["model"].pop("rm_text") is None
+    assert _from_json(facts).flat_settings["rm_text"] == "eos"
+    facts["settings"]["model"] |= {"rm_model": None}
+    facts["settings"]["model"].pop("rm_text", None)
+    assert "rm_text" not in _from_json(facts).flat_settings
 
 
 def test_the_form_of_a_model_without_a_record_is_printed(tmp_path, capsys):

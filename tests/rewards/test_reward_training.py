@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
 from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RUN_FILE
 from rlhf.data.examples import Example
+from rlhf.data.prompts import select_examples
 from rlhf.data.splits import part_of, split_examples
 from rlhf.rewards.calibration import calibration_completions
 from rlhf.rewards.checks import check_measured
@@ -26,6 +28,7 @@ from rlhf.rewards.pair_accuracy import pair_accuracy
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.training import remove_interrupted_saves, run_training, train_reward_model, training_rows
 from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.system import lock
@@ -207,6 +210,39 @@ def test_a_folder_that_another_training_writes_stays(tmp_path, capsys):
     held.close()
     remove_interrupted_saves(tmp_path / "rm", Screen())
     assert not staging.exists()
+
+
+def test_folders_of_the_user_are_never_leftovers(tmp_path, reward_folder, capsys):
+    """Only the names and the content that a killed training leaves are removed or renamed."""
+    others = (
+        "rm.new-dataset",
+        "rm.new-12345678",
+        "rm.new-1234567",
+        "rm.new-abcdef01.new-abcdef01",
+        "other.new-12345678",
+    )
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.jsonl").write_text("{}")
+        (tmp_path / name / RUN_FILE).write_text("{}")
+    (tmp_path / "rm.new-abcdef02").write_text("a file")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    remove_interrupted_saves(tmp_path / "rm", Screen())
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    assert capsys.readouterr().out == ""
+    named = shutil.copytree(reward_folder, tmp_path / "rm.new-york")
+    assert find_model(str(named), "--rm-model") == str(named)
+
+
+def test_pairs_that_all_begin_alike_are_named_as_the_reason(asked, tmp_path, user_error):
+    opening = {"role": "user", "content": "Hello"}
+    rows = [{"prompt": [opening, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": f"{i}?"}],
+             "chosen": "a", "rejected": "b"} for i in range(30)]  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with user_error("empty", "30 of 30", "same user message"):
+        train_reward_model(asked("--pairs", tmp_path / "pairs.jsonl"), Screen(), CPU)
+    with user_error("empty", "30 of 30", "same user message"):
+        select_examples(DataSettings(prompts=str(tmp_path / "pairs.jsonl")))
 
 
 # --- judges ----------------------------------------------------------------------------------------------------------

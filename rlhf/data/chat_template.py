@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Messages = Sequence[dict[str, str]]
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 _SLOTS = re.compile("\ue000([0-9]+)\ue001")
-THINKING = ["<think>", "</think>"]
+THINKING = ("<think>", "</think>")
 SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template writes
 # the marks of well-known chat templates: ChatML, Llama 3, DeepSeek and others; Gemma; Llama 2 and Mistral. Plain words
 # ("Assistant:", "### Response:") are no marks: questions and prompts of base models have them, too
@@ -146,8 +146,9 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase, slots: str, text: str, contents:
     """Return the ids of `text`. If a content in it would produce special tokens, the pieces around the slots and the
     contents are tokenized separately."""
     pieces = _SLOTS.split(slots)
-    thinking = tokenizer.convert_tokens_to_ids(THINKING)  # a template may read them in a completion, as Qwen 3's does
-    special = _special_ids(tokenizer).difference(thinking)
+    # no marks of a turn: a template may read them in a completion, as Qwen 3's does
+    thinking = {i for token, i in tokenizer.get_added_vocab().items() if token in THINKING}
+    special = _special_ids(tokenizer) - thinking
     together = tokenizer(text, add_special_tokens=False).input_ids
     of_template = tokenizer("".join(pieces[::2]), add_special_tokens=False).input_ids
     if [i for i in together if i in special] == [i for i in of_template if i in special]:

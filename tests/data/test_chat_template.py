@@ -35,6 +35,7 @@ TEMPLATES = {
 {{- "Today Date: " + date_string + "\\n" }}{{- messages[0]['content'] }}""",
     "granite": "\n\n  Today's Date: {{ strftime_now('%B %d, %Y') }}.\n{{ messages[0]['content'] }}",
     "in a macro": "{%-macro day(x)%}{{ strftime_now(x) | upper }}{%endmacro%}{{ day('%A %H:' ~ '%M') }}",
+    "rare codes": "{{ strftime_now('%F %T, %e %D %R') }} 5 % 2 {{ 7 %3 }}",
     "numbers": "{% set now = strftime_now %}{% for m in messages %}{{ now(format='%j')|int + 1 }}{% endfor %} %d",
 }
 

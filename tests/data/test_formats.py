@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
@@ -17,6 +18,7 @@ from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
 
 from rlhf.data.examples import Example, examples_of, load_examples, worked_examples
+from rlhf.data.messages import chat_in
 from rlhf.data.source import DataSource
 from rlhf.data.splits import split_examples
 from rlhf.settings.types import Renaming, Split
@@ -170,6 +172,14 @@ def test_other_texts_are_no_chats(text):
     said = []
     (example,) = examples_of([text], say=said.append)
     assert example.messages == (message("user", text),) and said == []
+
+
+def test_a_long_text_that_looks_like_a_chat_is_read_quickly():
+    """A chat that json.dumps has written twice, and a text of its beginnings. Each took minutes."""
+    twice = json.dumps(json.dumps([{"role": "user", "content": "a word " * 20_000}] * 2))[1:-1]
+    started = time.perf_counter()
+    assert chat_in(twice) is None and chat_in("[{" + r"\"role\": \"user\", " * 20_000) is None
+    assert time.perf_counter() - started < 5
 
 
 def test_chats_as_text_are_found_wherever_prompts_are_read(tmp_path):

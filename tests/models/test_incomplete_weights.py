@@ -135,6 +135,11 @@ AS_PUBLISHED = {
         {},
         lambda t: with_old_buffers(t, "transformer.h.0.attn.bias", "transformer.h.1.attn.bias"),
     ),
+    "GPT-2 with masks of an older release": (
+        GPT2Config,
+        {},
+        lambda t: with_old_buffers(t, "transformer.h.0.attn.masked_bias", "transformer.h.1.attn.causal_mask"),
+    ),
     "GPT-2 without a prefix": (GPT2Config, {}, named("transformer.", "")),
     "GPT-NeoX with its mask": (
         GPTNeoXConfig,

@@ -291,6 +291,26 @@ def test_a_base_model_with_other_tensors_is_refused(case, start_model, flags, pa
         train_reward_model(parse_reward_cli(flags(pairs_file, "--base-model", base)), Screen(), CPU)
 
 
+@pytest.mark.parametrize("name", ["Bert", "DebertaV2", "Albert", "Electra"])
+def test_an_encoder_can_be_the_base_model(name, tmp_path):
+    """Its file has the head of a masked language model, and no pooler and no classifier: both are new."""
+    import transformers
+
+    from rlhf.rewards.training import new_reward_model
+
+    tokenizer = smollm2_tokenizer()
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 32, "embedding_size": 32, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**shape)
+    base = getattr(transformers, f"{name}ForMaskedLM")(config)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    fresh = new_reward_model(parse_reward_cli(["--base-model", str(tmp_path / "base")]), CPU)
+    kept = {name: weight for name, weight in base.base_model.named_parameters() if "pooler" not in name}
+    found = dict(fresh.model.base_model.named_parameters())
+    assert kept and all(torch.equal(weight, found[name]) for name, weight in kept.items())
+
+
 @pytest.mark.parametrize(("kind", "tied"), [(Qwen3Config, True), (LlamaConfig, False), (GPTNeoXConfig, False)])
 def test_a_base_model_has_a_language_model_head_and_no_score_head(kind, tied, tmp_path):
     """Also a head that is tied and nevertheless in the file, and GPT-NeoX's, which has another name there."""

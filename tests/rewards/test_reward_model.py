@@ -299,8 +299,10 @@ def test_an_encoder_can_be_the_base_model(name, tmp_path):
     from rlhf.rewards.training import new_reward_model
 
     tokenizer = smollm2_tokenizer()
-    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "intermediate_size": 32, "embedding_size": 32, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+    shape = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"intermediate_size": 32, "embedding_size": 32, "max_position_embeddings": 64, "pad_token_id": 0},
+    }
     config = getattr(transformers, f"{name}Config")(**shape)
     base = getattr(transformers, f"{name}ForMaskedLM")(config)
     base.save_pretrained(tmp_path / "base")

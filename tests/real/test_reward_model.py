@@ -59,8 +59,7 @@ def margin(model, tokenizer, row: dict) -> Tensor:
     """Return the score of the chosen chat minus that of the rejected one, each in a forward pass without padding."""
     scores = []
     for chat in (row["chosen"], row["rejected"]):
-        prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
-        ids = [*prompt, *tokenizer(chat[-1]["content"]).input_ids, tokenizer.eos_token_id]
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)  # with the line break after EOS, as in TRL
         scores.append(model(torch.tensor([ids])).logits[0, 0])
     return scores[0] - scores[1]
 

@@ -212,7 +212,8 @@ class ModelEvaluator:
         same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in here.reward.reward_func)
         same_functions = own.reward.reward_func == here.reward.reward_func
         same_sum = own.reward.reward_weights == here.reward.reward_weights
-        return same_model and same_code and same_functions and same_sum
+        same_text = own.model.rm_text == here.model.rm_text
+        return same_model and same_text and same_code and same_functions and same_sum
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Returns the text for the perplexity, encoded with `tokenizer`.

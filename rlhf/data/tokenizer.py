@@ -276,16 +276,16 @@ def context_problems(
     max_new_tokens: int,
     source: str,
     model: str = "start model",
-    tail: int = 0,
+    added: int = 0,
 ) -> list[str]:
     """Return an error if prompts of these lengths (tokens), alone or with completions of `max_new_tokens`, exceed a
-    model's context (None: no limit) without the `tail` tokens that follow a completion. The message contains `source`
-    and `model`."""
+    model's context (None: no limit) without the `added` tokens that a chat template writes around a completion. The
+    message contains `source` and `model`."""
     longest = max(lengths)
-    if context is None or longest + max_new_tokens <= context - tail:
+    if context is None or longest + max_new_tokens <= context - added:
         return []
-    size = f"{context} tokens" + (f", of which {tail} follow a completion" if tail else "")
-    context -= tail
+    size = f"{context} tokens" + (f" ({added} are for the chat template's text around a completion)" if added else "")
+    context -= added
     alone = longest > context
     room = context if alone else context - max_new_tokens
     flag, more = ("", "") if alone else (f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}")

@@ -153,11 +153,14 @@ def test_the_text_of_models_without_a_record_is_set_for_judge_and_reward_model(r
     """Without --rm-text both read the whole chat. The accuracy of the judge stands beside its name."""
     judge = str(make_reward_model(tmp_path / "judge", seed=7))
     models = [find_model_ref(str(runs["ppo", 1]), "final", None)]
+    names = {}
     for text in ("template", "eos"):
         measure = MeasureSettings(num_prompts=2, judge_model=judge, rm_text=text if text == "eos" else None)
         evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
         learned = [rewards.learned[0] for rewards in (evaluator.rewards, evaluator.judges[0].rewards)]
         assert [model.text for model in learned] == [text, text]
+        names[text] = evaluator.score_name
+    assert names["template"] != names["eos"], "scores of another text are not the training reward"
     facts = dict(evaluator.facts())
     assert judge in facts["judge"] and "of 2 held-out pairs, length baseline" in facts["judge"]
     assert "--rm-text" in capsys.readouterr().out

@@ -234,12 +234,13 @@ def test_runs_of_older_versions_scored_the_text_up_to_eos(runs):
 def test_the_form_of_a_model_without_a_record_is_printed(tmp_path, capsys):
     separate = RewardModel.load(str(make_reward_model(tmp_path / "rm")), CPU, None)
     check_unrecorded(separate, "rm", [], False, Screen())
-    printed = capsys.readouterr().out
-    assert r"<|im_end|>\n" in printed and "--rm-text" in printed and "cut off" not in printed
+    form, accuracy = capsys.readouterr().out.splitlines()
+    assert r"<|im_end|>\n" in form and "--rm-text" in form and accuracy.startswith("warning")
     pad_is_eos = RewardModel.load(str(make_reward_model(tmp_path / "eos", pad=2)), CPU, None, text="eos")
+    assert separate.sees_end and not pad_is_eos.sees_end
     check_unrecorded(pad_is_eos, "rm", [], False, Screen())
-    printed = capsys.readouterr().out
-    assert "cut off" in printed and "'<|im_end|>'" in printed
+    form, end, accuracy = capsys.readouterr().out.splitlines()
+    assert "'<|im_end|>'" in form and end.startswith("note") and accuracy.startswith("warning")
     write_record(tmp_path / "rm", text="template")
     check_unrecorded(RewardModel.load(str(tmp_path / "rm"), CPU, None), "rm", [], False, Screen())
     assert capsys.readouterr().out == ""

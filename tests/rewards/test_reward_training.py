@@ -152,9 +152,9 @@ def test_an_empty_part_is_named(asked, tmp_path, user_error):
     (tmp_path / "pairs.jsonl").write_text(
         "".join(json.dumps({"question": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9))
     )
-    with user_error("evaluate", "empty", "--split") as caught:
+    with user_error("pairs.jsonl", "--split") as caught:
         train_reward_model(asked("--pairs", tmp_path / "pairs.jsonl", "--split", "100/0/0"), Screen(), CPU)
-    assert "context" not in str(caught.value)
+    assert "--pair-length" not in str(caught.value) and "30 of 30" not in str(caught.value)
 
 
 # --- leftovers of interrupted trainings ------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ def test_pairs_that_all_begin_alike_are_named_as_the_reason(asked, tmp_path, use
     rows = [{"prompt": [opening, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": f"{i}?"}],
              "chosen": "a", "rejected": "b"} for i in range(30)]  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with user_error("empty", "30 of 30", "same user message"):
+    with user_error("pairs.jsonl", "30 of 30", "--split"):
         train_reward_model(asked("--pairs", tmp_path / "pairs.jsonl"), Screen(), CPU)
-    with user_error("empty", "30 of 30", "same user message"):
+    with user_error("pairs.jsonl", "30 of 30", "--split"):
         select_examples(DataSettings(prompts=str(tmp_path / "pairs.jsonl")))
 
 
@@ -258,8 +258,10 @@ def test_a_judge_is_checked_like_a_reward_model(tmp_path, capsys):
     """A weak judge, one without a record, and one that was trained on the evaluation prompts are reported."""
     folder = make_reward_model(tmp_path / "judge")
     unknown = RewardModel.load(str(folder), CPU, None)
-    assert check_measured(unknown, "judge j", [Example(pair("a?").messages)], Screen()) == "accuracy unknown"
-    assert "judge j" in (printed := capsys.readouterr().out) and "unknown" in printed and "--rm-text" in printed
+    measured = check_measured(unknown, "judge j", [Example(pair("a?").messages)], Screen())
+    assert measured and not any(character.isdigit() for character in measured), "no number that nobody measured"
+    form, accuracy = capsys.readouterr().out.splitlines()
+    assert "judge j" in form and "--rm-text" in form and "judge j" in accuracy and accuracy.startswith("warning")
     measured = check_measured(unknown, "judge j", [pair("a?"), pair("b?")], Screen())
     assert "2 held-out pairs" in measured
     capsys.readouterr()

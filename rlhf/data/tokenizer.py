@@ -284,7 +284,7 @@ def context_problems(
     longest = max(lengths)
     if context is None or longest + max_new_tokens <= context - added:
         return []
-    size = f"{context} tokens" + (f" ({added} are for the chat template's text around a completion)" if added else "")
+    size = f"{context} tokens" + (f" minus {added} for its chat template" if added else "")
     context -= added
     alone = longest > context
     room = context if alone else context - max_new_tokens

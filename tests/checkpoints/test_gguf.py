@@ -356,14 +356,19 @@ def test_ids_of_smollm2_equal_those_of_the_original_tokenizer(monkeypatch):
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def train_in_this_folder(file: Path, more: str = "") -> None:
+    """Train one update from a GGUF file, into the folder `run`."""
     rows = [{"prompt": f"{word} {i}"} for i, word in enumerate("abcabcabcabc")]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     train_ppo.main(
-        f"--actor-model {tiny} --rm-model none --reward-func length_penalty --prompts prompts.jsonl --split 0/50/50 "
-        "--max-new-tokens 4 --batch-size 2 --num-iterations 1 --use-lora --lora-r 2 --merge-lora --output run".split()
+        f"--actor-model {file} --rm-model none --reward-func length_penalty --prompts prompts.jsonl --split 0/50/50 "
+        f"--max-new-tokens 4 --batch-size 2 --num-iterations 1 --output run {more}".split()
     )
+
+
+def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_in_this_folder(tiny, "--use-lora --lora-r 2 --merge-lora")
     assert "Q4_1" in capsys.readouterr().out  # in the plan
     run = RunRecord.read(Path("run"))
     assert run.data["start_model_gguf"] == converter.gguf_record(find_model(str(tiny), FLAG))
@@ -381,12 +386,7 @@ def test_a_run_starts_from_a_gguf_file_and_is_evaluated(tiny, tmp_path, monkeypa
 def test_an_evaluation_uses_the_gguf_file_that_the_run_started_from(tiny, tmp_path, monkeypatch, user_error):
     """The file may have been replaced or removed: its converted weights are found by the recorded SHA-256."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{word} {i}"} for i, word in enumerate("abcabcabcabc")]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    train_ppo.main(
-        f"--actor-model {tiny} --rm-model none --reward-func length_penalty --prompts prompts.jsonl --split 0/50/50 "
-        "--max-new-tokens 4 --batch-size 2 --num-iterations 1 --output run".split()
-    )
+    train_in_this_folder(tiny)
     original = find_model(str(tiny), FLAG)
 
     def start_of_evaluation() -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -20,6 +21,7 @@ from rlhf.rewards.arguments import Arguments, parameters_of
 from rlhf.rewards.functions import RewardFunction
 from rlhf.utils.errors import RunError
 from rlhf.utils.time_limit import TimeLimitExceeded, event_loop, within
+from rlhf.utils.user_code import user_code
 
 MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
 # paths of code that is not the user's
@@ -49,7 +51,7 @@ def call_function(
         return kind(f"{what}: {who}, {which}. {hint}", inputs=arguments.per_completion)
 
     try:
-        scores = within(limit_s, partial(_call, function, arguments))
+        scores = within(limit_s, partial(_call, function, who, arguments))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:
@@ -102,11 +104,14 @@ def _copy(value: Any) -> Any:
         return value
 
 
-def _call(function: RewardFunction, arguments: Arguments) -> Any:
-    rows = _accepted(function, arguments.per_completion).items()
-    given = {name: [_copy(value) for value in values] for name, values in rows}
-    scores = function(**given, **_accepted(function, arguments.per_call))
-    return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
+def _call(function: RewardFunction, who: str, arguments: Arguments) -> Any:
+    update = arguments.per_call["trainer_state"].global_step
+    # an update calls a function several times, with other completions: evaluation, dynamic sampling, processes
+    with user_code(update, who, crc32(repr(arguments.texts).encode())):
+        rows = _accepted(function, arguments.per_completion).items()
+        given = {name: [_copy(value) for value in values] for name, values in rows}
+        scores = function(**given, **_accepted(function, arguments.per_call))
+        return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
 
 
 def _own_line(error: BaseException) -> str:

@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,18 +208,26 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
         raise UserError(f"no {attribute!r} in {path!r}: {flag} {name}. {nearest}")
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
-        try:
+        with _users_code(f"{attribute}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
             rule = rule()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # the user's code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(
-                f"{attribute}() failed ({reason}): {flag} {name}. Give it a constructor without arguments"
-            ) from None
     if not callable(rule):
         raise UserError(f"{attribute!r} in {path!r} is not callable: {flag} {name}. Name a function or a class")
     return rule
+
+
+@contextmanager
+def _users_code(failed: str, place: str, hint: str) -> Iterator[None]:
+    """Context manager around code of the user's file, as `user_code`. Raises UserError for whatever the code raises,
+    sys.exit() included."""
+    from rlhf.utils.user_code import user_code  # imports torch before the file does: a file may change its settings
+
+    try:
+        with user_code(0, failed):
+            yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{failed} ({type(error).__name__}: {error}): {place}. {hint}") from None
 
 
 def name_in_settings(function: Given) -> str:
@@ -267,15 +276,25 @@ def _execute(file: Path, flag: str) -> Any:
     folder = str(file.parent.resolve())
     if folder not in sys.path:  # the file and its functions can import files next to it
         sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}_{len(_loaded)}", file)
+    spec = importlib.util.spec_from_file_location(_module_name(file), file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
-        # not exec_module: Python's cache of bytecode takes a file of the same size and second for the old one
-        exec(spec.loader.source_to_code(file.read_bytes(), spec.origin), vars(module))
-    except KeyboardInterrupt:
+        with _users_code("the file fails on import", f"{flag} {file}", "Fix the file"):
+            # not exec_module: Python's cache of bytecode takes a file of the same size and second for the old one
+            exec(spec.loader.source_to_code(file.read_bytes(), spec.origin), vars(module))
+    except UserError:
+        del sys.modules[spec.name]  # a corrected file gets the name
         raise
-    except BaseException as error:  # includes sys.exit()
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"the file fails on import: {flag} {file} ({reason}). Fix the file") from None
     return module
+
+
+def _module_name(file: Path) -> str:
+    """Return the file's own name if `import` finds the file by it: then processes that a function starts can import
+    the module. Otherwise, a name that no other module has."""
+    name = file.stem
+    if "." not in name and sys.modules.get(name) in (None, *_loaded.values()):
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin is not None and Path(found.origin).resolve() == file.resolve():
+            return name
+    return f"reward_func_{name}_{len(_loaded)}"

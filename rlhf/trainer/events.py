@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from rlhf.distributed.group import gather
 from rlhf.utils.errors import UserError
+from rlhf.utils.user_code import settings_restored
 
 # in the order of a run; rlhf.callbacks.base.Callback documents each one
 EVENTS = (
@@ -49,6 +50,7 @@ class Events:
                 if hasattr(callback, "close"):
                     callback.close()
 
+    @settings_restored()
     def call(self, event: str, *details: Any) -> None:
         """Call the method `event` of every callback that has it."""
         for callback in self.callbacks:
@@ -65,6 +67,12 @@ class HostEvents:
         """`host` is a trainer of transformers: it has the arguments, the state and the control of the callbacks."""
         self.host = host
 
+    @settings_restored()
+    def log(self, metrics: dict[str, float]) -> None:
+        """Append metrics to the log history, and call the method `on_log` of every TrainerCallback."""
+        self.host.log(metrics)
+
+    @settings_restored()
     def call(self, event: str, **details: Any) -> None:
         """Call the method `event` of every TrainerCallback. If one sets `control.should_training_stop` in any process,
         it is set in all of them."""

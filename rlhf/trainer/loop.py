@@ -300,7 +300,7 @@ class OnPolicyLoop:
         self.state.episode = self.episodes
         self.state.epoch = self.sampler.epochs(update)
         if metrics is not None:
-            self.host.log(dict(metrics))  # appends to the log history, and calls the callbacks of transformers
+            self.host_callbacks.log(dict(metrics))
             self.events.call("on_update_end", update, metrics)
             self.this_epoch.append(metrics)
         self.host_callbacks.call("on_step_end")
@@ -342,7 +342,7 @@ class OnPolicyLoop:
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
         self.update_peak_memory()
-        self.host.log(result.metrics())
+        self.host_callbacks.log(result.metrics())
         self.host_callbacks.call("on_evaluate", metrics=result.metrics())
         self.events.call("on_evaluation", result)
         return result.metrics()

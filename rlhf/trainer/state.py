@@ -1,7 +1,7 @@
 """Save and load the state of a trainer between two updates: everything that the next update depends on.
 
 Rollouts and minibatches take random numbers from (seed, update, purpose, episode), so they have no state. The states
-of Python's, numpy's and torch's random generators are saved for reward functions that use them.
+of Python's, NumPy's and torch's random generators are saved for callbacks and models that use them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors
+from rlhf.utils.user_code import generators
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 
@@ -54,7 +55,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.lr_scheduler.state_dict(),
         "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
-        "random": {"python": random.getstate(), "numpy": _numpy_state()},
+        "random": {"python": random.getstate(), "numpy": np.random.get_state()},
     }
     (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
 
@@ -158,9 +159,9 @@ def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert scalars of numpy and torch to Python numbers, for JSON."""
-    if hasattr(value, "item"):
-        return value.item()
+    """Convert scalars and arrays of NumPy and torch to Python numbers and lists, for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     raise TypeError(f"cannot convert {type(value).__name__} to JSON")
 
 
@@ -181,21 +182,13 @@ def _text_from_json(state: dict[str, Any]) -> FixedText:
 
 
 def _random_tensors() -> dict[str, Tensor]:
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"random/torch": torch.get_rng_state(), **{f"random/cuda/{n}": s for n, s in enumerate(gpus)}}
-
-
-def _numpy_state() -> list:
-    name, keys, *rest = np.random.get_state()
-    return [name, keys.tolist(), *rest]
+    return {name: generator.get_state() for name, generator in generators().items()}
 
 
 def _restore_random(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(tensors["random/torch"])
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"random/cuda/{number}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"random/cuda/{number}"], number)
+    np.random.set_state(state["numpy"])
+    for name, generator in generators().items():
+        if name in tensors:
+            generator.set_state(tensors[name])

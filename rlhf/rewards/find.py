@@ -297,4 +297,4 @@ def _module_name(file: Path) -> str:
         found = importlib.util.find_spec(name)
         if found is not None and found.origin is not None and Path(found.origin).resolve() == file.resolve():
             return name
-    return f"reward_func_{name}_{len(_loaded)}"
+    return f"reward_func_{len(_loaded)}"

@@ -39,10 +39,9 @@ def settings_restored() -> Iterator[None]:
 def user_code(update: int, purpose: str, number: int = 0) -> Iterator[None]:
     """Context manager that restores torch's settings and all states of random generators at the end.
 
-    The code inside draws random numbers that depend only on torch's seed (in training, that of the run) and the
-    arguments: a resumed run repeats them.
+    The code inside draws random numbers that depend only on the arguments: a resumed run repeats them.
     """
-    seed = int(rng_for(torch.initial_seed(), update, purpose, number).integers(2**32))
+    seed = int(rng_for(0, update, purpose, number).integers(2**32))
     python, numpy = random.getstate(), np.random.get_state()
     states = {generator: generator.get_state() for generator in generators().values()}
     with settings_restored():

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import compare_runs
@@ -39,7 +41,7 @@ HELD_OUT = [{"prompt": f"What is river {i}?", "answer": "x"} for i in range(4)]
 
 
 def words(completions, **kwargs):
-    """The number of words, with noise from Python's random numbers, whose state a checkpoint must restore."""
+    """The number of words, with noise from Python's random numbers, which a resumed run must repeat."""
     return [len(text.split()) + random.random() for text in completions]
 
 
@@ -66,13 +68,15 @@ def made(start_model, tmp_path, monkeypatch):
 
 
 class Interrupts:
-    """Sends Ctrl-C to this process in one update. Its state counts the updates of the whole run."""
+    """Sends Ctrl-C to this process in one update. Its state counts the updates of the whole run. A checkpoint must
+    restore the states of the random numbers that it draws."""
 
     def __init__(self, update: int | None = None):
-        self.update, self.count = update, 0
+        self.update, self.count, self.drawn = update, 0, []
 
     def on_update_end(self, update, metrics):
         self.count += 1
+        self.drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
         if update == self.update:
             signal.raise_signal(signal.SIGINT)
 
@@ -131,15 +135,19 @@ def test_without_output_nothing_is_written(made, tmp_path):
 
 def test_a_resumed_run_is_bit_identical(made, user_error):
     random.seed(0)
-    whole, counted = made(output="whole", callbacks=[watch := Interrupts()]).train(), watch.count
+    np.random.seed(0)
+    whole = made(output="whole", callbacks=[uninterrupted := Interrupts()]).train()
     random.seed(0)
+    np.random.seed(0)
     with user_error("update 2 of 4. ", "make_config(..., resume=True)", kind=TrainingInterrupted):
         made(callbacks=[Interrupts(2)]).train()
     assert RunRecord.read(Path("run")).status == "stopped"
     random.seed(1)
+    np.random.seed(1)
     resumed = made(callbacks=[watch := Interrupts()], resume=True).train()
     assert same_weights(Path("run"), Path("whole")) and same_weights(Path("run/best"), Path("whole/best"))
-    assert without_time(resumed) == without_time(whole) and watch.count == counted == 4
+    assert without_time(resumed) == without_time(whole) and watch.count == uninterrupted.count == 4
+    assert watch.drawn == uninterrupted.drawn[2:]
     runs = [RunRecord.read(Path(name)) for name in ("run", "whole")]
     assert runs[0].best.evaluations[-1]["score"] == runs[1].best.evaluations[-1]["score"]
     assert len(runs[0].sessions) == 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainerCallback, TrainerControl
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.manifest import find_checkpoints
-from rlhf.trainer.events import HostEvents
+from rlhf.trainer.events import EVENTS, HostEvents
+from rlhf.utils.user_code import settings_restored
 from tests.conftest import attach
 from tests.documents import python_block
 
@@ -138,3 +140,24 @@ def test_a_stop_in_one_process_is_a_stop_in_all(monkeypatch):
     events = HostEvents(Host())
     events.call("on_log", logs={})
     assert events.stopped
+
+
+def test_callbacks_change_no_setting_of_torch(build):
+    """Neither this project's callbacks nor those of transformers, in any event."""
+
+    def change(*_, **__):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+
+    own = type("Own", (), dict.fromkeys(EVENTS, change))
+    host = type("Host", (TrainerCallback,), {name: change for name in dir(TrainerCallback) if name.startswith("on_")})
+    weights = []
+    with settings_restored():
+        for callbacks in ([], [own(), host()]):
+            trainer = build("--num-iterations", 2, "--eval-every", 1, callbacks=callbacks)
+            trainer.train()
+            weights.append([weight.tolist() for weight in trainer.model.parameters()])
+            assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+            assert torch.get_default_device() == torch.device("cpu")
+    assert weights[0] == weights[1]

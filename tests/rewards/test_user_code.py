@@ -4,6 +4,7 @@ which a reward function starts can import its file."""
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import random
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,8 @@ def test_a_call_on_another_thread_changes_no_state():
 
     def work():
         with unchanged():
-            seen.append(score(plain))
+            scores = score(plain)
+        seen.append(scores)
 
     thread = threading.Thread(target=work)
     with unchanged():
@@ -196,7 +198,8 @@ def test_a_run_with_a_file_that_changes_everything_is_bit_identical(run_flags, t
         (tmp_path / f"{name}.py").write_text(code)
         rule = f"{tmp_path}/{name}.py:f"
         flags = ["--rm-model", "none", "--reward-func", rule, "--eval-func", rule, "--output", tmp_path / name]
-        script.main(run_flags(*groups, *flags, "--eval-every", 1))
+        with settings_restored():  # for other tests, if this one fails
+            script.main(run_flags(*groups, *flags, "--eval-every", 1))
     assert differing(tmp_path / "plain", tmp_path / "changes") == []
 
 
@@ -258,26 +261,27 @@ def test_a_file_that_was_corrected_gets_its_name(own_modules, tmp_path):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no POSIX signals")
 def test_processes_of_a_function_import_its_file_and_sigterm_ends_the_run(run_flags, tmp_path):
     """The signal comes while the pool works."""
-    started = tmp_path / "started"
+    started, deadline = tmp_path / "started", time.monotonic() + 200
     (tmp_path / "pool_rules.py").write_text(POOL.format(str(started)))
     rule = f"{tmp_path}/pool_rules.py:pooled"
     flags = run_flags("--rm-model", "none", "--reward-func", rule, "--num-iterations", 90)
-    run = subprocess.Popen(
-        [sys.executable, str(ROOT / "train_ppo.py"), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and run.poll() is None:
-            time.sleep(0.05)
-        started.unlink()
-        while not started.exists() and run.poll() is None:
+    command = [sys.executable, str(ROOT / "train_ppo.py"), *flags]
+    with (tmp_path / "printed").open("w") as file:
+        run = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "printed").read_text()[-3000:]
             time.sleep(0.01)
+
+    try:
+        wait_for(tmp_path / "run" / "metrics.jsonl")
+        started.unlink()
+        wait_for(started)
         run.terminate()
-        printed, _ = run.communicate(timeout=120)
+        status = run.wait(timeout=120)
     finally:
-        run.kill()
-    assert run.returncode == 128 + signal.SIGTERM, printed
-    assert "Traceback" not in printed and "stopped" in printed
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)  # with the processes that it started
+    printed = (tmp_path / "printed").read_text()
+    assert status == 128 + signal.SIGTERM and "Traceback" not in printed and "stopped" in printed

@@ -13,7 +13,6 @@ from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 
@@ -106,8 +105,8 @@ def _copy(value: Any) -> Any:
 
 def _call(function: RewardFunction, who: str, arguments: Arguments) -> Any:
     update = arguments.per_call["trainer_state"].global_step
-    # an update calls a function several times, with other completions: evaluation, dynamic sampling, processes
-    with user_code(update, who, crc32(repr(arguments.texts).encode())):
+    # within an update, evaluation, dynamic sampling and other processes call the function with other completions
+    with user_code(update, who, arguments.texts):
         rows = _accepted(function, arguments.per_completion).items()
         given = {name: [_copy(value) for value in values] for name, values in rows}
         scores = function(**given, **_accepted(function, arguments.per_call))

@@ -222,7 +222,7 @@ def _users_code(failed: str, place: str, hint: str) -> Iterator[None]:
     from rlhf.utils.user_code import user_code  # imports torch before the file does: a file may change its settings
 
     try:
-        with user_code(0, failed):
+        with user_code(failed):
             yield
     except KeyboardInterrupt:
         raise

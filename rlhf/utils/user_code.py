@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 import numpy as np
 import torch
-
-from rlhf.utils.rng import rng_for
 
 SETTINGS = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -36,12 +35,12 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def user_code(update: int, purpose: str, number: int = 0) -> Iterator[None]:
+def user_code(*key: object) -> Iterator[None]:
     """Context manager that restores torch's settings and all states of random generators at the end.
 
-    The code inside draws random numbers that depend only on the arguments: a resumed run repeats them.
+    The code inside draws random numbers that depend only on the text of `key`: a resumed run repeats them.
     """
-    seed = int(rng_for(0, update, purpose, number).integers(2**32))
+    seed = crc32(repr(key).encode())
     python, numpy = random.getstate(), np.random.get_state()
     states = {generator: generator.get_state() for generator in generators().values()}
     with settings_restored():

@@ -154,16 +154,16 @@ def drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), torch.rand(()).item()
 
 
-def test_random_numbers_depend_on_the_arguments_only():
-    def numbers(*given):
-        with user_code(*given):
+def test_random_numbers_depend_on_the_key_only():
+    def numbers(*key):
+        with user_code(*key):
             return drawn()
 
-    given = [(0, "a"), (1, "a"), (0, "b"), (0, "a", 1)]
-    found = [numbers(*arguments) for arguments in given]
+    keys = [(0, "a"), (1, "a"), (0, "b"), (0, "a", ["1"])]
+    found = [numbers(*key) for key in keys]
     assert len({number for row in found for number in row}) == 12
     drawn()
-    assert [numbers(*arguments) for arguments in given] == found
+    assert [numbers(*key) for key in keys] == found
 
 
 def test_functions_draw_other_numbers_in_each_update_and_for_each_batch():

@@ -92,8 +92,8 @@ def choose_threads(config: Config, model: str, device: torch.device, screen: Scr
     now = torch.get_num_threads()
     if threads and before not in (None, now):
         screen.say(
-            f"warning: this run had {before} threads and has {now} now, so its last digits differ from those of an "
-            f"uninterrupted run. Resume with --threads {before} to keep them"
+            f"warning: the number of threads was {before} in this run and is {now} now, so its last digits differ "
+            f"from those of an uninterrupted run. To keep them, resume with --threads {before}"
         )
 
 
@@ -113,7 +113,7 @@ def _threads_here(config: Config, before: int | None, model: str, device: torch.
     chosen = 1 if many >= TWICE * one else most
     screen.say(
         f"threads: {chosen}. Matrix products of the start model's sizes take {1000 * one:.3g} ms with 1 thread and "
-        f"{1000 * many:.3g} ms with {most} here (measured), so 1 is {many / one:.2g}x as fast; from {TWICE:g}x on it "
+        f"{1000 * many:.3g} ms with {most} here (measured), so 1 is {many / one:.1f}x as fast; from {TWICE:g}x on it "
         "is used, as beside programs that use the cores. Set it with --threads"
     )
     return chosen

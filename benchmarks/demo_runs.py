@@ -52,7 +52,7 @@ def _run(run: DemoRun, recipe: str, root: Path, report: Callable[[str], None]) -
     words = list(map(str, words))
     if _is_finished(folder, parse_cli(words, run.algorithm)):
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
         [sys.executable, script, *words], cwd=root, env=environment, capture_output=True, text=True,
         encoding="utf-8", errors="replace",

@@ -36,7 +36,7 @@ class Command:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, "COLUMNS": "120", **environment}
         if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         program = [script] if script == "-c" else ["-m", "reward_model.train"] if script == "reward_model" else [
             str(ROOT / script)
         ]  # fmt: skip

@@ -186,10 +186,14 @@ def verify(name: str, arguments: argparse.Namespace, say: Callable[[str], None])
 def train(words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
     """Run a training command and append its console output to `log`. Raises RunError with the end of the output.
 
-    The first word is a script of the project. `environment` None: that of this process.
+    The first word is a script of the project. `environment` None: that of this process, with torch's number of
+    threads, so that a run on a busy machine does not choose another one.
     """
+    import torch
+
     from benchmarks.machine import busy
 
+    environment = environment or {"OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ}
     log.parent.mkdir(parents=True, exist_ok=True)
     session = {"start": time.time(), "busy_before_percent": busy()}
     with log.open("a", encoding="utf-8") as opened:

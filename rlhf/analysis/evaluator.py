@@ -31,7 +31,7 @@ from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.device import autocast, autocast_dtype, set_threads
 from rlhf.models.reference import Reference
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.build import make_rewards
@@ -48,6 +48,7 @@ from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_f
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.system import threads_variable
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ class ModelEvaluator:
         self.models, self.settings, self.device, self.shots = models, settings, device, shots
         self.runs = [model.run for model in models if model.run is not None]
         self.config = shared_settings(models, settings)
+        if self.runs and not threads_variable():
+            set_threads(self.runs[0].threads)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
         judges = find_judges(self.config, models, settings)

@@ -19,6 +19,7 @@ from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number, one_line
 
+FIRST_UPDATES = 3
 SOME_UPDATES = 10  # findings over this many updates are not a coincidence
 
 
@@ -93,7 +94,7 @@ class ProgressLine(Callback):
             f"update {update}/{updates} | {shown_topic}{score} | KL "
             f"{kl_text(kl, target.per)} ({aim}) | beta {metrics['kl_coef']:.3g} | "
             f"length {metrics['completions/mean_length']:.0f} tokens | {signs}"
-            f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
+            f"{speed_text(metrics['throughput/tokens_per_s'])} tokens/s | {clock(left)} left",
             last=update == updates,
         )
 
@@ -125,12 +126,40 @@ class ProgressLine(Callback):
         ]
 
 
+def speed_text(speed: float) -> str:
+    """Return a speed without decimals, or below 1 with one significant digit."""
+    return f"{speed:,.0f}" if speed >= 1 else f"{speed:.1g}"
+
+
 class FindingsWarning(Callback):
-    """Prints the findings of the first updates once. The end of a run prints them again, about its last updates."""
+    """Prints the findings of the first updates once. The end of a run prints them again, about its last updates. Also
+    prints a warning when the run becomes slow, once until it is fast again."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
         self.trainer, self.screen = trainer, screen
+        self.first: list[tuple[float, float]] = []  # tokens and episodes per second of the first updates
+        self.slow = False
 
     def on_update_end(self, update, metrics):
         if update == SOME_UPDATES < self.trainer.updates:
             show_run_findings(self.trainer, self.screen)
+        self.warn_if_slow(update, metrics["throughput/tokens_per_s"], metrics["throughput/episodes_per_s"])
+
+    def warn_if_slow(self, update: int, tokens: float, episodes: float) -> None:
+        """Print a warning if the tokens per second are below a tenth of those of the first updates.
+
+        The best of these counts: the first update compiles and fills caches. The episodes per second must be fewer,
+        too: shorter completions are fewer tokens in nearly the same time.
+        """
+        if len(self.first) < FIRST_UPDATES:
+            self.first.append((tokens, episodes))
+            return
+        usual, usual_episodes = map(max, zip(*self.first, strict=True))
+        slow = tokens < usual / 10 and episodes < usual_episodes / 2
+        if slow and not self.slow:
+            self.screen.say(
+                f"warning: update {update} had {speed_text(tokens)} tokens/s, the first updates {speed_text(usual)}. "
+                "Other programs may use the GPU, the CPU cores or the memory, or the machine is too hot. Close them; "
+                "on a CPU, Ctrl-C and resuming with --threads 1 may help, too"
+            )
+        self.slow = (slow or self.slow) and tokens < usual / 2

@@ -25,6 +25,7 @@ RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
     *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
+    "threads",  # changes rounding only; `choose_threads` prints a warning
 )
 # between seeds of the same configuration: a GPU's free memory decides the last two, which change rounding only
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE, "micro_batch_tokens", "rollout_slots")
@@ -109,6 +110,7 @@ class RunRecord:
     reason: str | None = None  # why the run stopped or failed
     sessions: list | None = None  # dicts of start, process and environment, one per --resume
     processes: int | None = None  # their number, since the start or the resumption of the run
+    threads: int | None = None  # of torch, since the start or the resumption of the run
     unknown: dict | None = None  # keys that the user added to the file; they are preserved
 
     @property

@@ -1,7 +1,8 @@
 """Deterministic algorithms, with which the same seed gives bit-identical results on the same GPU.
 
 According to PyTorch's notes on reproducibility, a GPU requires torch.use_deterministic_algorithms and a cuBLAS
-workspace of fixed size. On a CPU, runs of this project are bit-identical without either.
+workspace of fixed size. On a CPU, runs of this project with the same number of threads are bit-identical without
+either.
 """
 
 from __future__ import annotations

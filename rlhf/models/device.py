@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from functools import cache
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from rlhf.models.determinism import call_vector_functions_once, use_deterministi
 from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
+from rlhf.utils.system import available_cores, cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 # CUDA 13 supports GPUs from Turing (RTX 20) on; torch 2.14 is the last release with CUDA 12
@@ -57,6 +58,19 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     Needed because PPOConfig(bf16=True) leaves accelerate's mixed precision at "no".
     """
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
+
+
+@cache
+def own_threads() -> int:
+    """Returns the number of torch's threads before `set_threads` changed it."""
+    return torch.get_num_threads()
+
+
+def set_threads(number: int | None) -> None:
+    """Sets the number of torch's threads, at most one per core. None: it stays as it is."""
+    own_threads()  # before the first change
+    if number is not None:
+        torch.set_num_threads(min(number, available_cores()))
 
 
 def start_device(screen: Screen, deterministic: bool = False, timeout_s: float = TIMEOUT_S) -> torch.device:

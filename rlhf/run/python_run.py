@@ -124,7 +124,7 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
         asked = recorded(config, folder, **instead)
         used = from_first(lambda: prepared(asked, screen))
     inputs = load_inputs(used, screen, **given)
-    used = used if used.run.resume else choose_settings(used, inputs, device, screen)
+    used = choose_settings(used, inputs, device, screen)
     components, pass_rates = keep_by_pass_rate(used, load_models(used, inputs, device, screen), screen, folder)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
     return RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model, model_files
 from rlhf.checkpoints.run_folder import claim_output
@@ -47,7 +49,7 @@ def start_run(
         if pass_rates is not None and not config.run.resume:
             pass_rates.write(folder)
             log.add(pass_rates=pass_rates.counts)
-        log.add(processes=processes)
+        log.add(processes=processes, threads=torch.get_num_threads())
         return log.record
 
     record = from_first(begin)

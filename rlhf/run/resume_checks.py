@@ -18,6 +18,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY, Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.system import threads_variable
 
 T = TypeVar("T")
 
@@ -51,11 +52,17 @@ def in_one_precision(
     configs: dict[T, Config], choose: Callable[[Config], bool | None] = lambda config: None
 ) -> dict[T, Config]:
     """Return the configurations of a command's runs, with one precision for all runs of a start model if --bf16 is
-    unset: that of a run that was started before, otherwise what `choose` returns (None: unset)."""
+    unset: that of a run that was started before, otherwise what `choose` returns (None: unset). New runs also get the
+    number of threads of a run that was started before, unless the user sets it."""
     found: dict[str, bool | None] = {}
-    for one in configs.values():
-        stored = flat_settings((read_json(Path(one.run.output)) or {}).get("settings", {}))
-        if stored.get("bf16") is not None and not one.run.overwrite:
+    before = [read_json(Path(one.run.output)) or {} for one in configs.values() if not one.run.overwrite]
+    threads = None if threads_variable() else next((run["threads"] for run in before if "threads" in run), None)
+    for key, one in configs.items():
+        if one.speed.threads is None and not one.run.resume:
+            configs = configs | {key: replaced(one, threads=threads)}
+    for run in before:
+        stored = flat_settings(run.get("settings", {}))
+        if stored.get("bf16") is not None:
             found.setdefault(stored.get("actor_model"), stored["bf16"])
     unset = {key: one for key, one in configs.items() if one.model.bf16 is None and not one.run.resume}
     for one in unset.values():

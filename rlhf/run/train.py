@@ -61,7 +61,7 @@ def load_parts(
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
-    config = config if config.run.resume else choose_settings(config, inputs, device, screen)
+    config = choose_settings(config, inputs, device, screen)
     filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
     if not filtered:
         plan_run(config, inputs, device, screen)

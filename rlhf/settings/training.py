@@ -94,7 +94,7 @@ class ModelSettings:
     bf16: bool | None = setting(
         None,
         "bfloat16 autocast; unset: on for a GPU that computes in bfloat16, and on a CPU if a measurement at the start "
-        "finds it at least 1.2 times as fast as float32 (tiny models: float32)",
+        "finds it at least 1.2 times as fast as float32 (tiny models and --deterministic: float32)",
     )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: uses less memory, is slower"
@@ -331,6 +331,13 @@ class SpeedSettings:
         "to 1,024; 64 on a CPU",
         ge=0,
         needs=("!rollout_engine=plain", "!rollout_engine=vllm"),
+    )
+    threads: int | None = setting(
+        None,
+        "threads of torch. Runs on a CPU are bit-identical at equal numbers only; unset: OMP_NUM_THREADS or "
+        "MKL_NUM_THREADS, if one is set; otherwise on a CPU one per core, or 1 if a measurement at the start finds it "
+        "at least twice as fast, because other programs use the cores (not with --deterministic and in Python)",
+        ge=1,
     )
     packed: bool = setting(
         True, "sequence packing: no computation on padding, and a prompt is computed once for all of its completions"
@@ -659,7 +666,7 @@ class RunSettings:
     deterministic: bool = setting(
         False,
         "use deterministic algorithms: on one GPU, the same seed gives bit-identical weights, and a run is slower. On "
-        "a CPU, runs are bit-identical without it",
+        "a CPU, runs with equal --threads and --bf16 are bit-identical without it; with it, neither is measured",
     )
     seeds: tuple[int, ...] | None = setting(
         None,

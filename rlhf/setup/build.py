@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
+from rlhf.demo import ready
 from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
 from rlhf.demo.tasks import Gold
@@ -27,6 +28,7 @@ from rlhf.rollout.engine import default_engine
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
+from rlhf.setup.precision import choose_threads
 from rlhf.setup.preflight import graphs_do_not_hang
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
@@ -37,6 +39,8 @@ from rlhf.utils.errors import UserError
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
     """With a recipe that has parts, make those that do not exist yet: prompts, start model, reward model."""
     if config.recipe == "demo":
+        if not ready.is_ready(config.recipe):
+            choose_threads(config, str(ready.WEIGHTS), device, screen)
         prepare_demo(screen, device)
     elif config.recipe in DEMOS:
         prepare_checker(screen, config.recipe)

@@ -24,7 +24,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import IMPORTED, Estimator
-from rlhf.setup.precision import choose_precision
+from rlhf.setup.precision import choose_precision, choose_threads
 from rlhf.setup.shape import Shape, adapter_weights, base_parameters, parameters_in, shape_of, weights_of
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError
@@ -74,8 +74,12 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
 
 
 def choose_settings(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
-    """Return the configuration with the settings that a new run chooses for its machine: the precision, on a GPU the
-    tokens per micro-batch and the slots, and with --fit those that reduce memory. Raises UserError as `fit`."""
+    """Return the configuration with the settings that a new run chooses for its machine: threads, precision, on a GPU
+    the tokens per micro-batch and the slots, and with --fit those that reduce memory. A resumed run has them, and only
+    its threads are set. Raises UserError as `fit`."""
+    choose_threads(config, inputs.start.folder, device, screen)
+    if config.run.resume:
+        return config
     config = choose_precision(config, inputs.start.folder, device, screen)
     if config.speed.fit is not None:
         return fit(config, inputs, device, screen)

@@ -31,6 +31,11 @@ def cpu_seconds() -> float:
     return time.process_time() + used.children_user + used.children_system
 
 
+def threads_variable() -> str | None:
+    """Return the variable with which the user or a launcher sets the number of threads; None if there is none."""
+    return next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name)), None)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)

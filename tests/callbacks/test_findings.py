@@ -11,11 +11,13 @@ import torch
 import train_ppo
 from rlhf.api import make_trainer
 from rlhf.callbacks.findings import SampleFigures, findings_of, run_figures, short_fields
+from rlhf.callbacks.logging import FindingsWarning, speed_text
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.evaluation import shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.scores import Scores
+from rlhf.utils.console import Screen
 
 SAMPLING = SamplingSettings(max_new_tokens=24)
 GOOD = SampleFigures("8 prompts", "--scan", 0.2, 0.5, (0.0, 1.0), {"right": (0.0, 1.0)}, 0.1, 0.0, 0.25, 0.3)
@@ -153,3 +155,32 @@ def test_every_evaluation_prints_one_question_with_both_answers(run_flags, tmp_p
     assert {rows["start model"] for rows in before} == {after["start model"]}
     assert [rows["score"].split(" -> ")[0] for rows in [*before, after]] == [f"{start.scores[drawn]:.2f}"] * 4
     assert before[1]["score"].split(" -> ")[1] == f"{trainer.evaluations[1].scores[drawn]:.2f}"
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speeds", "warned"),
+    [
+        ([(2, 1), (40, 20), (30, 15), (3.9, 1.9)], [4]),  # tokens and episodes per second; the first update warms up
+        ([(40, 20)] * 3 + [(4, 2)], []),  # a tenth
+        ([(40, 20)] * 3 + [(3.9, 11)], []),  # completions became short
+        ([(4, 2)] * 3 + [(4000, 20), (390, 2)], []),  # as at the start
+        ([(40, 20)] * 3 + [(1, 1), (5, 2), (3, 1), (21, 10), (3, 1)], [4, 8]),  # again after it was fast
+    ],
+)
+def test_a_run_that_becomes_slow_is_reported_once(capsys, speeds, warned):
+    callback, found = FindingsWarning(None, Screen()), []
+    for update, (tokens, episodes) in enumerate(speeds, start=1):
+        callback.warn_if_slow(update, tokens, episodes)
+        if f"warning: update {update} " in capsys.readouterr().out:
+            found.append(update)
+    assert found == warned
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"), [(1234.5, "1,234"), (7.4, "7"), (0.96, "1"), (0.42, "0.4"), (0.04, "0.04")]
+)
+def test_slow_speeds_have_one_digit(speed, text):
+    assert speed_text(speed) == text

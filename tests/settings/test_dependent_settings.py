@@ -33,7 +33,7 @@ ACT_ALWAYS = {
         *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
         *("batch_size", "K", "ppo_epochs", "minibatches", "micro_batch_size", "micro_batch_tokens"),
         *("gradient_accumulation_steps", "clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
-        *("rollout_engine", "packed", "fused_head", "fit"),
+        *("rollout_engine", "threads", "packed", "fused_head", "fit"),
         *("critic", "value_coef", "value_clip_range", "gamma", "lam", "critic_warmup"),
         *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
         *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),

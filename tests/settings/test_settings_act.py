@@ -519,6 +519,7 @@ RECORDED = {
     "record_every",
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
+THREADS = {"threads"}  # tests/setup/test_threads.py
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
@@ -531,7 +532,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 def test_every_setting_is_tested():
     elsewhere = {
         *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES, *SWEPT,
-        *SAMPLER, *DATA,
+        *SAMPLER, *DATA, *THREADS,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 

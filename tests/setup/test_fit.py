@@ -10,7 +10,6 @@ import torch
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import ids_alone
-from rlhf.run import train as train_module
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY
 from rlhf.settings.types import MemorySize
@@ -225,10 +224,10 @@ def test_a_run_stores_the_chosen_batches_and_resumes_with_them(run_flags, tmp_pa
     flags = ("--save-every", 1, "--eval-every", 1)
     for free in (8, 1):
 
-        def chosen(config, inputs, device, screen, free=free):
+        def chosen(config, model, device, screen, free=free):
             return replaced(config, micro_batch_tokens=4 * free, rollout_slots=free)
 
-        monkeypatch.setattr(train_module, "choose_settings", chosen)
+        monkeypatch.setattr(module, "choose_precision", chosen)  # called for a new run only
         resumed = ("--resume", "--resume-anyway") if free == 1 else ()
         train_ppo.main(run_flags("--num-iterations", 2 - (free == 8), *flags, *resumed))
         stored = RunRecord.read(tmp_path / "run").flat_settings

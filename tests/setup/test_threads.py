@@ -1,0 +1,240 @@
+"""Tests of the number of threads on a CPU: a measurement chooses it unless the user does, and a run keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import evaluate_generations
+import train_ppo
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
+from rlhf.demo import ready
+from rlhf.run.resume_checks import in_one_precision
+from rlhf.setup import build, precision
+from rlhf.setup.precision import choose_threads, thread_seconds
+from rlhf.utils.console import Screen
+from tests.scripts.test_scripts import ROOT
+
+CPU = torch.device("cpu")
+BUSY, EVEN, FREE = (0.001, 0.002), (0.001, 0.00199), (0.002, 0.001)  # seconds with 1 and with 2 threads
+
+
+@pytest.fixture
+def measures(monkeypatch):
+    """Returns a function that sets the measured seconds on a machine with two cores, on which no variable sets the
+    number. None: a measurement fails the test. Afterwards torch has its number of threads again."""
+    before = torch.get_num_threads()
+
+    def set_to(seconds: tuple[float, float] | None, own: int = 2, **variables: str) -> None:
+        def replacement(hidden: int, inner: int, most: int) -> tuple[float, float]:
+            assert seconds is not None, f"measured {hidden} x {inner}"
+            return seconds
+
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        torch.set_num_threads(own)
+        monkeypatch.setattr(precision, "own_threads", lambda: own)
+        monkeypatch.setattr(precision, "thread_seconds", replacement)
+        monkeypatch.setattr("rlhf.models.device.available_cores", lambda: 2)
+
+    yield set_to
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Returns a function that reads the number of threads in a run.json."""
+    return lambda folder=tmp_path / "run": RunRecord.require(folder, "--output").threads
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "threads"), [(BUSY, 1), (EVEN, 2), (FREE, 2)])
+def test_one_thread_must_be_twice_as_fast(configured, start_model, measures, capsys, seconds, threads):
+    measures(seconds)
+    choose_threads(configured(), str(start_model), CPU, Screen())
+    assert torch.get_num_threads() == threads
+    printed = capsys.readouterr().out
+    assert f"threads: {threads}" in printed and "--threads" in printed
+    assert f"{1000 * seconds[0]:.3g} ms" in printed and f"{1000 * seconds[1]:.3g} ms" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "variables", "threads"),
+    [
+        (["--threads", 1], 2, {}, 1),
+        (["--threads", 2], 1, {"OMP_NUM_THREADS": "1"}, 2),  # as torchrun sets it
+        (["--threads", 9], 2, {}, 2),  # there are no more cores
+        ([], 2, {"OMP_NUM_THREADS": "2"}, 2),
+        ([], 2, {"MKL_NUM_THREADS": "2"}, 2),
+        ([], 1, {}, 1),
+        (["--deterministic"], 2, {}, 2),
+    ],
+)
+def test_what_the_user_sets_is_not_measured(configured, start_model, measures, capsys, flags, own, variables, threads):
+    measures(None, own, **variables)
+    choose_threads(configured(*flags), str(start_model), CPU, Screen())
+    assert torch.get_num_threads() == threads and not capsys.readouterr().out
+
+
+def test_a_program_keeps_its_number(configured, start_model, measures):
+    measures(None)
+    torch.set_num_threads(1)
+    choose_threads(replace(configured(), in_python=True), str(start_model), CPU, Screen())
+    assert torch.get_num_threads() == 1
+
+
+def test_a_gpu_run_is_not_measured_and_takes_the_setting(configured, start_model, measures):
+    measures(None)
+    choose_threads(configured(), str(start_model), torch.device("cuda"), Screen())
+    assert torch.get_num_threads() == 2
+    choose_threads(configured("--threads", 1), str(start_model), torch.device("cuda"), Screen())
+    assert torch.get_num_threads() == 1
+
+
+def test_deterministic_does_not_measure_the_precision(configured, start_model, monkeypatch):
+    monkeypatch.setattr(precision, "SMALLEST", 0)
+    monkeypatch.setattr(precision, "measured", None)
+    assert (
+        precision.choose_precision(configured("--deterministic"), str(start_model), CPU, Screen()).model.bf16 is None
+    )
+
+
+def test_a_measurement_changes_no_state_and_is_made_once_per_process(monkeypatch):
+    monkeypatch.setattr(precision, "THREADS_S", 0)
+    monkeypatch.setattr(precision, "TURN_S", 0.001)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    found = thread_seconds(48, 96, 2)
+    assert min(found) > 0 and torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert thread_seconds(48, 96, 2) == found, "two measurements would differ"
+
+
+def test_the_turns_are_taken_by_both_numbers_and_their_medians_decide(monkeypatch):
+    """One turn in which another program takes the cores decides nothing."""
+    asked, times = [], iter([1.0, 3.0, 90.0, 4.0, 2.0, 80.0])
+
+    def timed(rows, hidden, inner, threads, seconds):
+        asked.append(threads)
+        return type("Measurement", (), {"mean": next(times)})
+
+    monkeypatch.setattr(precision, "THREADS_S", 0)
+    monkeypatch.setattr(precision, "_timed", timed)
+    assert thread_seconds.__wrapped__(8, 8, 4) == (2.0, 4.0)
+    assert asked == [1, 4] * precision.TURNS
+
+
+def test_the_parts_of_the_demo_are_built_with_the_measured_number(configured, measures, monkeypatch):
+    measures(BUSY)
+    built = []
+    monkeypatch.setattr(build, "prepare_demo", lambda *_: built.append(torch.get_num_threads()))
+    monkeypatch.setattr(ready, "is_ready", lambda recipe: False)
+    build.prepare_demo_components(replace(configured(), recipe="demo"), Screen(), CPU)
+    assert built == [1]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_its_number(run_flags, measures, stored):
+    measures(BUSY)
+    train_ppo.main(run_flags("--num-iterations", 1))
+    assert stored() == 1
+    measures(None)
+    train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway"))
+    assert torch.get_num_threads() == 1 and stored() == 1
+
+
+@pytest.mark.parametrize(("flags", "variables"), [(["--threads", 2], {}), ([], {"OMP_NUM_THREADS": "2"})])
+def test_the_user_changes_the_number_of_a_resumed_run_with_a_warning(
+    run_flags, measures, stored, capsys, flags, variables
+):
+    measures(BUSY)
+    train_ppo.main(run_flags("--num-iterations", 1))
+    assert "warning: the number of threads" not in capsys.readouterr().out
+    measures(None, **variables)
+    train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway", *flags))
+    printed = capsys.readouterr().out
+    assert stored() == 2 and printed.count("warning: the number of threads was 1") == 1 and "--threads 1" in printed
+
+
+def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(run_flags, measures, tmp_path, capsys):
+    measures(BUSY)
+    train_ppo.main(run_flags("--num-iterations", 1))
+    file = tmp_path / "run" / RUN_FILE
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    del facts["threads"], facts["settings"]["speed"]["threads"]
+    file.write_text(json.dumps(facts), encoding="utf-8")
+    measures(None)
+    train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway"))
+    assert torch.get_num_threads() == 2 and "the number of threads" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_an_evaluation_takes_the_number_of_the_run(run_flags, measures, tmp_path, monkeypatch, variables, threads):
+    measures(BUSY)
+    train_ppo.main(run_flags("--num-iterations", 1))
+    measures(None, **variables)
+    monkeypatch.chdir(tmp_path)
+    evaluate_generations.main(["--model-path", "run", "--num-prompts", "2", "--output", "evaluated"])
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.ci
+def test_seeds_that_are_trained_later_have_the_number_of_the_first(run_flags, measures, stored, tmp_path):
+    measures(BUSY)
+    train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1))
+    measures(None)
+    train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1, 2))
+    assert [stored(tmp_path / f"run_seed{seed}") for seed in (1, 2)] == [1, 1]
+
+
+def test_new_runs_of_a_command_get_the_number_of_an_earlier_one(configured, measures, tmp_path):
+    def in_folder(name: str, *flags: object):
+        config = configured(*flags)
+        return replace(config, run=replace(config.run, output=str(tmp_path / name)))
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / RUN_FILE).write_text(json.dumps({"status": "finished", "threads": 1}), encoding="utf-8")
+    runs = {"a": in_folder("a"), "b": in_folder("b"), "c": in_folder("c", "--threads", 2)}
+    measures(None)
+    assert [one.speed.threads for one in in_one_precision(runs).values()] == [1, 1, 2]
+    measures(None, OMP_NUM_THREADS="2")
+    assert [one.speed.threads for one in in_one_precision(runs).values()] == [None, None, 2]
+
+
+TWO_PROCESSES = """
+import sys, torch
+from rlhf.config import make_config
+from rlhf.models.device import start_device
+from rlhf.setup import precision
+from rlhf.utils.console import Screen
+from tests.distributed.ranks import results
+
+def work(rank):
+    device = start_device(Screen())
+    precision._threads_here = lambda *given: (1, 2)[rank]
+    torch.set_num_threads(2)
+    precision.choose_threads(make_config(), sys.argv[1], device, Screen())
+    return torch.get_num_threads()
+
+print("chosen:", results(2, work))
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_several_processes_use_the_number_of_the_first(start_model):
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_PROCESSES, str(start_model)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    assert "chosen: [1, 1]" in ended.stdout, ended.stderr[-3000:]

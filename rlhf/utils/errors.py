@@ -153,6 +153,13 @@ def os_advice(error: OSError) -> str:
     return ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "Fix this")
 
 
+def advice_for(error: BaseException, otherwise: str) -> str:
+    """Return `os_advice` if the operating system refused to read a file that exists; `otherwise` for other errors of
+    reading."""
+    found = as_os_error(error)
+    return otherwise if found is None or isinstance(found, FileNotFoundError) else os_advice(found)
+
+
 def as_os_error(error: BaseException) -> OSError | None:
     """Return the error of the operating system that an error is, or that it reports as text such as "os error 28",
     like the Rust code of safetensors and tokenizers. None for another error."""

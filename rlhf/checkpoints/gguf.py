@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.errors import UserError, as_os_error, first_line, naming
+from rlhf.utils.errors import UserError, as_os_error, first_line
 from rlhf.utils.files import make_folder, saving_tensors, sha256_once, staging_name, write_json
 from rlhf.utils.libraries import is_installed, pip_install
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
@@ -125,8 +125,8 @@ def _converted(file: Path, place: str) -> Path:
         return folder
     _check_readable(file, place)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    lock_file = folder.with_name(folder.name + ".lock")
-    with naming(cache_folder()), waiting_lock(lock_file):  # several processes of a run start at the same time
+    # several processes of a run start at the same time
+    with waiting_lock(folder.with_name(folder.name + ".lock")):
         if not _is_complete(folder, source):
             _convert(file, source, folder, place)
     return folder

@@ -75,8 +75,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Write how the run ended: "finished" only without an error. Inputs of a failed reward function are saved to a
         file, and the error message is extended with its path."""
-        if isinstance(error, OSError):
-            name_output(error, self.folder)
+        name_output(error, self.folder)
         if isinstance(error, RunError) and error.inputs is not None:
             error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
         if kind is None:
@@ -94,7 +93,6 @@ class RunLog:
         saved."""
         file = self.folder / INPUTS_FILE
         try:
-            self.check_place()
             write_json(file, json.loads(json.dumps(inputs, default=str)))  # a column may hold any object
         except Exception as error:  # the disk may be full: the function's error must be reported
             return f"its inputs could not be saved in {file} ({first_line(error)})"

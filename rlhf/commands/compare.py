@@ -8,7 +8,6 @@ from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
-from rlhf.utils.errors import naming
 from rlhf.utils.files import check_folder
 from rlhf.utils.libraries import check_libraries, import_libraries
 
@@ -30,8 +29,7 @@ def compare_command(argv: list[str] | None = None) -> None:
     models, groups = find_arms(config.comparison, config.measure)
     require_trusted_code(models, config.measure)
     import_libraries(screen)
-    with naming(config.comparison.output):
-        compare(config, models, groups, screen)
+    compare(config, models, groups, screen)
 
 
 def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:

@@ -9,7 +9,6 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import Screen, quiet_imports
-from rlhf.utils.errors import naming
 from rlhf.utils.files import check_folder
 from rlhf.utils.libraries import check_libraries, import_libraries
 
@@ -26,8 +25,7 @@ def evaluate_command(argv: list[str] | None = None) -> None:
         RunRecord.require(Path(config.evaluation.tokens), "--tokens")
         from rlhf.reports.token_page import write_token_page
 
-        with naming(config.evaluation.output):
-            return write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
+        return write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
     screen.say("evaluation: checking the models")
     quiet_imports()
     check_libraries()
@@ -37,12 +35,11 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
     require_trusted_code(models, config.measure)
     import_libraries(screen)
-    with naming(config.evaluation.output):
-        if config.evaluation.chat:
-            from rlhf.analysis.chat import chat
+    if config.evaluation.chat:
+        from rlhf.analysis.chat import chat
 
-            return chat(config, screen)
-        return evaluate(config, models, screen)
+        return chat(config, screen)
+    return evaluate(config, models, screen)
 
 
 def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:

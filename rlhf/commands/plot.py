@@ -11,7 +11,7 @@ from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, naming
+from rlhf.utils.errors import UserError
 from rlhf.utils.libraries import check_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
@@ -35,9 +35,8 @@ def plot_command(argv: list[str] | None = None) -> None:
     runs = read_runs(folders)
     chart = Chart(runs, config.plot.x, config.plot.smooth, names)
     figure = draw(chart)
-    with naming(config.plot.output):
-        save_picture(figure, picture)
-        rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
+    save_picture(figure, picture)
+    rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
     show_runs(chart, screen)
     screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 

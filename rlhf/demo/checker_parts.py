@@ -8,7 +8,6 @@ from functools import partial
 
 from rlhf.demo import checker_questions, ready, sums_questions
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import naming
 from rlhf.utils.files import atomic_write, write_json, write_text
 from rlhf.utils.system import waiting_lock
 
@@ -22,7 +21,7 @@ def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
     if parts.are_complete():
         return screen.say(f"{recipe}: the parts are in {parts.folder}")
     parts.folder.mkdir(exist_ok=True)
-    with naming(parts.folder), waiting_lock(parts.folder / ".lock"):  # runs may start at the same time
+    with waiting_lock(parts.folder / ".lock"):  # runs may start at the same time
         if not parts.are_complete():
             _write(parts, screen)
 

@@ -20,7 +20,6 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.errors import naming
 from rlhf.utils.files import atomic_write, write_json, write_text
 from rlhf.utils.system import replace, waiting_lock
 
@@ -30,7 +29,7 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
     record = ready.record_of_demo()
     if record is None:  # complete parts are only read: they may belong to another user
         ready.FOLDER.mkdir(exist_ok=True)
-        with naming(ready.FOLDER), waiting_lock(ready.FOLDER / ".lock"):  # runs may start at the same time
+        with waiting_lock(ready.FOLDER / ".lock"):  # runs may start at the same time
             record = ready.record_of_demo()
             if record is None:
                 return _build(screen, device)

@@ -21,7 +21,7 @@ from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer_state
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, first_line, naming
+from rlhf.utils.errors import UserError, first_line
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
 from rlhf.utils.processes import is_first
 
@@ -41,8 +41,7 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
         screen.say(f"this run is already finished: {output}. There is nothing to train")
         if not config.run.only_looks:
             check_export(config, run)
-            with naming(output):
-                export_run(config, screen)
+            export_run(config, screen)
         return None
     found = checkpoints_of(config, run)
     newest = max(found.forbidden, default=0)

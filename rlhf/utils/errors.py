@@ -172,8 +172,8 @@ def as_os_error(error: BaseException) -> OSError | None:
 
 @contextmanager
 def naming(output: str | Path) -> Iterator[None]:
-    """Context manager of the part of a command that writes into `output`. An OSError in it that has no file name, such
-    as that of a full disk, gets this one. Its exit status is 1."""
+    """Context manager for writing a file or a folder. An OSError in it that has no file name, such as that of a full
+    disk, gets this one. The exit status of its command is 1."""
     try:
         yield
     except OSError as error:
@@ -181,11 +181,11 @@ def naming(output: str | Path) -> Iterator[None]:
         raise
 
 
-def name_output(error: OSError, output: str | Path) -> None:
-    """Name the output of a command in an OSError that names no file."""
-    error.started = True
-    if error.errno is not None and error.filename is None:
-        error.filename = str(output)
+def name_output(error: BaseException | None, output: str | Path) -> None:
+    """Do for an error what `naming` does."""
+    if isinstance(error, OSError) and error.errno is not None:
+        error.started = True
+        error.filename = error.filename or str(output)
 
 
 REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"

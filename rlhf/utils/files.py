@@ -34,18 +34,18 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` with a temporary file in the folder of `file`, then rename it to `file`. Creates the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     staging = file.with_name(file.name + ".new")
-    write(staging)
-    sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
-    replace(staging, file)
-    sync_folder(file.parent)
+    with naming(file):
+        write(staging)
+        sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
+        replace(staging, file)
+        sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:
     """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON. Lines end with LF, also on
     Windows."""
     content = text.encode("utf-8", errors="backslashreplace")
-    with naming(file):
-        atomic_write(file, lambda staging: staging.write_bytes(content))
+    atomic_write(file, lambda staging: staging.write_bytes(content))
 
 
 def write_json(file: Path, data: Any) -> None:

@@ -90,12 +90,16 @@ from pathlib import Path
 
 Path("made").mkdir(exist_ok=True)
 
-def full(path, *_):
+def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+def savefig(figure, place, **named):
+    return full() if isinstance(place, Path) else original(figure, place, **named)
+
 Path.write_bytes = full
-import rlhf.utils.files, rlhf.reports.plot_style
-rlhf.reports.plot_style.atomic_write = full
+from matplotlib.figure import Figure
+
+original, Figure.savefig = Figure.savefig, savefig
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

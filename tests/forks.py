@@ -68,6 +68,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     import rlhf.analysis.evaluator
+    import rlhf.reports.comparison_report
+    import rlhf.rewards.training
     import rlhf.run.train  # noqa: F401
 
     for line in sys.stdin:

@@ -21,7 +21,7 @@ from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, os_advice
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
@@ -129,7 +129,10 @@ class Checkpoints(Callback):
 
     def newest_checkpoint(self) -> str:
         """Return in words which checkpoint --resume would use."""
-        newest = find_checkpoints(self.folder, self.log.record.id).newest
+        try:
+            newest = find_checkpoints(self.folder, self.log.record.id).newest
+        except OSError:  # called while an error of the same disk is reported
+            return "the checkpoints cannot be read"
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
     def save(self, update: int) -> None:
@@ -146,7 +149,7 @@ class Checkpoints(Callback):
         except OSError as error:
             raise RunError(
                 f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
-                f"{self.newest_checkpoint()}. Free disk space. {self.resume_hint()}"
+                f"{self.newest_checkpoint()}. {os_advice(error)}. {self.resume_hint()}"
             ) from None
 
     def fill(self, folder: Path) -> None:
@@ -165,8 +168,14 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
-        names = from_first(lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.last_good_update))
         aside = ""
+        try:
+            names = from_first(
+                lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.last_good_update)
+            )
+        except OSError as error:  # called while another error is reported
+            names = []
+            aside = f"The checkpoints with unusable weights could not be renamed to *.suspect ({error}). "
         if names:
             aside = (
                 f"Renamed to *.suspect, because no optimizer step from these weights succeeded: {', '.join(names)}. "

@@ -72,5 +72,8 @@ class Incidents(Callback):
     def on_update_skipped(self, update, rollout, batch, reason):
         if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
-            save_incident(self.trainer, folder, update, rollout, batch, reason)
+            try:
+                save_incident(self.trainer, folder, update, rollout, batch, reason)
+            except OSError as error:  # the reason why the run gives up must be reported
+                return self.screen.say(f"warning: the skipped update could not be saved ({error}): {folder}")
             self.screen.say(f"the skipped update is saved in {folder}")

@@ -22,6 +22,7 @@ from rlhf.checkpoints.run_record import flat_settings
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import first_line
 from rlhf.utils.processes import is_first
 
 PROJECT = "rlhf-workstation"  # the default project in wandb and trackio
@@ -158,10 +159,9 @@ class Trackers(Callback):
             action()
         except Exception as error:  # a tracker's library raises whatever its own libraries raise
             self.trackers.pop(name, None)
-            reason = (str(error).strip().splitlines() or ["no message"])[0]
             self.screen.say(
-                f"warning: {name} failed ({type(error).__name__}: {reason:.200}): --report-to. Nothing more is sent "
-                "to it, and training continues"
+                f"warning: {name} failed ({type(error).__name__}: {first_line(error):.200}): --report-to. Nothing "
+                "more is sent to it, and training continues"
             )
 
     def __enter__(self) -> Trackers:

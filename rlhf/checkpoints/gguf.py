@@ -19,15 +19,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, as_os_error, first_line
 from rlhf.utils.files import make_folder, saving_tensors, sha256_once, staging_name, write_json
 from rlhf.utils.libraries import is_installed, pip_install
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
-from rlhf.utils.system import remove_folder, replace
+from rlhf.utils.system import remove_folder, replace, waiting_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -127,7 +125,8 @@ def _converted(file: Path, place: str) -> Path:
         return folder
     _check_readable(file, place)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(folder.name + ".lock")):  # several processes of a run start at the same time
+    # several processes of a run start at the same time
+    with waiting_lock(folder.with_name(folder.name + ".lock")):
         if not _is_complete(folder, source):
             _convert(file, source, folder, place)
     return folder
@@ -169,7 +168,9 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     except (MemoryError, UserError):
         raise
     except Exception as error:  # gguf, numpy and transformers raise errors of many classes for damaged files
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if as_os_error(error) is not None:
+            raise
+        reason = first_line(error, type(error).__name__)
         raise UserError(
             f"the GGUF file cannot be read ({reason:.200}): {place}. Download it again, or give a model whose "
             "architecture and quantization transformers supports"

@@ -8,7 +8,9 @@ checkpoints are removed after the new one was read back and is valid. Only files
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -33,6 +35,7 @@ class CheckpointScan:
     valid: dict[int, Path] = field(default_factory=dict)  # update -> folder, in ascending order
     skipped: list[str] = field(default_factory=list)  # one line per invalid checkpoint: name and problem
     deleting: list[Path] = field(default_factory=list)  # checkpoints whose removal was interrupted
+    forbidden: dict[int, PermissionError] = field(default_factory=dict)  # of the skipped, those of another user
 
     @property
     def newest(self) -> Path | None:
@@ -77,7 +80,9 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         raise
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
-        raise OSError(f"validation after writing failed: {'; '.join(scan.skipped) or 'the folder is missing'}")
+        if not path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        raise OSError(errno.EIO, f"validation after writing failed: {'; '.join(scan.skipped)}", str(path))
     try:
         rotate(scan, run, update, keep)
     except OSError as error:  # on Windows, if another process reads it
@@ -121,7 +126,8 @@ def validate_checkpoint(path: Path, run: str) -> str | None:
 
 
 def read_manifest(file: Path) -> dict | None:
-    """Return a manifest with run, update and at least one file, all inside its folder; None if it is not valid."""
+    """Return a manifest with run, update and at least one file, all inside its folder; None if it is not valid. Raises
+    PermissionError."""
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         names = [(name, int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()]
@@ -129,6 +135,8 @@ def read_manifest(file: Path) -> dict | None:
         return (
             {**manifest, "update": int(manifest["update"]), "run": str(manifest["run"])} if inside and names else None
         )
+    except PermissionError:
+        raise
     except Exception:  # a corrupted file can hold anything: deep nesting, infinite sizes, circular links
         return None
 
@@ -142,10 +150,16 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
         named = NAME.fullmatch(path.name)
         if named is None or not path.is_dir():
             continue
-        problem = validate_checkpoint(path, run)
+        try:
+            problem = validate_checkpoint(path, run)
+            deleting = problem is not None and (path / DELETING).exists()
+        except OSError as error:
+            problem, deleting = f"cannot be read ({error.strerror})", False
+            if isinstance(error, PermissionError):
+                scan.forbidden[int(named[1])] = error
         if problem is None:
             scan.valid[int(named[1])] = path
-        elif (path / DELETING).exists():
+        elif deleting:
             scan.deleting.append(path)
         else:
             scan.skipped.append(f"{path.name}: {problem}")

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ def replace_dir(staging: Path, folder: Path) -> Path | None:
         system.replace(staging, folder)
     except BaseException:
         if older is not None:
-            system.replace(older, folder)
+            with contextlib.suppress(OSError):  # report the first error
+                system.replace(older, folder)
         raise
     system.sync_folder(folder.parent)
     return older

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import IO
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, os_advice
 from rlhf.utils.files import check_folder
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
@@ -97,9 +98,9 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     except OSError as error:  # on Windows, if another program uses a file in it
         programs = system.programs_using(folder)
         users = f"; it is used by {', '.join(programs)}" if programs else ""
+        fix = "Close the programs that use it, such as TensorBoard" if programs or system.WINDOWS else os_advice(error)
         raise UserError(
-            f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}{users}). Close the "
-            "programs that use it, such as TensorBoard"
+            f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}{users}). {fix}"
         ) from None
 
 
@@ -118,9 +119,10 @@ def _move_to(folder: Path, aside: Path) -> Path:
             system.replace(path, aside / path.name)
             moved.append(path)
     except OSError:  # on Windows, if another program uses one of them: move everything back
-        for path in moved:
-            system.replace(aside / path.name, path)
-        aside.rmdir()
+        with contextlib.suppress(OSError):  # report the first error
+            for path in moved:
+                system.replace(aside / path.name, path)
+            aside.rmdir()
         raise
     return aside
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
 from rlhf.utils.system import cpu_seconds
 
@@ -75,21 +75,28 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Write how the run ended: "finished" only without an error. Inputs of a failed reward function are saved to a
         file, and the error message is extended with its path."""
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.folder)  # "disk full" has no file name, and a run writes only to its folder
+        name_output(error, self.folder)
         if isinstance(error, RunError) and error.inputs is not None:
-            file = self.folder / INPUTS_FILE
-            write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
-            error.problems[-1] += f"; its inputs are saved in {file}"
+            error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
         if kind is None:
             self.add(status="finished", ended=now())
-        elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
-            self._found.write(self.folder)  # nothing was trained in this session: restore the record
-        else:
-            status = getattr(error, "run_status", "failed")
-            with contextlib.suppress(OSError):  # the disk may be full: report the error that ended the run instead
+        with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
+            if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
+                self._found.write(self.folder)  # nothing was trained in this session: restore the record
+            elif kind is not None:
+                status = getattr(error, "run_status", "failed")
                 self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
         self._lock.close()
+
+    def _save_inputs(self, inputs: Any) -> str:
+        """Save the inputs of a failed reward function, and return in words where they are, or why they are not
+        saved."""
+        file = self.folder / INPUTS_FILE
+        try:
+            write_json(file, json.loads(json.dumps(inputs, default=str)))  # a column may hold any object
+        except Exception as error:  # the disk may be full: the function's error must be reported
+            return f"its inputs could not be saved in {file} ({first_line(error)})"
+        return f"its inputs are saved in {file}"
 
 
 class FollowingLog(RunLog):

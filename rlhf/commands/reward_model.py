@@ -10,6 +10,7 @@ from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
 from rlhf.utils.console import Screen, quiet_imports
+from rlhf.utils.errors import naming
 from rlhf.utils.libraries import check_libraries, import_libraries
 from rlhf.utils.processes import is_first
 
@@ -38,7 +39,8 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
     with screen:
         if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
             screen.say(f"config.py: {edits}")
-        folder = agree(lambda: train_reward_model(config, screen, start_device(screen), pairs))
+        with naming(config.training.rm_output):
+            folder = agree(lambda: train_reward_model(config, screen, start_device(screen), pairs))
     if not is_first():
         return
     weak = weakness(read_record(folder))

@@ -90,10 +90,12 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     exported = config.run.resume and read_status(Path(config.run.output)) == "finished"
     if not exported:  # also before a dry run, which would otherwise promise a run that cannot start
         check_trackers(config.record.report_to or ())
-    if config.run.resume:
-        return check_resume(config) if config.run.seeds is None else None
     if config.run.seeds is None:
+        if config.run.resume:
+            check_resume(config)
         check_run_folder(config)
+    if config.run.resume:
+        return None
     return check_inputs(config, screen.say)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +134,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
     except Exception as error:  # a template is code and may raise anything; some reject a system message
         roles = ", ".join(m["role"] for m in messages)
         last = messages[-1]["content"]
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error, "")
         kind = "rejects it" if isinstance(error, jinja2.TemplateError) else f"fails with {type(error).__name__}"
         raise UserError(
             f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {last!r:.40}. Write chats in "

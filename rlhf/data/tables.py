@@ -20,7 +20,7 @@ import numpy as np
 from rlhf.checkpoints.model_folder import find_on_hub
 from rlhf.data.folders import choose_split, saved_splits
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, advice_for
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -129,7 +129,8 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
         if source.usual_split != "train":  # those of --dataset-split are the training prompts
             fix = f"It needs a split {split!r}: save other rows as a file, and give the file"
         raise UserError(
-            f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. {fix}"
+            f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. "
+            f"{advice_for(error, fix)}"
         ) from None
 
 
@@ -140,7 +141,8 @@ def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str
     except MemoryError:
         raise
     except Exception as error:  # as in `read_hub`
-        raise UserError(f"not {kind} ({_reason(error)}): {place}. Correct the file, or write it again") from None
+        fix = advice_for(error, "Correct the file, or write it again")
+        raise UserError(f"not {kind} ({_reason(error)}): {place}. {fix}") from None
 
 
 def _reason(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object, vocabulary_problem
 from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
-from rlhf.utils.errors import UserError, raise_if, torch_error
+from rlhf.utils.errors import UserError, advice_for, first_line, raise_if, torch_error
 
 EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
@@ -38,8 +38,8 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
             raise
         if "trust_remote_code" in str(error):
             raise UserError(needs_code(name)) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"cannot be loaded: {name} ({reason}). {hint}") from None
+        reason = first_line(error, type(error).__name__)[:200]
+        raise UserError(f"cannot be loaded: {name} ({reason}). {advice_for(error, hint)}") from None
 
 
 # --- code and kernels that files name --------------------------------------------------------------------------------

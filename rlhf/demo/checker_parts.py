@@ -6,11 +6,10 @@ import json
 import shutil
 from functools import partial
 
-from filelock import FileLock
-
 from rlhf.demo import checker_questions, ready, sums_questions
 from rlhf.utils.console import Screen
 from rlhf.utils.files import atomic_write, write_json, write_text
+from rlhf.utils.system import waiting_lock
 
 Rows = list[dict[str, str]]
 
@@ -22,7 +21,7 @@ def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
     if parts.are_complete():
         return screen.say(f"{recipe}: the parts are in {parts.folder}")
     parts.folder.mkdir(exist_ok=True)
-    with FileLock(parts.folder / ".lock"):  # runs may start at the same time
+    with waiting_lock(parts.folder / ".lock"):  # runs may start at the same time
         if not parts.are_complete():
             _write(parts, screen)
 

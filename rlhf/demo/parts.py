@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 
 import torch
-from filelock import FileLock
 
 from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
@@ -20,26 +20,33 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import write_json, write_text
-from rlhf.utils.system import replace
+from rlhf.utils.files import atomic_write, write_json, write_text
+from rlhf.utils.system import replace, waiting_lock
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
     """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
-    ready.FOLDER.mkdir(exist_ok=True)
-    with FileLock(ready.FOLDER / ".lock"):  # runs may start at the same time
-        record = ready.record_of_demo()
-        if record is not None:
-            screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
-            return show_record(record, screen)
-        stamp_file = ready.FOLDER / ready.STAMP_FILE
-        stamp_file.unlink(missing_ok=True)
-        shutil.copytree(ready.WEIGHTS, ready.FOLDER / "start_model", dirs_exist_ok=True)
-        if (older := ready.FOLDER / "reward_model").exists():
-            replace(older, numbered_name(older))  # it may contain files of the user
-        make_pairs(screen, device)
-        train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
-        write_json(stamp_file, ready.demo_stamp())
+    record = ready.record_of_demo()
+    if record is None:  # complete parts are only read: they may belong to another user
+        ready.FOLDER.mkdir(exist_ok=True)
+        with waiting_lock(ready.FOLDER / ".lock"):  # runs may start at the same time
+            record = ready.record_of_demo()
+            if record is None:
+                return _build(screen, device)
+    screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
+    show_record(record, screen)
+
+
+def _build(screen: Screen, device: torch.device) -> None:
+    stamp_file = ready.FOLDER / ready.STAMP_FILE
+    stamp_file.unlink(missing_ok=True)
+    for file in ready.WEIGHTS.iterdir():
+        atomic_write(ready.FOLDER / "start_model" / file.name, partial(shutil.copyfile, file))
+    if (older := ready.FOLDER / "reward_model").exists():
+        replace(older, numbered_name(older))  # it may contain files of the user
+    make_pairs(screen, device)
+    train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
+    write_json(stamp_file, ready.demo_stamp())
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:

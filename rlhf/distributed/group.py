@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, first_line
 from rlhf.utils.processes import alone, connected, is_first, launched, rank, size
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _exchange(operation: Callable[[], T]) -> T:
 
 def reason_of(error: Exception) -> str:
     """Return the first line of an error of torch.distributed, without the place in torch's source."""
-    line = (str(error).strip().splitlines() or ["no reason given"])[0]
+    line = first_line(error)
     return re.sub(r"^\[\S+\] ", "", line).split(". This is typically")[0][:160]
 
 
@@ -135,8 +135,9 @@ def _portable(error: Exception) -> Exception:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:  # pickle raises whatever an object's own methods raise
-        line = (str(error).strip().splitlines() or ["no message"])[0]
-        return RunError(f"{type(error).__name__} ({line:.200}): process {rank()} of {size()}. This is a bug")
+        return RunError(
+            f"{type(error).__name__} ({first_line(error):.200}): process {rank()} of {size()}. This is a bug"
+        )
 
 
 def from_first(work: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ from rlhf.data.tokenizer import check_vocabulary, load_config, readable
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
-from rlhf.utils.errors import UserError, raise_if, torch_error
+from rlhf.utils.errors import UserError, first_line, raise_if, torch_error
 from rlhf.utils.libraries import pip_install
 
 
@@ -66,7 +66,7 @@ def check_nf4(device: torch.device) -> None:
         layer.load_state_dict({"weight": weights})
         found = layer.to(device)(torch.eye(64, device=device)).cpu()
     except Exception as error:  # without its library, bitsandbytes raises errors of many classes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error, type(error).__name__)
         cuda = f" and CUDA {torch.version.cuda}" if device.type == "cuda" else ""
         raise UserError(
             f"bitsandbytes cannot quantize on this device ({reason:.200}): --load-in-4bit. Install a release for "

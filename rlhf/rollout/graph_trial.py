@@ -12,12 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
 from rlhf.checkpoints.gguf import cache_folder
 from rlhf.checkpoints.run_record import environment, version_of
 from rlhf.utils.files import write_json
-from rlhf.utils.system import gpu_driver
+from rlhf.utils.system import gpu_driver, waiting_lock
 
 TRIAL = (sys.executable, "-m", "rlhf.rollout.graph_trial")
 TIME_LIMIT_S = 120.0  # the imports take most of the time, on a slow disk a minute
@@ -39,7 +37,7 @@ def graph_problem(model_type: str, dtype: str, again: bool = False) -> str | Non
     key = [model_type, dtype, torch.cuda.get_device_name(), gpu_driver(), *code]
     file = cache_folder() / "cuda_graphs.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_name(file.name + ".lock")):  # several processes of a run start at the same time
+    with waiting_lock(file.with_name(file.name + ".lock")):  # several processes of a run start at the same time
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
         problem = None if key in known and not again else try_graphs([*TRIAL, model_type, dtype])
         write_json(file, [*(one for one in known if one != key), *([] if problem else [key])])

@@ -21,7 +21,7 @@ from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer_state
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, first_line
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
 from rlhf.utils.processes import is_first
 
@@ -44,6 +44,9 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
             export_run(config, screen)
         return None
     found = checkpoints_of(config, run)
+    newest = max(found.forbidden, default=0)
+    if newest > max(found.valid, default=0):  # an older one would train its updates again
+        raise found.forbidden[newest]
     if found.newest is None and found.skipped:
         raise UserError(
             [
@@ -107,8 +110,7 @@ def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) ->
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the hashes are right, but another version may have written other content
-            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            problems.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
+            problems.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {first_line(error):.120})")
             continue
         for problem in problems:
             screen.say(f"warning: skipped a checkpoint: {problem}. Using {folder.name}")

@@ -17,6 +17,7 @@ from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.settings.types import CriticName
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.files import check_folder
 from rlhf.utils.paths import exists, is_on_hub, is_path, missing_path
 from rlhf.utils.processes import is_first
 
@@ -87,7 +88,10 @@ def check_run_folder(config: Config) -> None:
     if config.run.check_reward or config.run.scan or not is_first():
         return
     if config.run.resume:
-        return None if config.run.dry_run else require_unused(folder)
+        if not config.run.dry_run:
+            check_folder(config.run.output)
+            require_unused(folder)
+        return
     if config.run.dry_run:  # the plan of a run may be printed while another one is in the folder
         check_place(folder, overwrite=config.run.overwrite)
     else:

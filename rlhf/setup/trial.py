@@ -34,7 +34,7 @@ from rlhf.setup.reward_probes import reward_is_checked
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, first_line
 
 # Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
 # (bfloat16 has 8 significant bits).
@@ -59,7 +59,7 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
             for check in all_checks(config, components, Path(folder)):
                 found.append(check)
         except Exception as error:  # any error of a library or a reward function is a failed check
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = first_line(error, "")
             hint = "Fix this, then run --check again: the remaining checks did not run"
             kind = "" if isinstance(error, (SkipUpdate, RunError)) else f"{type(error).__name__}: "
             found.append(Check("error", f"{kind}{reason:.200}", False, hint))

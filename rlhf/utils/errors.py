@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -116,6 +118,76 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"Did you mean {by_letters[near[0]]}? " if near else otherwise
 
 
+def first_line(error: BaseException, otherwise: str = "no message") -> str:
+    """Return the first line of an error's message; `otherwise` if there is none."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # the class of a user's error may fail at this
+        lines = []
+    return lines[0] if lines else otherwise
+
+
+# --- errors of the operating system ----------------------------------------------------------------------------------
+
+PERMISSION = "Ask its owner for the permission, or use a folder of your own"
+UNMOUNTED = "Check that its folder still exists, and that the disk is mounted"
+ADVICE = {  # how to fix an error of the operating system, by the name of its number
+    "EACCES": PERMISSION,
+    "EPERM": PERMISSION,
+    "EROFS": "The disk is read-only: make it writable, or use another one",
+    "ENOSPC": "Free disk space",
+    "EDQUOT": "Free disk space: your quota on this disk is used up",
+    "EFBIG": "Raise the limit of a file's size (ulimit -f unlimited), or use another disk: FAT32 stores at most 4 GiB",
+    "EMFILE": "Raise the limit of open files, for example with: ulimit -n 4096",
+    "ENFILE": "Close other programs: all of them together have too many files open",
+    "ENOENT": UNMOUNTED,
+    "ENOTDIR": UNMOUNTED,
+    "ESTALE": UNMOUNTED,
+    "EIO": "Check the disk and its connection",
+    "ENOLCK": "Use a disk that supports file locks",
+}
+
+
+def os_advice(error: OSError) -> str:
+    """Return how to fix an error of the operating system."""
+    return ADVICE.get(errno.errorcode.get(error.errno or 0, ""), "Fix this")
+
+
+def advice_for(error: BaseException, otherwise: str) -> str:
+    """Return `os_advice` if the operating system refused to read a file that exists; `otherwise` for other errors of
+    reading."""
+    found = as_os_error(error)
+    return otherwise if found is None or isinstance(found, FileNotFoundError) else os_advice(found)
+
+
+def as_os_error(error: BaseException) -> OSError | None:
+    """Return the error of the operating system that an error is, or that it reports as text such as "os error 28",
+    like the Rust code of safetensors and tokenizers. None for another error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    found = re.search(r"\(os error (\d+)\)", first_line(error))
+    # the last argument is the number on Windows
+    return OSError(int(found[1]), first_line(error), None, int(found[1])) if found else None
+
+
+@contextmanager
+def naming(output: str | Path) -> Iterator[None]:
+    """Context manager for writing a file or a folder. An OSError in it that has no file name, such as that of a full
+    disk, gets this one. The exit status of its command is 1."""
+    try:
+        yield
+    except OSError as error:
+        name_output(error, output)
+        raise
+
+
+def name_output(error: BaseException | None, output: str | Path) -> None:
+    """Do for an error what `naming` does."""
+    if isinstance(error, OSError) and error.errno is not None:
+        error.started = True
+        error.filename = error.filename or str(output)
+
+
 REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
 CLOSE = 0.75  # difflib ratio: allows one typo in a short word, two in a long one
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's message, after the name of the operator
@@ -142,6 +214,7 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     unexpected error, the line contains the path of a file with the traceback. `interrupted` is the message after
     Ctrl-C."""
     try:
+        require_current_folder()
         return main()
     except KeyboardInterrupt:
         if is_first_to_report():
@@ -150,10 +223,24 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     except UserError as error:
         lines, status, by_all, at_once = error.report(), error.exit_status, error.by_all, error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file
-        lines, status = f"error: {visible_line(_unexpected_error_line(error))}", RunError.exit_status
+        lines = f"error: {visible_line(_unexpected_error_line(error))}"
+        status = UserError.exit_status if is_before_start(error) else RunError.exit_status
         by_all, at_once = getattr(error, "by_all", False), False
     print_error(lines, by_all, at_once)
     sys.exit(status)
+
+
+def require_current_folder() -> None:
+    """Raise UserError if the current folder was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder no longer exists. Change into another one: cd FOLDER") from None
+
+
+def is_before_start(error: Exception) -> bool:
+    """Return True for an error of the operating system before the command began to write (`naming`)."""
+    return as_os_error(error) is not None and not getattr(error, "started", False)
 
 
 def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
@@ -173,18 +260,19 @@ def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
 def _unexpected_error_line(error: Exception) -> str:
     """Return one line for an unexpected error. The traceback is written to a file, whose path is in the line, unless
     the error comes from the operating system or is a known torch error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard uses bytes
-        return f"{error.strerror}: {where}. Fix this, then run the command again (a training run with --resume)"
+    found = as_os_error(error)
+    if found is not None:
+        where = f": {os.fsdecode(found.filename)}" if found.filename else ""  # TensorBoard uses bytes
+        resume = "" if is_before_start(error) else " (a training run with --resume)"
+        return f"{found.strerror}{where}. {os_advice(found)}, then run the command again{resume}"
     if isinstance(error, MemoryError):
         return f"out of memory on the CPU: {str(error) or 'no details'}. {REDUCE_MEMORY}"
     line = torch_error(error) if isinstance(error, RuntimeError) else None
     if line is not None:
         return line
-    reason = (str(error).strip().splitlines() or ["no message"])[0]
     return (
-        f"unexpected {type(error).__name__} ({reason:.200}): this is a bug. Please report it; the traceback is in "
-        f"{write_traceback(error)}"
+        f"unexpected {type(error).__name__} ({first_line(error):.200}): this is a bug. Please report it; the "
+        f"traceback is in {write_traceback(error)}"
     )
 
 
@@ -194,10 +282,11 @@ def write_traceback(error: BaseException) -> Path:
     text = "".join(traceback.format_exception(error))
     text = f"{sys.argv!a}\nPython {sys.version}\n{text}".encode(errors="backslashreplace")
     name = f"rlhf_error_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}.log"
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+    for folder in (Path.cwd, tempfile.gettempdir):
         try:
-            (folder / name).write_bytes(text)
-            return folder / name
-        except OSError:  # read-only or full: try the next folder
+            file = Path(folder(), name)
+            file.write_bytes(text)
+            return file
+        except OSError:  # removed, read-only or full: try the next folder
             continue
     return Path("no file, because none could be written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -14,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, as_os_error, name_output, naming
 from rlhf.utils.paths import local_path
 from rlhf.utils.system import (
     WINDOWS,
@@ -35,10 +34,11 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` with a temporary file in the folder of `file`, then rename it to `file`. Creates the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     staging = file.with_name(file.name + ".new")
-    write(staging)
-    sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
-    replace(staging, file)
-    sync_folder(file.parent)
+    with naming(file):
+        write(staging)
+        sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
+        replace(staging, file)
+        sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -73,12 +73,12 @@ def saving_tensors(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:
-        if "os error" not in str(error):
+        found = as_os_error(error)
+        if found is None:
             raise
-        raise OSError(errno.EIO, str(error), "a file of weights or of the tokenizer") from None
+        name_output(found, folder)
+        raise found from None
     for file in folder.glob("*.safetensors"):
         add_umask_permissions(file)
 
@@ -151,7 +151,7 @@ def hardlink_dir(source: Path, target: Path) -> None:
                 raise OSError
             os.link(file, target / file.name)
         except OSError:
-            shutil.copy2(file, target / file.name)
+            shutil.copyfile(file, target / file.name)  # copy2 would also change permissions, which some disks refuse
 
 
 # --- the identity of a file ------------------------------------------------------------------------------------------

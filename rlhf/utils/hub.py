@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, first_line
 
 TIMEOUT_S = 5  # of one request without retries
 
@@ -76,7 +76,7 @@ def _reason(error: Exception) -> str:
     """Return the reason of a hub error, on one line."""
     if isinstance(error, OfflineModeIsEnabled):
         return "offline mode is on"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error, type(error).__name__)
 
 
 # --- uploading -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
@@ -173,21 +174,36 @@ def connect_by_loopback() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+# error numbers if the disk, such as a shared folder, cannot sync a file or a folder
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
+
+
 def sync_file(file: Path) -> None:
-    """Wait until the content of a file is on the disk."""
-    with file.open("rb+") as stream:  # Windows syncs writable files only
+    """Wait until the content of a file is on the disk, if the disk supports this."""
+    with file.open("rb+") as stream, _if_supported():  # Windows syncs writable files only
         os.fsync(stream.fileno())
 
 
+@contextlib.contextmanager
+def _if_supported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+
+
 def sync_folder(folder: Path) -> None:
-    """Wait until the file names of a folder are on the disk. Windows has no such call; its journal keeps the order."""
+    """Wait until the file names of a folder are on the disk, if the disk supports this. Windows has no such call; its
+    journal keeps the order."""
     if WINDOWS:
         return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with _if_supported():
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 RETRY_S = 5.0  # seconds
@@ -276,9 +292,23 @@ def lock(file: Path) -> IO[bytes] | None:
         if error.errno in LOCKED:
             stream.close()
             return None
-        message = f"file locks are not supported here: {file}. Two runs with the same folder are not detected"
-        warnings.warn(message, RLHFWarning, stacklevel=2)
+        _warn_without_locks(file)
     return stream
+
+
+@functools.cache  # once per file: a run locks its folder several times
+def _warn_without_locks(file: Path) -> None:
+    message = f"file locks are not supported here: {file}. Two runs with the same folder are not detected"
+    warnings.warn(message, RLHFWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def waiting_lock(file: Path) -> Iterator[None]:
+    """Context manager that locks a file as `lock`. Waits while another process has the lock."""
+    while (held := lock(file)) is None:
+        time.sleep(0.1)
+    with held:
+        yield
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------

@@ -210,5 +210,38 @@ def test_checkpoint_is_validated_after_writing(folder, monkeypatch, user_error):
     assert updates(folder)[:2] == [10, 20]
 
 
+def test_folder_that_was_removed_during_a_save_is_a_missing_folder(folder, monkeypatch):
+    """A disk that was unmounted, or a folder that was moved: the content was written, and is elsewhere."""
+    monkeypatch.setattr(checkpoints.system, "sync_folder", lambda path: None)
+    original = checkpoints.system.replace
+
+    def replace(source, target):
+        original(source, target)
+        folder.rename(folder.with_name("elsewhere"))
+
+    monkeypatch.setattr(checkpoints.system, "replace", replace)
+    with pytest.raises(FileNotFoundError) as raised:
+        write_checkpoint(folder, RUN, 30, 2, fill)
+    assert raised.value.errno == errno.ENOENT and "checkpoint-30" in raised.value.filename
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_checkpoint_that_cannot_be_read_is_skipped_with_the_reason(folder, monkeypatch, number):
+    """Also while the checkpoint after it is saved. One of another user is listed."""
+    original = Path.read_text
+
+    def read_text(self, *more, **named):
+        if self.parent.name == "checkpoint-20":
+            raise OSError(number, os.strerror(number), str(self))
+        return original(self, *more, **named)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    found = find_checkpoints(folder, RUN)
+    assert list(found.valid) == [10] and found.skipped[0].startswith("checkpoint-20")
+    assert list(found.forbidden) == ([20] if number == errno.EACCES else [])
+    write_checkpoint(folder, RUN, 30, 2, fill)
+    assert updates(folder) == [10, 30]
+
+
 def test_missing_folder_has_no_checkpoints(tmp_path):
     assert find_checkpoints(tmp_path / "nowhere", RUN).newest is None

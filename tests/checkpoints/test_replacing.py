@@ -3,6 +3,7 @@ be repeated."""
 
 from __future__ import annotations
 
+import errno
 import runpy
 import shutil
 import sys
@@ -21,8 +22,9 @@ from rlhf.demo import parts, ready
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.training import save_reward_model
+from rlhf.utils import system
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError, run_command
+from rlhf.utils.errors import RLHFWarning, RunError, run_command
 from tests.conftest import typed
 from tests.trainer.test_nan import nan_rule, run
 
@@ -219,6 +221,23 @@ def test_files_of_the_user_in_the_demos_reward_model_are_moved_aside(demo, tmp_p
     (folder / "thesis.txt").write_text("mine")
     parts.prepare_demo(Screen(), CPU)
     assert demo == ["reward model"] and (tmp_path / "demo_parts" / "reward_model_1" / "thesis.txt").is_file()
+
+
+@pytest.mark.skipif(system.WINDOWS, reason="Windows has no flock")
+def test_complete_demo_parts_need_no_lock_and_missing_ones_no_disk_with_locks(demo, monkeypatch):
+    """They may belong to another user, or be on a mount without locks."""
+    import fcntl
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(RLHFWarning, match="locks"):
+        parts.prepare_demo(Screen(), CPU)
+    (Path("demo_parts") / ".lock").unlink()
+    (Path("demo_parts") / ".lock").mkdir()  # opening it fails
+    parts.prepare_demo(Screen(), CPU)
+    assert demo == ["reward model"]
 
 
 # --- export ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -14,11 +15,12 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf.callbacks.checkpointing import Checkpoints
-from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, read_status
+from rlhf.checkpoints import run_log
+from rlhf.checkpoints.run_folder import INPUTS_FILE, LOCK_FILE, check_output, claim_output, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
 from rlhf.config import make_config
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import facts_of, record_of
 
@@ -208,6 +210,44 @@ def test_resume_clears_the_end_and_restores_it_if_refused(tmp_path):
         assert not json.loads((tmp_path / "run.json").read_text()).keys() & {"ended", "reason"}
         raise UserError("refused")
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+def circular() -> list:
+    inputs: list = []
+    inputs.append(inputs)
+    return inputs
+
+
+@pytest.mark.parametrize("inputs", [{"prompts": ["a"]}, circular()], ids=["full disk", "no JSON"])
+def test_inputs_that_cannot_be_saved_hide_no_error(tmp_path, monkeypatch, inputs):
+    """The reward function's error is reported, and the status of the run is written."""
+    original = run_log.write_json
+
+    def write_json(file, data):
+        if file.name == INPUTS_FILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, data)
+
+    monkeypatch.setattr(run_log, "write_json", write_json)
+    with pytest.raises(RunError) as raised, RunLog(tmp_path, **facts_of()):
+        raise RunError("the function failed", inputs=inputs)
+    assert str(raised.value).startswith("the function failed; ") and "could not be saved" in str(raised.value)
+    assert RunRecord.read(tmp_path).status == "failed" and not (tmp_path / INPUTS_FILE).exists()
+
+
+def test_record_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    record_of(status="failed").write(tmp_path)
+    for resume in (False, True):
+        more = {} if resume else facts_of()
+        log = RunLog(tmp_path, resume=resume, **more)
+        monkeypatch.setattr(RunRecord, "write", write)
+        with pytest.raises(UserError, match="the first"), log:
+            raise UserError("the first")
+        monkeypatch.undo()
+        RunLog(tmp_path, resume=True)._lock.close()  # the lock is released
 
 
 OTHER_FORMATS = {"none": None, "older": 3, "newer": 5, "text": "two"}

@@ -271,7 +271,7 @@ def test_complete_parts_need_no_write_access(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ready, "PER_CELL", 2)
     checker_parts.prepare_checker(Screen())
-    monkeypatch.setattr(checker_parts, "FileLock", None)
+    monkeypatch.setattr(checker_parts, "waiting_lock", None)
     checker_parts.prepare_checker(Screen())
 
 

@@ -3,6 +3,8 @@ settings, data or code is refused."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -568,6 +570,32 @@ def test_removed_run_folder_is_one_error_line_and_is_not_created_again(words, tm
     (tmp_path / "elsewhere").rename(output)
     train_ppo.main(["--resume", "--output", str(output)])
     assert RunRecord.read(output).status == "finished"
+
+
+def test_newest_checkpoint_of_another_user_is_one_line_before_loading(uninterrupted, tmp_path, monkeypatch, capsys):
+    """An older one would train its updates again. Without permission to lock the folder, it is one line, too."""
+    from rlhf.checkpoints import run_folder
+
+    output, original = Path(shutil.copytree(uninterrupted / "ppo", tmp_path / "run")), Path.read_text
+    dataclasses.replace(RunRecord.read(output), status="stopped").write(output)
+
+    def read_text(self, *more, **named):
+        if self.parent.name == "checkpoint-6":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return original(self, *more, **named)
+
+    def lock(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    (output / LOCK_FILE).touch()
+    for where, name, instead, place in ((Path, "read_text", read_text, "checkpoint-6"),
+                                        (run_folder.system, "lock", lock, LOCK_FILE)):  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
+            patch.setattr(where, name, instead)
+            patch.setattr("rlhf.run.train.load_models", None)
+            run_command(lambda: train_ppo.main(["--resume", "--output", str(output)]))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert raised.value.code == 2 and place in line and "permission" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_ppo
+from rlhf.callbacks import checkpointing, incidents
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.save import bad_weights
@@ -223,3 +225,25 @@ def test_perplexity_too_large_for_a_float_is_infinite(build):
     text = FixedText([prompt], [[5, 6, 7]], "three tokens")
     value = perplexity(trainer.actor.policy, text, 0, torch.device("cpu"), None)
     assert value == math.inf
+
+
+def test_full_disk_hides_no_reason_why_a_run_gives_up(run_flags, tmp_path, monkeypatch, capsys):
+    """Neither the incident can be saved, nor the checkpoints renamed."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def nan_gradients(self, *given):
+        stats = original(self, *given)
+        next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
+        return stats
+
+    original = optimize.PolicyOptimizer.gradients
+    monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", nan_gradients)
+    monkeypatch.setattr(incidents, "save_incident", full)
+    monkeypatch.setattr(checkpointing, "set_aside", full)
+    run(run_flags("--num-iterations", 9), 1)
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert "updates in a row" in line and "could not be renamed" in line and "--resume-anyway" in line
+    assert "could not be saved" in printed.out and RunRecord.read(tmp_path / "run").status == "failed"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import tokenize
 from pathlib import Path
@@ -351,6 +353,48 @@ def test_file_system_without_locks_gives_a_warning(monkeypatch, tmp_path, snapsh
     with pytest.warns(RLHFWarning, match="locks") as caught:
         system.lock(tmp_path / "run.lock").close()
     snapshot(*(warning.message for warning in caught))
+
+
+@pytest.mark.skipif(system.WINDOWS, reason="Windows does not sync folders")
+@pytest.mark.parametrize("sync", [system.sync_file, system.sync_folder])
+def test_only_a_sync_that_the_disk_does_not_support_is_ignored(monkeypatch, tmp_path, sync):
+    """EINVAL: some shared folders; ENOTSUP, EBADF and EACCES: other servers. After EIO the content may be lost."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" if sync is system.sync_file else tmp_path
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+
+        def fsync(_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(system.os, "fsync", fsync)
+        lost = number in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        with pytest.raises(OSError, match=os.strerror(number)) if lost else contextlib.nullcontext():
+            sync(place)
+
+
+@pytest.mark.skipif(system.WINDOWS, reason="Windows has no flock")
+def test_warning_about_missing_locks_is_printed_once_per_folder(monkeypatch, tmp_path):
+    import fcntl
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(RLHFWarning, match="locks") as caught:
+        for _ in range(3):
+            system.lock(tmp_path / "run.lock").close()
+        with system.waiting_lock(tmp_path / "run.lock"):
+            pass
+    assert len(caught) == 1
+
+
+def test_waiting_lock_waits_for_the_other_process(tmp_path):
+    held = system.lock(tmp_path / "file")
+    threading.Timer(0.3, held.close).start()
+    started = time.monotonic()
+    with system.waiting_lock(tmp_path / "file"):
+        assert time.monotonic() - started > 0.2 and system.lock(tmp_path / "file") is None
+    system.lock(tmp_path / "file").close()
 
 
 def test_lock_is_released_when_its_process_dies(tmp_path):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if sys.flags.safe_path:  # python -I or PYTHONSAFEPATH: Python does not search the script's folder for packages
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from rlhf.commands.compare import INTERRUPTED
 from rlhf.commands.compare import compare_command as main
 from rlhf.utils.errors import run_command

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+if sys.flags.safe_path:  # python -I or PYTHONSAFEPATH: Python does not search the script's folder for packages
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from rlhf.commands.train import INTERRUPTED, train_command
 from rlhf.utils.errors import run_command

@@ -56,7 +56,7 @@ class Command:
 
     def stop(self) -> None:
         """Send the stop signal: a training run finishes its update and saves."""
-        self.process.send_signal(stop_signals()[-1])
+        self.process.send_signal(stop_signals()[1])  # SIGTERM, on Windows Ctrl-Break
 
     def end(self) -> None:
         """Kill the command if it still runs."""

@@ -23,7 +23,6 @@ import psutil
 import pytest
 import torch
 from filelock import FileLock
-from tensorboard.summary.writer import event_file_writer
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
@@ -40,9 +39,6 @@ from tests.systems import words_of
 
 pytest_plugins = ["tests.sentences"]
 
-# TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
-# and resumes it in the same second, file 10 would come before file 9.
-event_file_writer._global_uid = event_file_writer.AtomicCounter(10**9)
 torch.set_num_threads(1)  # more threads slow tiny models down, and busy-wait while other processes need the cores
 quiet_libraries()
 

@@ -126,11 +126,11 @@ def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
 def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
     """Returns all scalars of a folder of event files by tag, and one remark per file with unreadable data.
 
-    No point is left out. A resumed run has one file per session. The times of the events are those of
-    `RunLog.training_time`, which continues in the next session.
+    No point is left out. A resumed run has one file per session, in the order of their names. The times of the events
+    are those of `RunLog.training_time`, which continues in the next session.
     """
     points, remarks = defaultdict(list), []
-    for file in sorted(logs.glob("*tfevents*"), key=_session_of):
+    for file in sorted(logs.glob("*tfevents*")):
         unread = _add_session(file, points)
         if unread > 0:
             why = "the file is still being written, cut off or damaged"
@@ -138,12 +138,6 @@ def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
     columns = {tag: np.array(rows).T for tag, rows in points.items() if rows}
     start = min((seconds[0] for _, _, seconds in columns.values()), default=0.0)
     return {tag: Curve(u.astype(int), values, s - start) for tag, (u, values, s) in columns.items()}, remarks
-
-
-def _session_of(file: Path) -> tuple[int, str]:
-    """Returns the sort key of an event file: the number of its session, with which TensorBoardLog ends its name."""
-    number = file.suffix[1:]
-    return (int(number) if number.isdecimal() else 0), file.name
 
 
 def _add_session(file: Path, points: dict[str, list[tuple[int, float, float]]]) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar, text
 
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.findings import short_fields, show_run_findings
@@ -28,30 +33,31 @@ class TensorBoardLog(Callback):
 
     def __init__(self, folder: Path, time_of_event: Callable[[], float]):
         """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
-        self.folder, self.done, self.trainer, self.time_of_event = folder, 0, None, time_of_event
+        self.folder, self.time_of_event = folder, time_of_event
+        self.trainer: OnPolicyLoop | None = None
+        self.records: RecordWriter | None = None
 
     def on_train_begin(self, trainer):
-        self.done, self.trainer = trainer.state.global_step, trainer
+        self.trainer = trainer
+        self.folder.mkdir(exist_ok=True)
+        self.records = RecordWriter(new_event_file(self.folder).open("wb"))
+        self.write(file_version="brain.Event:2")
+        # Hides what the interrupted session logged after its last checkpoint: these updates are trained again.
+        # TensorBoard ignores the first START of a run, so the first session writes one, too.
+        self.write(step=trainer.state.global_step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    @cached_property
-    def writer(self) -> SummaryWriter:
-        """The writer. After a resume `purge_step` hides what the interrupted session logged after its last
-        checkpoint, because these updates are trained again."""
-        purge_step = self.done + 1 if self.done else None
-        # the order of the files: the times in their names do not give it if the clock was set back
-        session = f".{len(list(self.folder.glob('*tfevents*')))}"
-        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=purge_step, filename_suffix=session)
-
-    def on_update_done(self, update):
-        self.writer.flush()  # before the checkpoint: a resumed run does not log earlier updates again
+    def write(self, **content: Any) -> None:
+        """Write an event to the file at once: a resumed run does not log the updates before its checkpoint again."""
+        event = Event(wall_time=self.time_of_event(), **content)
+        self.records.write(event.SerializeToString())
+        self.records.flush()
 
     def on_update_end(self, update, metrics):
-        time_of_event = self.time_of_event()
         for name, value in metrics.items():
-            self.writer.add_scalar(name, value, update, time_of_event)
+            self.write(step=update, summary=scalar(name, value))
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.writer.add_scalar("updates/skipped", self.trainer.progress.skipped, update, self.time_of_event())
+        self.on_update_end(update, {"updates/skipped": self.trainer.progress.skipped})
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -60,15 +66,20 @@ class TensorBoardLog(Callback):
         width = columns.index("kl")  # in a wider table TensorBoard breaks the numbers
         drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)
         some = [rows[i * evaluation.samples][:width] for i in drawn]
-        self.writer.add_text("samples", table_text(columns[:width], some), evaluation.update, self.time_of_event())
-
-    def on_train_end(self):
-        self.close()
+        self.write(step=evaluation.update, summary=text("samples", table_text(columns[:width], some)))
 
     def close(self) -> None:
-        """Close the files, if they are open."""
-        if "writer" in vars(self):
-            self.writer.close()
+        """Close the file, if it is open."""
+        if self.records is not None:
+            self.records.close()
+
+
+def new_event_file(folder: Path) -> Path:
+    """Return the path of a new session's event file. TensorBoard reads the files of a run in the order of their names,
+    so the time in this name is later than those of earlier sessions, even if the clock was set back."""
+    earlier = re.findall(r"tfevents\.(\d+)", " ".join(os.listdir(folder)))
+    created = max([int(time.time()), *(int(seconds) + 1 for seconds in earlier)])
+    return folder / f"events.out.tfevents.{created:010}.{socket.gethostname()}.{os.getpid()}"
 
 
 class ProgressLine(Callback):

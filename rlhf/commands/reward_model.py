@@ -20,8 +20,8 @@ INTERRUPTED = "stopped: the output folder contains its previous content, or the 
 
 def reward_model_command(argv: list[str] | None = None, user_file: Path | None = None) -> None:
     """Train the reward model of a command line. `user_file` is the user's config.py; installed commands have none."""
-    use_own_gpu()
     config = parse_reward_cli(argv, user_file)  # torch is imported later, so that errors are printed at once
+    use_own_gpu()
     usual = usual_config(config.recipe, config.user_file)
     screen = Screen()
     screen.say("reward model: checking the settings and pairs")

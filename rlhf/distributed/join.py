@@ -31,11 +31,22 @@ def leave_others() -> bool:
     """Make the first process the only one, for a command that needs no others. Returns True in those, which end."""
     if size() == 1:
         return False
+    check_launcher()
     first = is_first()
     group.local["processes"] = size()  # for the plan
     if first:
         _hide_from_libraries()
     return not first
+
+
+def check_launcher() -> None:
+    """Raise UserError if WORLD_SIZE is set, but not what a launcher sets with it: it may be left from another job."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"no launcher has started this process: WORLD_SIZE={size()} is set, without {', '.join(missing)}. "
+            f"Remove WORLD_SIZE from the environment, or start all {size()} processes with torchrun"
+        )
 
 
 def select_gpu(number: int) -> None:
@@ -72,8 +83,12 @@ def cpu_is_selected() -> bool:
 
 
 def use_own_gpu() -> None:
-    """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
+    """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized.
+
+    Raises UserError if the launcher's variables are incomplete.
+    """
     if size() > 1 and connected() is None and "number" not in group.local:
+        check_launcher()
         group.local["number"] = group.local_rank()
         if cpu_is_selected():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -123,7 +138,7 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
     from torch.distributed.rendezvous import rendezvous
 
     both, timeout = on_gpu and distributed.is_nccl_available(), datetime.timedelta(seconds=timeout_s)
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         socket.getaddrinfo(host, port)  # torch would try again and again until the timeout
         processes.store, _, _ = next(rendezvous("env://", number, count, timeout=timeout))

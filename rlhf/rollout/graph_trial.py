@@ -7,6 +7,7 @@ engines `graph` and `slots`, and exits with status 1 and a line of text if their
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def try_graphs(trial: Sequence[str] = TRIAL, limit_s: float = TIME_LIMIT_S) -> s
     process = subprocess.Popen(
         trial,
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONSAFEPATH": ""},  # with it, Python would not search this folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

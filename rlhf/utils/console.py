@@ -108,8 +108,7 @@ def _show_warning(message, category, *_, **__) -> None:
 
 
 def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
-    """Ignore OSErrors of other threads: TensorBoard's writer thread raises them, and again in the main thread, which
-    reports them."""
+    """Ignore OSErrors of other threads, such as the one that prints after a signal: the terminal may be closed."""
     if not issubclass(error.exc_type, OSError):
         threading.__excepthook__(error)
 

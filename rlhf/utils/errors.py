@@ -216,10 +216,10 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     try:
         require_current_folder()
         return main()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if is_first_to_report():
             print_line(interrupted, file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(error, "exit_status", 130))  # of StoppedAtOnce
     except UserError as error:
         lines, status, by_all, at_once = error.report(), error.exit_status, error.by_all, error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file

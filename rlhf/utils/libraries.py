@@ -55,11 +55,17 @@ def pip_install(extra: str) -> str:
 
 def check_libraries(*names: str) -> None:
     """Raise UserError, with the pip command, if a library is missing, or if trl is not the required version, the last
-    one with PPO. Versions of other libraries are not checked.
+    one with PPO. Versions of other libraries are not checked. Also raises it if Python removes docstrings,
+    with which transformers cannot be imported.
 
     `names`: the libraries to check. None given: all that training uses; extras are checked where they are used.
     """
     problems = []
+    if sys.flags.optimize > 1 and not names:
+        problems.append(
+            "Python removes docstrings, which transformers reads: PYTHONOPTIMIZE=2 or python -OO. Unset the variable, "
+            "or start python without -OO"
+        )
     for line in requirements():
         name = re.match(r"[\w.-]+", line)[0]
         if (name not in names) if names else (name in IMPORTED_BY_SOME):

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: the first signal stops the run after the current update, the second one immediately."""
+"""Stop signals: the first one stops the run after the current update, the second one immediately."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from rlhf.utils.system import stop_signals
 
 # After a signal, launchers of several processes send SIGTERM, perhaps more than once: this is not a second request.
 LAUNCHER_S = 5.0
+REPEAT_S = 1.0  # `timeout` sends its signal twice, and so does a shell whose terminal is closed
 
 
 class TrainingInterrupted(RunError):
@@ -31,19 +33,26 @@ class TrainingInterrupted(RunError):
         return str(self)
 
 
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal stopped the run. The exit status is 128 + this signal."""
+
+    def __init__(self, number: int):
+        self.exit_status = 128 + number
+
+
 class GracefulStop:
     """Context manager that stores the first signal in `by`. The run checks it after each update."""
 
     def __init__(self, say=print_line):
         self.by: signal.Signals | None = None
-        self.at, self.several = 0.0, False
+        self.at = 0.0
+        self.several = size() > 1
+        self.process = os.getpid()
         self.say, self.previous_handlers = say, {}
 
     def __enter__(self) -> GracefulStop:
-        self.several = size() > 1
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # Python allows signal handlers in the main thread only
+        # Python allows signal handlers in the main thread only
+        if threading.current_thread() is threading.main_thread():
             self.previous_handlers = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
         return self
 
@@ -52,13 +61,24 @@ class GracefulStop:
             signal.signal(which, handler)
 
     def _on_signal(self, number: int, _) -> None:
+        if os.getpid() != self.process:  # forked by a reward function, which must be able to end it
+            signal.signal(number, self.previous_handlers[number])
+            signal.raise_signal(number)
+            return
         if self.by is not None:
-            if self.several and (number != signal.SIGINT or time.monotonic() - self.at < LAUNCHER_S):
+            if self._is_repeated(number):
                 return
-            raise KeyboardInterrupt
+            raise StoppedAtOnce(number)
         self.at = time.monotonic()
         self.by = signal.Signals(number)
         message = f"{self.by.name}: finishing and saving this update; a second signal stops immediately"
         printer = threading.Thread(target=self.say, args=(message,), daemon=True)
         printer.start()
         printer.join(1.0)  # on a thread, and not longer: the interrupted code may hold the console's lock
+
+    def _is_repeated(self, number: int) -> bool:
+        """Return True if the sender of the first signal may have sent this one, too."""
+        seconds = time.monotonic() - self.at
+        if self.several:
+            return number != signal.SIGINT or seconds < LAUNCHER_S
+        return number != signal.SIGINT and seconds < REPEAT_S

@@ -322,8 +322,13 @@ def keep_ctrl_c() -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run: Ctrl-C and SIGTERM, or Ctrl-Break instead of SIGTERM on Windows."""
-    return [signal.SIGINT, signal.SIGBREAK] if WINDOWS else [signal.SIGINT, signal.SIGTERM]
+    """Return the signals that stop a run: Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1 (SLURM's, if a job
+    asks for it); on Windows Ctrl-C and Ctrl-Break. SIGHUP and SIGUSR1 only if this process neither ignores them, as
+    under nohup, nor handles them in its own way."""
+    if WINDOWS:
+        return [signal.SIGINT, signal.SIGBREAK]
+    unused = [one for one in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(one) is signal.SIG_DFL]
+    return [signal.SIGINT, signal.SIGTERM, *unused]
 
 
 def before_sigterm(action: Callable[[], bool]) -> None:

@@ -10,7 +10,11 @@ import sys
 
 import pytest
 
-from rlhf.distributed import group
+from rlhf.commands.compare import compare_command
+from rlhf.commands.evaluate import evaluate_command
+from rlhf.commands.reward_model import reward_model_command
+from rlhf.commands.train import train_command
+from rlhf.distributed import group, join
 from rlhf.rewards.call import BadScore
 from rlhf.utils import errors, processes, signals
 from rlhf.utils.errors import RunError, UserError
@@ -87,6 +91,43 @@ def test_another_process_than_the_first_prints_only_its_own_errors(monkeypatch, 
     for by_all in (False, True):
         errors.print_error("error: a test", by_all)
     assert capsys.readouterr().err == "process 1 of 2: error: a test\n"
+
+
+NOT_LAUNCHED = {
+    "train": lambda: train_command("ppo", []),
+    "dry-run": lambda: train_command("ppo", ["--dry-run"]),
+    "reward-model": lambda: reward_model_command([]),
+    "evaluate": lambda: evaluate_command(["--model-path", "no-model"]),
+    "compare": lambda: compare_command(["no-model"]),
+    "program": lambda: join.join(),
+}
+LEFT = {
+    "size": {"WORLD_SIZE": "2"},
+    "rank": {"WORLD_SIZE": "2", "RANK": "1"},
+    "address": {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"},
+}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+@pytest.mark.parametrize("command", NOT_LAUNCHED.values(), ids=NOT_LAUNCHED)
+def test_variables_that_no_launcher_has_set_are_refused(command, left, monkeypatch, tmp_path, capsys):
+    """They may be left from another job. Nothing is printed, imported or waited for before the error."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in left]
+    with pytest.raises(UserError, match=f"WORLD_SIZE=2 is set, without {', '.join(missing)}. .* torchrun") as refused:
+        command()
+    assert refused.value.exit_status == 2
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_variables_without_world_size_have_no_effect(monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "no-host", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert processes.is_first() and not join.leave_others()
+    join.use_own_gpu()
+    join.join()
 
 
 # the launcher's second SIGTERM comes while the first one is being reported

@@ -20,6 +20,11 @@ def test_a_trial_that_succeeds_has_no_problem():
     assert try_graphs(program("pass"), 60) is None
 
 
+def test_a_trial_finds_the_project_also_with_a_safe_path(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert try_graphs(program("import rlhf"), 60) is None
+
+
 def test_a_trial_that_hangs_is_ended_at_the_time_limit(snapshot):
     began = time.monotonic()
     problem = try_graphs(program("import time; time.sleep(600)"), 1)

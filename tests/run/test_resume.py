@@ -427,7 +427,7 @@ def start_run(words, output: Path, *more: object) -> subprocess.Popen:
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 @pytest.mark.ci
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("which", system.stop_signals())
 def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, tmp_path, which, snapshot, user_error):
     """Until then, another run in the same folder is refused."""
     output = tmp_path / "run"
@@ -600,19 +600,9 @@ def test_newest_checkpoint_of_another_user_is_one_line_before_loading(uninterrup
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_for_tensorboard_is_one_error_line(words, tmp_path, monkeypatch, capfd):
-    """TensorBoard writes in a separate thread. Python would print its error as a traceback."""
-    output, original = tmp_path / "run", logging.TensorBoardLog.on_train_begin
-
-    def with_full_disk(self, trainer):
-        original(self, trainer)
-        self.on_update_end(0, {"x": 1.0})
-        self.writer.flush()
-        file = next((output / "logs").iterdir())
-        file.unlink()
-        file.symlink_to("/dev/full")
-
+    output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
-        patch.setattr(logging.TensorBoardLog, "on_train_begin", with_full_disk)
+        patch.setattr(logging, "new_event_file", lambda _: Path("/dev/full"))
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
     assert raised.value.code == 1 and "Traceback" not in err, err

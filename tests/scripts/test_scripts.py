@@ -51,6 +51,18 @@ def flags(start_model, reward_folder, pairs_file) -> list[str]:
     return [str(word) for word in words]
 
 
+SCRIPTS = [*sorted(path.name for path in ROOT.glob("*.py") if path.name != "config.py"), "reward_model/train.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_start_if_python_does_not_search_their_folder(script, tmp_path):
+    """With `python -I`, or with PYTHONSAFEPATH, which some clusters and containers set."""
+    isolated = run(["-I", str(ROOT / script), "--help"], tmp_path)
+    with_variable = run([str(ROOT / script), "--help"], tmp_path, PYTHONSAFEPATH="1")
+    for done in (isolated, with_variable):
+        assert done.returncode == 0 and done.stdout.startswith("usage"), done.stderr
+
+
 ALONE = ([], "4 prompts = 4 episodes per update; minibatches")
 GROUPS = (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches")
 OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]

@@ -1,4 +1,4 @@
-"""Tests of the imports of slow libraries: a progress line, and torch's compiler is not imported."""
+"""Tests of the imports of slow libraries: a progress line, torch's compiler is not imported, and python -OO."""
 
 from __future__ import annotations
 
@@ -36,3 +36,32 @@ def test_the_compiler_is_not_imported():
     assert done.returncode == 0, done.stderr
     assert "loading the libraries: torch" in done.stdout
     assert "compiler False" in done.stdout and "compiled 1" in done.stdout
+
+
+COMMANDS = (
+    ("train_grpo.py", "--recipe", "demo", "--num-iterations", "1"),
+    ("evaluate_generations.py", "--model-path", "no-model"),
+    ("compare_runs.py", "no-model"),
+    ("reward_model/train.py",),
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_python_without_docstrings_is_one_line(words, tmp_path):
+    """transformers reads docstrings at import: it would raise a ValueError that looks like a bug of this project."""
+    command = [sys.executable, "-OO", str(ROOT / words[0]), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "PYTHONOPTIMIZE" in line and "-OO" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_needs_no_docstrings(tmp_path):
+    """It does not import transformers."""
+    command = [sys.executable, "-OO", str(ROOT / "plot_training_progress.py"), "no-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "no-run" in done.stderr and "PYTHONOPTIMIZE" not in done.stderr
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from rlhf.utils.libraries import check_libraries; "
+    code += "check_libraries('matplotlib', 'tensorboard')"
+    subprocess.run([sys.executable, "-OO", "-c", code], check=True)

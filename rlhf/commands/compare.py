@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
+from rlhf.checkpoints.run_folder import claim_folder
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -25,14 +28,17 @@ def compare_command(argv: list[str] | None = None) -> None:
     quiet_imports()
     check_libraries()
     check_libraries("matplotlib")
-    check_folder(config.comparison.output)
+    folder = check_folder(config.comparison.output)
     models, groups = find_arms(config.comparison, config.measure)
     require_trusted_code(models, config.measure)
-    import_libraries(screen)
-    compare(config, models, groups, screen)
+    with claim_folder(folder):  # another comparison would replace its files
+        import_libraries(screen)
+        compare(config, models, groups, folder, screen)
 
 
-def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:
+def compare(
+    config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], folder: Path, screen: Screen
+) -> None:
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
     from rlhf.analysis.evaluator import ModelEvaluator
@@ -44,7 +50,6 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     from rlhf.reports.comparison_tables import tables
 
     asked = config.comparison
-    folder = check_folder(asked.output)
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
     read = read_runs([models[i].run_folder for _, i in runs])
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]

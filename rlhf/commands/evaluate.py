@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
+from rlhf.checkpoints.run_folder import claim_folder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
@@ -31,24 +32,25 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     check_libraries()
     if not config.evaluation.chat:
         check_libraries("matplotlib")
-    check_folder(config.evaluation.output)
+    folder = check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
     require_trusted_code(models, config.measure)
-    import_libraries(screen)
     if config.evaluation.chat:
+        import_libraries(screen)
         from rlhf.analysis.chat import chat
 
         return chat(config, screen)
-    return evaluate(config, models, screen)
+    with claim_folder(folder):  # another evaluation would replace its files
+        import_libraries(screen)
+        return evaluate(config, models, folder, screen)
 
 
-def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
+def evaluate(config: EvaluationConfig, models: list[ModelRef], output: Path, screen: Screen) -> None:
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, tables, write_report
 
-    output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
     start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None

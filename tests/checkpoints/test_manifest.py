@@ -14,6 +14,7 @@ from rlhf.checkpoints import manifest as checkpoints
 from rlhf.checkpoints.manifest import DELETING, MANIFEST, find_checkpoints, write_checkpoint
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.paths import NEW
 
 RUN = "a run"
 FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
@@ -195,7 +196,7 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
             else:
                 break
         assert len(updates(folder)) >= 2
-        assert not list(folder.glob("*.unfinished"))
+        assert not list(folder.glob(f"*{NEW}*"))
         count += 1
     assert count >= (4 if name == "sync_file" else 2), "every sync must have failed once"
 
@@ -203,7 +204,7 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
 def test_checkpoint_is_validated_after_writing(folder, monkeypatch, user_error):
     """The disk loses a byte after the sync. The save fails immediately, and the old checkpoints are kept."""
     original = checkpoints.sha256
-    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if "unfinished" in str(file) else "0")
+    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if NEW in str(file) else "0")
     with user_error("checkpoint-30: ", "SHA-256", kind=OSError):
         write_checkpoint(folder, RUN, 30, 2, fill)
     monkeypatch.undo()

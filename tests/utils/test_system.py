@@ -267,6 +267,7 @@ def test_a_file_that_stays_locked_keeps_only_itself(monkeypatch, tmp_path):
 
 def test_on_windows_a_left_over_in_use_stops_neither_the_lock_nor_a_save(windows, monkeypatch, tmp_path):
     """A virus scanner reads what a killed run was writing."""
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=0, locking=lambda *_: None))
     left_over = [tmp_path / "checkpoint-2.new-12345678", tmp_path / "best.new-12345678"]
     for folder in left_over:
         folder.mkdir()

@@ -54,8 +54,8 @@ class BestCheckpoint(Callback):
         best, why = choose(self.candidates, run.best_rule, limit)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.model, f"update {evaluation.update}")
-            folder, check = Path(run.output) / BEST_FOLDER, self.log.check_place
-            on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, check))
+            folder = self.log.folder / BEST_FOLDER
+            on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,7 +157,7 @@ def is_in_use(folder: Path) -> bool:
     """True if a live process has a run in `folder`."""
     try:
         require_unused(folder)
-    except UserError:
+    except (UserError, OSError):  # in another user's folder the lock cannot be opened
         return True
     return False
 
@@ -175,7 +175,8 @@ class RunLock(AbstractContextManager):
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.stream = folder, _lock(folder)
+        self.folder = folder
+        self.stream = _lock(folder)
         self.owner = f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode()
         self.stream.truncate(0)
         self.stream.write(self.owner)
@@ -236,7 +237,4 @@ def _lock(folder: Path) -> IO[bytes]:
 
 def present_status(folder: Path, status: str) -> str:
     """Return the status of a run: "killed" if run.json has "running", but no live process has a run in the folder."""
-    with suppress(OSError):  # another user's folder: its lock cannot be opened
-        if status == "running" and not is_in_use(folder):
-            return "killed"
-    return status
+    return "killed" if status == "running" and not is_in_use(folder) else status

@@ -32,8 +32,7 @@ class RunLog:
         """
         self._lock = lock or RunLock(folder)
         self.folder, self.path = folder, folder / RUN_FILE
-        self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+        self._start_clocks()
         self._found: RunRecord | None = None  # a resumed run's record before this session
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -43,6 +42,10 @@ class RunLog:
         else:
             self.record = RunRecord.begin(**facts)
             self.record.write(folder)
+
+    def _start_clocks(self) -> None:
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
@@ -78,7 +81,8 @@ class RunLog:
         Raises FolderMoved and writes nothing if the folder is no longer at its path. An error for the user is in it.
         """
         try:
-            self.check_place()
+            with contextlib.suppress(OSError):  # the disk does not answer: report the error that ended the run
+                self.check_place()
         except FolderMoved as moved:
             self._lock.close()
             first = error.problems if isinstance(error, UserError) else []
@@ -105,8 +109,7 @@ class FollowingLog(RunLog):
 
     def __init__(self, folder: Path, record: RunRecord):
         self.folder, self.record = folder, record
-        self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+        self._start_clocks()
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
@@ -33,12 +31,10 @@ def compare_command(argv: list[str] | None = None) -> None:
     require_trusted_code(models, config.measure)
     with claim_folder(folder):  # another comparison would replace its files
         import_libraries(screen)
-        compare(config, models, groups, folder, screen)
+        compare(config, models, groups, screen)
 
 
-def compare(
-    config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], folder: Path, screen: Screen
-) -> None:
+def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
     from rlhf.analysis.evaluator import ModelEvaluator
@@ -50,6 +46,7 @@ def compare(
     from rlhf.reports.comparison_tables import tables
 
     asked = config.comparison
+    folder = check_folder(asked.output)
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
     read = read_runs([models[i].run_folder for _, i in runs])
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]

@@ -42,15 +42,16 @@ def evaluate_command(argv: list[str] | None = None) -> None:
         return chat(config, screen)
     with claim_folder(folder):  # another evaluation would replace its files
         import_libraries(screen)
-        return evaluate(config, models, folder, screen)
+        return evaluate(config, models, screen)
 
 
-def evaluate(config: EvaluationConfig, models: list[ModelRef], output: Path, screen: Screen) -> None:
+def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, tables, write_report
 
+    output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
     start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None

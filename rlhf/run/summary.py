@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhf.algorithms.kl_control import in_band, kl_controller
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
@@ -159,7 +158,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         completion_tokens=trainer.progress.completion_tokens,
         resampled_episodes=trainer.progress.resampled_episodes,
     )
-    update_dir_atomically(Path(config.run.output), trainer.save_model, log.check_place)
+    update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in trainer.state.log_history)

@@ -166,13 +166,12 @@ def rotate(scan: CheckpointScan, run: str, newest: int, keep: int) -> None:
 
     Invalid checkpoints are not removed. --resume ignores them and reports their problems.
     """
-    for path in scan.deleting:
-        if (read_manifest(path / DELETING) or {}).get("run") == run:
+    old = [scan.valid[update] for update in sorted(n for n in scan.valid if n <= newest)[:-keep]]
+    for path in (*scan.deleting, *old):
+        manifest = path / (MANIFEST if path in old else DELETING)
+        if (read_manifest(manifest) or {}).get("run") == run:  # the folder of another run may be here since the scan
+            system.replace(manifest, path / DELETING)
             _remove(path)
-    for update in sorted(n for n in scan.valid if n <= newest)[:-keep]:
-        path = scan.valid[update]
-        system.replace(path / MANIFEST, path / DELETING)
-        _remove(path)
 
 
 def _remove(path: Path) -> None:

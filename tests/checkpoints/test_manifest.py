@@ -168,6 +168,16 @@ def test_disk_error_at_any_call_loses_no_checkpoint(folder, monkeypatch):
     assert failed_calls >= 8
 
 
+def test_rotate_removes_no_checkpoint_of_a_run_that_has_come_to_the_path(folder):
+    """The run's folder is moved after its checkpoints were found, and another run's folder gets its path."""
+    scan = find_checkpoints(folder, RUN)
+    folder.rename(folder.with_name(f"{folder.name}_moved"))
+    for update in (10, 20):
+        write_checkpoint(folder, "another run", update, 2, fill)
+    checkpoints.rotate(scan, RUN, newest=20, keep=1)
+    assert list(find_checkpoints(folder, "another run").valid) == [10, 20]
+
+
 def test_corrupted_checkpoint_of_the_same_update_is_replaced(folder):
     truncate(folder / "checkpoint-20" / "training.json")
     write_checkpoint(folder, RUN, 20, 2, fill)

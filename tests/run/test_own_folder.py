@@ -160,7 +160,7 @@ def test_a_finished_run_is_exported_only_in_its_own_folder(runs, tmp_path, monke
     shutil.copytree(runs["grpo", 1], tmp_path / "run")
     takeover = Takeover(tmp_path / "run", runs["ppo", 2])
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        before_call(patch, export, "load_adapter", takeover)
+        before_call(patch, export, "untie_adapted_head", takeover)
         run_command(lambda: train_grpo.main(["--resume", "--merge-lora", "--output", str(takeover.output)]))
     assert capsys.readouterr().err.count("error: ") == 1
     takeover.check()

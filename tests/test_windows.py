@@ -189,9 +189,9 @@ def test_longest_path_inside_an_output_folder_is_within_the_limit():
     TensorBoard with a host name of 15 characters (the limit on Windows), and those of a checkpoint being written."""
     inside = [
         f"logs/events.out.tfevents.{2**31}.{'H' * 15}.{2**22}.0",
-        "checkpoint-1000000.unfinished_1/best/special_tokens_map.json",
+        "checkpoint-1000000.new-12345678/best/special_tokens_map.json",
         "incidents/update-1000000/tensors.safetensors",
-        "samples/rollout-1000000.jsonl.new",
+        "tokens/update-1000000.jsonl.new-12345678",
     ]
     assert max(map(len, inside)) < LONGEST_BELOW
     assert check_folder("a" * 20) == Path("a" * 20)

@@ -6,7 +6,7 @@ import csv
 import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rlhf.algorithms.kl_control import KLController, kl_controller
+from rlhf.checkpoints.run_folder import present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
@@ -108,6 +109,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
 def read_curves(folder: Path) -> RunCurves:
     """Returns a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
     run = RunRecord.require(folder, "run")
+    run = replace(run, status=present_status(folder, run.status))
     scalars, remarks = read_scalars(folder / "logs")
     if not scalars:
         started = run.status == "running"

@@ -15,12 +15,12 @@ from rlhf.checkpoints.model_folder import (
     find_model,
     find_recorded,
 )
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLDER
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLDER, present_status
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.fields import settings_of
-from rlhf.settings.next_commands import code_words, flag_words, names_code
+from rlhf.settings.next_commands import code_words, flag_words, names_code, resume_command
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
@@ -105,8 +105,13 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         which, update = f"{run.merged.which}, merged", run.merged.update
     elif which == "final":
         if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
-            fix = "Wait for its end, resume it, or add --which best, the best checkpoint so far"
-            raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. {fix}")
+            status = present_status(folder, run.status)
+            resume = f"Resume it ({resume_command(config_of_run(run, output=name))})"
+            fix = "Wait for its end" if status == "running" else resume
+            raise UserError(
+                f"no final weights because the run is {status}: {flag} {name}. {fix}, or add --which best, the best "
+                "checkpoint so far"
+            )
         # while a finished run is being extended, its final weights are old, but its plan is already the new one
         update = (run.spent or run.plan).updates
     else:

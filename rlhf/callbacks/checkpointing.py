@@ -54,7 +54,8 @@ class BestCheckpoint(Callback):
         best, why = choose(self.candidates, run.best_rule, limit)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.model, f"update {evaluation.update}")
-            on_first(lambda: update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model))
+            folder = self.log.folder / BEST_FOLDER
+            on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -84,9 +85,6 @@ class Checkpoints(Callback):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
         self.folder = Path(config.run.output)
         self.overdue = False  # a save was due after a skipped update
-
-    def on_batch(self, update, batch, scores):
-        self.log.check_place()  # before the optimizer steps, whose result could not be saved
 
     def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
         """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""
@@ -147,6 +145,7 @@ class Checkpoints(Callback):
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
+            self.log.check_place()
             raise RunError(
                 f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
                 f"{self.newest_checkpoint()}. {os_advice(error)}. {self.resume_hint()}"
@@ -156,6 +155,7 @@ class Checkpoints(Callback):
         save_trainer_state(self.trainer, folder)
         if (self.folder / BEST_FOLDER).is_dir():
             hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+        self.log.check_place()  # saving a model creates folders that are missing
 
     def resume_hint(self) -> str:
         return f"Resume with: {resume_command(self.config)}"
@@ -168,6 +168,7 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
+        self.log.check_place()
         aside = ""
         try:
             names = from_first(

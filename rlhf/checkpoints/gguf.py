@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError, as_os_error, first_line
-from rlhf.utils.files import make_folder, saving_tensors, sha256_once, staging_name, write_json
+from rlhf.utils.files import make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
 from rlhf.utils.libraries import is_installed, pip_install
-from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, missing_path, resolve_path
+from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, interrupted_saves, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace, waiting_lock
 
 if TYPE_CHECKING:
@@ -176,15 +176,17 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
             "architecture and quantization transformers supports"
         ) from None
     restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
-    staging = staging_name(folder.with_name(folder.name + ".new"))
-    make_folder(staging)
-    with saving_tensors(staging):
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-    files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
-    write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
-    remove_folder(folder)  # an incomplete copy, or one of another version
-    replace(staging, folder)
+    for left in interrupted_saves(folder):
+        remove_path(left)
+    with staged(folder) as staging:
+        make_folder(staging)
+        with saving_tensors(staging):
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+        files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
+        write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
+        remove_folder(folder)  # an incomplete copy, or one of another version
+        replace(staging, folder)
 
 
 def _metadata(reader: GGUFReader, place: str) -> tuple[str, str | None]:

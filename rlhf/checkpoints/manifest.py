@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.files import free_name, make_folder, sha256, staging_name
+from rlhf.utils.files import make_folder, sha256, staged
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
-UNFINISHED = ".unfinished"
 SUSPECT = ".suspect"  # suffix of checkpoints from whose weights no optimizer step succeeded
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
@@ -66,8 +66,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         write: writes the content of the checkpoint into a folder.
     """
     path = checkpoint_path(folder, update)
-    staging = staging_name(path.with_name(path.name + UNFINISHED))
-    try:
+    with staged(path) as staging:
         make_folder(staging)
         write(staging)
         _write_manifest(staging, run, update)
@@ -75,9 +74,6 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
             system.replace(path, free_name(path.with_name(path.name + ".torn")))
         system.replace(staging, path)
         system.sync_folder(folder)
-    except BaseException:
-        system.remove_folder(staging, ignore_errors=True)
-        raise
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
         if not path.is_dir():
@@ -184,13 +180,12 @@ def rotate(scan: CheckpointScan, run: str, newest: int, keep: int) -> None:
 
     Invalid checkpoints are not removed. --resume ignores them and reports their problems.
     """
-    for path in scan.deleting:
-        if (read_manifest(path / DELETING) or {}).get("run") == run:
+    old = [scan.valid[update] for update in sorted(n for n in scan.valid if n <= newest)[:-keep]]
+    for path in (*scan.deleting, *old):
+        manifest = path / (MANIFEST if path in old else DELETING)
+        if (read_manifest(manifest) or {}).get("run") == run:  # the folder of another run may be here since the scan
+            system.replace(manifest, path / DELETING)
             _remove(path)
-    for update in sorted(n for n in scan.valid if n <= newest)[:-keep]:
-        path = scan.valid[update]
-        system.replace(path / MANIFEST, path / DELETING)
-        _remove(path)
 
 
 def _remove(path: Path) -> None:

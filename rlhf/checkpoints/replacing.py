@@ -20,6 +20,11 @@ def numbered_name(folder: Path) -> Path:
     return next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
 
 
+def free_name(path: Path) -> Path:
+    """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
+    return numbered_name(path) if path.exists() else path
+
+
 def check_replaceable(folder: Path, flag: str) -> None:
     """Raise UserError if a folder cannot be renamed: the root, a mount point, or a folder in a read-only folder."""
     whole = folder.resolve()

@@ -6,19 +6,26 @@ import contextlib
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
-from rlhf.utils.errors import UserError, os_advice
-from rlhf.utils.files import check_folder
+from rlhf.utils.errors import RunError, UserError, os_advice
+from rlhf.utils.files import UPDATE, check_folder, remove_path
+from rlhf.utils.paths import ANY_NUMBER
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
 BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
 METRICS_LOG = "metrics.jsonl"
 PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
+# what is written under a temporary name first: a killed process leaves it
+WRITTEN_ASIDE = (
+    *(RUN_FILE, METRICS_LOG, INPUTS_FILE, "README.md", "tokens/*", "checkpoint-*", BEST_FOLDER, MERGED_FOLDER),
+    *(UPDATE, f"{BEST_FOLDER}/{UPDATE}", f"{MERGED_FOLDER}/{UPDATE}"),
+)
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
@@ -82,14 +89,13 @@ def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = 
         )
 
 
-def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO[bytes], str | None]:
+def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[RunLock, str | None]:
     """Lock `folder` and make it empty for a new run. Returns the lock, and a message if an older run was moved.
 
     Raises UserError as `check_output`. The older run is moved to FOLDER_1, FOLDER_2.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_run(folder)
+    lock = claim_folder(folder)
     _check_content(folder, overwrite, is_default)  # again: another run may have started there before the lock
     if not _content(folder):
         return lock, None
@@ -153,25 +159,73 @@ def is_in_use(folder: Path) -> bool:
     """True if a live process has a run in `folder`."""
     try:
         require_unused(folder)
-    except UserError:
+    except (UserError, OSError):  # in another user's folder the lock cannot be opened
         return True
     return False
 
 
-def lock_run(folder: Path) -> IO[bytes]:
-    """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it.
+class FolderMoved(RunError):
+    """The folder of a run is no longer at its path."""
 
-    The process writes its number into the locked file, because its run.json does not exist yet.
+
+class RunLock(AbstractContextManager):
+    """Locks a folder until `close`. Raises UserError if a live process has locked it.
+
+    The process writes its number into the locked file, because its run.json does not exist yet. What killed processes
+    were writing in the folder is removed. If the folder is moved, its lock moves with it, and another run can use the
+    path: call `check` before each write.
     """
-    lock = _lock(folder)
-    lock.truncate(0)
-    lock.write(f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode())
-    lock.flush()
-    return lock
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.stream = _lock(folder)
+        self.owner = f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode()
+        self.stream.truncate(0)
+        self.stream.write(self.owner)
+        self.stream.flush()
+        self.has_inodes = self._is_same_file()  # some file systems do not number their files
+        for name in WRITTEN_ASIDE:
+            for left in folder.glob(name + ANY_NUMBER):
+                remove_path(left)
+
+    def check(self) -> None:
+        """Raise FolderMoved if another folder is at the path, or none."""
+        if self._is_at_its_path():
+            return
+        happened = "removed" if os.fstat(self.stream.fileno()).st_nlink == 0 else "moved"
+        if self.folder.exists():
+            happened += ", and another one has its path"
+        raise FolderMoved(
+            f"the folder of this run was {happened}: --output {self.folder}. Nothing more is written there. If its "
+            "files are in another folder, resume the run in that one: --resume --output OTHER_FOLDER"
+        )
+
+    def _is_at_its_path(self) -> bool:
+        try:
+            # on a disk without locks, another run may have taken this folder and written its own number into the file
+            same_owner = (self.folder / LOCK_FILE).read_bytes() == self.owner
+            return same_owner and (not self.has_inodes or self._is_same_file())
+        except (FileNotFoundError, NotADirectoryError):  # the lock file alone may have been removed
+            return (read_json(self.folder) or {}).get("pid") == os.getpid()
+
+    def _is_same_file(self) -> bool:
+        return os.path.samestat(os.fstat(self.stream.fileno()), (self.folder / LOCK_FILE).stat())
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def claim_folder(folder: Path) -> RunLock:
+    """Create a folder, and lock it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunLock(folder)
 
 
 def _lock(folder: Path) -> IO[bytes]:
-    """Lock a run's folder as `lock_run`, and write nothing."""
+    """Lock a run's folder as RunLock, and write nothing."""
     file = folder / LOCK_FILE
     lock = system.lock(file)
     if lock is None:
@@ -181,3 +235,8 @@ def _lock(folder: Path) -> IO[bytes]:
             "another folder with --output"
         )
     return lock
+
+
+def present_status(folder: Path, status: str) -> str:
+    """Return the status of a run: "killed" if run.json has "running", but no live process has a run in the folder."""
+    return "killed" if status == "running" and not is_in_use(folder) else status

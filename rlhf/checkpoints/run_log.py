@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
+from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
@@ -22,7 +21,7 @@ from rlhf.utils.system import cpu_seconds
 class RunLog:
     """A run's record, written to run.json at every change. The run's folder is locked while the log is open."""
 
-    def __init__(self, folder: Path, lock: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+    def __init__(self, folder: Path, lock: RunLock | None = None, *, resume: bool = False, **facts: Any):
         """Start a new record, or with `resume` continue the record in `folder`.
 
         Args:
@@ -31,10 +30,9 @@ class RunLog:
             resume: continue the existing record, and add an entry to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
-        self._lock = lock or lock_run(folder)
+        self._lock = lock or RunLock(folder)
         self.folder, self.path = folder, folder / RUN_FILE
-        self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+        self._start_clocks()
         self._found: RunRecord | None = None  # a resumed run's record before this session
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -45,16 +43,20 @@ class RunLog:
             self.record = RunRecord.begin(**facts)
             self.record.write(folder)
 
+    def _start_clocks(self) -> None:
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+
     def add(self, **facts: Any) -> None:
-        """Set fields of the record and write it. Raises FileNotFoundError if the folder is missing: it is not created
-        again, because it may be on a disk that was unmounted."""
+        """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
         self.check_place()
         self.record = replace(self.record, **facts)
         self.record.write(self.folder)
 
     def check_place(self) -> None:
-        if not self.path.exists():
-            raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.folder))
+        """Raise FolderMoved if the run's folder is no longer at its path. A folder that is missing is not created
+        again, because it may be on a disk that was unmounted."""
+        self._lock.check()
 
     def seconds(self) -> float:
         """Return the seconds of training, in this session and those before it."""
@@ -74,7 +76,17 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Write how the run ended: "finished" only without an error. Inputs of a failed reward function are saved to a
-        file, and the error message is extended with its path."""
+        file, and the error message is extended with its path.
+
+        Raises FolderMoved and writes nothing if the folder is no longer at its path. An error for the user is in it.
+        """
+        try:
+            with contextlib.suppress(OSError):  # the disk does not answer: report the error that ended the run
+                self.check_place()
+        except FolderMoved as moved:
+            self._lock.close()
+            first = error.problems if isinstance(error, UserError) else []
+            raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
         name_output(error, self.folder)
         if isinstance(error, RunError) and error.inputs is not None:
             error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
@@ -104,8 +116,7 @@ class FollowingLog(RunLog):
 
     def __init__(self, folder: Path, record: RunRecord):
         self.folder, self.record = folder, record
-        self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+        self._start_clocks()
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record."""

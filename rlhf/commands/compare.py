@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
+from rlhf.checkpoints.run_folder import claim_folder
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -25,11 +26,12 @@ def compare_command(argv: list[str] | None = None) -> None:
     quiet_imports()
     check_libraries()
     check_libraries("matplotlib")
-    check_folder(config.comparison.output)
+    folder = check_folder(config.comparison.output)
     models, groups = find_arms(config.comparison, config.measure)
     require_trusted_code(models, config.measure)
-    import_libraries(screen)
-    compare(config, models, groups, screen)
+    with claim_folder(folder):  # another comparison would replace its files
+        import_libraries(screen)
+        compare(config, models, groups, screen)
 
 
 def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:

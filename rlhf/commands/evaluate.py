@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
+from rlhf.checkpoints.run_folder import claim_folder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
@@ -31,15 +32,17 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     check_libraries()
     if not config.evaluation.chat:
         check_libraries("matplotlib")
-    check_folder(config.evaluation.output)
+    folder = check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
     require_trusted_code(models, config.measure)
-    import_libraries(screen)
     if config.evaluation.chat:
+        import_libraries(screen)
         from rlhf.analysis.chat import chat
 
         return chat(config, screen)
-    return evaluate(config, models, screen)
+    with claim_folder(folder):  # another evaluation would replace its files
+        import_libraries(screen)
+        return evaluate(config, models, screen)
 
 
 def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:

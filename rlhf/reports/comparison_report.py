@@ -22,7 +22,7 @@ from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.utils.console import Screen, listed
-from rlhf.utils.files import json_ready, write_json, write_text
+from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.rng import rng_for
 
@@ -174,12 +174,9 @@ def write_comparison(
     folder: Path,
     screen: Screen,
 ) -> None:
-    """Writes comparison.html, comparison.md with its pictures, and comparison.json. `curves`: (name of the arm, its
-    curves) of each run."""
+    """Writes comparison.html, comparison.md with its pictures, and comparison.json, or after an error none of them.
+    `curves`: (name of the arm, its curves) of each run."""
     pictures = _pictures(report, arms, curves)
-    for name, figure in pictures.items():
-        save_picture(figure, folder / f"{name}.png")
-    write_json(folder / "comparison.json", report)
     shared = {
         "title": f"Comparison of {listed([arm.name for arm in arms])}",
         "report": report,
@@ -187,8 +184,15 @@ def write_comparison(
         "tables": made,
         "captions": PICTURES,
     }
-    write_text(folder / "comparison.md", render("comparison.md", **shared))
     embedded = {name: as_data_url(figure) for name, figure in pictures.items()}
     page = render("comparison.html", **shared, pictures=embedded)
-    write_text(folder / "comparison.html", page)
+
+    def write(staging: Path) -> None:
+        for name, figure in pictures.items():
+            save_picture(figure, staging / f"{name}.png")
+        write_json(staging / "comparison.json", report)
+        write_text(staging / "comparison.md", render("comparison.md", **shared))
+        write_text(staging / "comparison.html", page)
+
+    update_dir_atomically(folder, write)
     screen.say(f"saved: {folder / 'comparison.html'}, with the same in comparison.md and comparison.json")

@@ -18,7 +18,7 @@ from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import forest
 from rlhf.utils.console import Screen
-from rlhf.utils.files import json_ready, write_json, write_text
+from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
@@ -124,8 +124,7 @@ def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) ->
 
 
 def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, screen: Screen) -> None:
-    """Writes evaluation.json and evaluation.html."""
-    write_json(folder / "evaluation.json", report)
+    """Writes evaluation.json and evaluation.html, or after an error none of them."""
     page = render(
         "evaluation.html",
         title="Evaluation: completions, scored and ranked",
@@ -137,5 +136,10 @@ def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, scr
         prompts=report["prompts"],
         everything=report,
     )
-    write_text(folder / "evaluation.html", page)
+
+    def write(staging: Path) -> None:
+        write_json(staging / "evaluation.json", report)
+        write_text(staging / "evaluation.html", page)
+
+    update_dir_atomically(folder, write)
     screen.say(f"saved: {folder / 'evaluation.html'} and {folder / 'evaluation.json'}")

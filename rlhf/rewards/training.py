@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import make_folder, saving_tensors, write_json
-from rlhf.utils.paths import NEW, interrupted_saves
+from rlhf.utils.paths import interrupted_saves, new_name
 from rlhf.utils.processes import size
 from rlhf.utils.system import lock, remove_folder, replace, sync_file
 
@@ -297,7 +296,7 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
     An interruption leaves the old model complete, in `folder` or where it was moved.
     """
     folder = folder.resolve()
-    staging = folder.with_name(f"{folder.name}{NEW}{uuid.uuid4().hex[:8]}")  # no folder of the user has this name
+    staging = new_name(folder)  # no folder of the user has this name
     make_folder(staging)
     held = lock(staging / LOCK_FILE)  # another training must not remove it
     try:
@@ -326,7 +325,7 @@ def remove_interrupted_saves(folder: Path, screen: Screen) -> None:
         is_complete = all((staging / name).is_file() for name in (METRICS_FILE, RUN_FILE))
         is_ours = is_complete or lock_file.is_file()
         held = lock(lock_file) if is_ours else None
-        if held is None:
+        if held is None or lock(lock_file) is not None:  # in use; or perhaps in use, because this disk has no locks
             continue
         held.close()
         lock_file.unlink()

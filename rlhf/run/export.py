@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from rlhf.checkpoints.model_folder import (
     find_base,
     read_object,
 )
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RunLock
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import load_adapter, load_policy
@@ -47,20 +48,20 @@ WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, 
 def export_run(config: Config, screen: Screen) -> None:
     """Export a finished run as its settings request, and print where its files are and the next commands."""
     folder, export = Path(config.run.output), config.export
-    run = RunRecord.require(folder, "--output")
-    if export.merge_lora:
-        screen.say("merging the adapter into its base model (float32)")
-        source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
-        merge_adapter(source.folder, folder / MERGED_FOLDER, config.sampling, run)
-        run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
-        run = replace(run, merged=Merged(source.which, source.update))
-        run.write(folder)
-    saved = saved_models(folder, run)
-    for one in saved.values():
-        write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
-    show_where(config, run, screen)
-    if export.push_to_hub is not None:
-        push(config, run, _chosen(saved, MERGED_FOLDER if export.merge_lora else export.export_from, PUSH), screen)
+    with RunLock(folder) as lock:
+        run = RunRecord.require(folder, "--output")
+        if export.merge_lora:
+            screen.say("merging the adapter into its base model (float32)")
+            source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
+            merge_adapter(source.folder, folder / MERGED_FOLDER, config.sampling, run, lock.check)
+            run = replace(run, merged=Merged(source.which, source.update))
+            run.write(folder)
+        saved = saved_models(folder, run)
+        for one in saved.values():
+            write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
+        show_where(config, run, screen)
+        if export.push_to_hub is not None:
+            push(config, run, _chosen(saved, MERGED_FOLDER if export.merge_lora else export.export_from, PUSH), screen)
 
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
@@ -87,9 +88,15 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merge_adapter(adapter: Path, folder: Path, sampling: SamplingSettings, run: RunRecord | None = None) -> None:
-    """Merge an adapter, which `run` trained with this `sampling`, into its base and write the model into `folder`.
-    Raises UserError.
+def merge_adapter(
+    adapter: Path,
+    folder: Path,
+    sampling: SamplingSettings,
+    run: RunRecord | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Merge an adapter, which `run` trained with this `sampling`, into its base and write the model into `folder`, if
+    `check` raises nothing. Raises UserError.
 
     Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
     even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
@@ -115,7 +122,7 @@ def merge_adapter(adapter: Path, folder: Path, sampling: SamplingSettings, run: 
             whole.save_pretrained(staging, max_shard_size=ONE_FILE)
             tokenizer.save_pretrained(staging)
 
-    update_dir_atomically(folder, write)
+    update_dir_atomically(folder, write, check)
 
 
 def untie_adapted_head(model: PeftModel) -> None:

@@ -75,12 +75,6 @@ def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
     return find_checkpoints(Path(config.run.output), run.id)
 
 
-def restore_best(output: Path, checkpoint: Path) -> None:
-    """Restore best/ from the checkpoint: a later best/ belongs to updates that will be trained again."""
-    if (checkpoint / BEST_FOLDER).is_dir():
-        update_dir_atomically(output / BEST_FOLDER, lambda staging: hardlink_dir(checkpoint / BEST_FOLDER, staging))
-
-
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
     """With --resume, load the newest valid checkpoint into the trainer and its callbacks."""
     if config.run.resume:
@@ -92,8 +86,9 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
                 f"the run already has {trainer.state.global_step} updates, more than the {planned} requested: "
                 "--resume. Use a larger number"
             )
-        if is_first():
-            restore_best(Path(config.run.output), newest)
+        best = newest / BEST_FOLDER
+        if is_first() and best.is_dir():  # a later best/ belongs to updates that will be trained again
+            update_dir_atomically(log.folder / BEST_FOLDER, lambda new: hardlink_dir(best, new), log.check_place)
         run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
         settings = to_dict(dataclasses.replace(config, run=run))
         log.add(settings=settings, plan=budget(config, planned))  # --resume-anyway may have changed them

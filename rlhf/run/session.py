@@ -92,7 +92,8 @@ class RunSession(Session):
                 self.log = stack.enter_context(started)
             run_id = self.log and self.log.record.id
             trackers = stack.enter_context(Trackers(config, self.screen, run_id))
-            with trainer.events.extended([*self.callbacks(trainer, stop), trackers]):
+            check = self.log and self.log.check_place
+            with trainer.events.extended([*self.callbacks(trainer, stop), trackers], check):
                 agree(lambda: self._begin(trainer))
                 yield
             self._finish(trainer, trackers)
@@ -129,6 +130,7 @@ class RunSession(Session):
         has printed its plan."""
         config = self.config
         if self.folder is not None:
+            self.log.check_place()
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))
             resume_run(trainer, config, self.log, self.screen)
@@ -148,7 +150,6 @@ class RunSession(Session):
         trackers.finish(self.log.record.figures)
 
     def _write_results(self) -> None:
-        self.trainer.save_model(self.config.run.output)
         finish_run(self.config, self.trainer, self.log, self.shown)
         show_run_findings(self.trainer, self.screen)
 

@@ -19,6 +19,7 @@ from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, number
+from rlhf.utils.files import update_dir_atomically
 from rlhf.utils.intervals import interval
 
 
@@ -136,7 +137,7 @@ def show_samples(
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
-    """Compare the model before and after training, print the results and write them to run.json."""
+    """Compare the model before and after training, save it, print the results and write them to run.json."""
     before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
     gold = gold_of(config)
     target = config.kl.targets[-1]
@@ -157,6 +158,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         completion_tokens=trainer.progress.completion_tokens,
         resampled_episodes=trainer.progress.resampled_episodes,
     )
+    update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in trainer.state.log_history)

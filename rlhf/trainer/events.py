@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class Events:
 
     def __init__(self):
         self.callbacks: list[Any] = []
+        self.check: Callable[[], None] | None = None
 
     def add(self, callback: Any) -> None:
         """Add a callback, as `check_callback` describes it."""
@@ -38,14 +39,16 @@ class Events:
         self.callbacks.append(callback)
 
     @contextmanager
-    def extended(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Context manager that calls these callbacks, too, before the others. At the end, also after an error, those
-        with a method `close` are closed."""
+    def extended(self, callbacks: Sequence[Any], check: Callable[[], None] | None) -> Iterator[None]:
+        """Context manager that calls these callbacks, too, before the others, and `check` before each callback. At the
+        end, also after an error, those with a method `close` are closed."""
         others, self.callbacks = self.callbacks, [*callbacks, *self.callbacks]
+        self.check = check
         try:
             yield
         finally:
             self.callbacks = others
+            self.check = None
             for callback in callbacks:
                 if hasattr(callback, "close"):
                     callback.close()
@@ -57,6 +60,8 @@ class Events:
             is_function = event == "on_epoch_end" and callable(callback)
             method = getattr(callback, event, callback if is_function else None)
             if method is not None:
+                if self.check is not None:
+                    self.check()
                 method(*details)
 
 

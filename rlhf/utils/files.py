@@ -8,13 +8,12 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf.utils.errors import UserError, as_os_error, name_output, naming
-from rlhf.utils.paths import local_path
+from rlhf.utils.paths import local_path, new_name
 from rlhf.utils.system import (
     WINDOWS,
     add_umask_permissions,
@@ -27,18 +26,36 @@ from rlhf.utils.system import (
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
+UPDATE = "files"  # in a folder, the name of its files while they are written, without the random number
 LONGEST_BELOW = 100  # length of paths inside an output folder: TensorBoard's file names contain the host name
 
 
 def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` with a temporary file in the folder of `file`, then rename it to `file`. Creates the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    staging = file.with_name(file.name + ".new")
-    with naming(file):
+    with naming(file), staged(file) as staging:
         write(staging)
         sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
         replace(staging, file)
         sync_folder(file.parent)
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Context manager with a name next to `path`, for its new content until this is complete and renamed to `path`.
+    After an error, what has the name is removed."""
+    staging = new_name(path)
+    try:
+        yield staging
+    finally:
+        remove_path(staging)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, or a folder with its content, as far as possible."""
+    with suppress(OSError):  # a folder, or nothing
+        path.unlink()
+    remove_folder(path, ignore_errors=True)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -83,19 +100,6 @@ def saving_tensors(folder: Path) -> Iterator[None]:
         add_umask_permissions(file)
 
 
-def free_name(path: Path) -> Path:
-    """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
-    numbered = (path.with_name(f"{path.name}_{n}") for n in range(1, 10_000))
-    return next(name for name in chain([path], numbered) if not name.exists())
-
-
-def staging_name(path: Path) -> Path:
-    """Remove what an interrupted write left at `path`, and return `path`. If another program uses a file there, which
-    Windows then does not remove, return a free name next to it: the new write must not fail because of the old one."""
-    remove_folder(path, ignore_errors=True)
-    return free_name(path)
-
-
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents. Raises FileExistsError if it exists."""
     retry_on_windows(lambda: folder.mkdir(parents=True))  # a folder of this name that was just removed can linger
@@ -122,23 +126,26 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     return folder
 
 
-def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Update a saved model: call `write` with a temporary folder, then replace the old files by the new ones.
+def update_dir_atomically(
+    folder: Path, write: Callable[[Path], None], check: Callable[[], None] = lambda: None
+) -> None:
+    """Update a saved model or report: call `write` with a temporary folder, then replace the old files by its files.
 
     `folder` contains a loadable model at any time, because the weights are one file and the other files do not change
-    during a run.
+    during a run. Its parent may be read-only, or on another disk. `check` is called before the writing, and before the
+    first file is replaced.
     """
-    staging = staging_name(folder.with_name(folder.name + ".new"))
-    write(staging)
-    for file in staging.iterdir():  # a name can reach the disk before its content
-        sync_file(file)
-    if not folder.exists():
-        replace(staging, folder)
-        return
-    for file in sorted(staging.iterdir()):
-        replace(file, folder / file.name)
-    # it still has the files that are hard links to those that they replaced. The next update removes what remains
-    remove_folder(staging, ignore_errors=True)
+    check()
+    with staged(folder / UPDATE if folder.exists() else folder) as staging:
+        write(staging)
+        for file in staging.iterdir():  # a name can reach the disk before its content
+            sync_file(file)
+        check()
+        if not folder.exists():
+            replace(staging, folder)
+            return
+        for file in sorted(staging.iterdir()):
+            replace(file, folder / file.name)
 
 
 def hardlink_dir(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from rlhf.utils.errors import CLOSE, UserError
 
 GGUF_SUFFIX = ".gguf"
-NEW = ".new-"  # between the name of a folder and the random number of its new content, before it is complete
+NEW = ".new-"  # between the name of a file or folder and the random number of its new content, before it is complete
 SAVING = re.compile(re.escape(NEW) + r"[0-9a-f]{8}\Z")
+ANY_NUMBER = NEW + "[0-9a-f]" * 8  # the same as a glob pattern
 PACKAGE = "package:"  # in front of the name of an installed Python package that contains a GGUF file
 
 
@@ -81,6 +83,11 @@ def resolve_path(name: str) -> Path:
         return path.resolve()
     except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
+
+
+def new_name(path: Path) -> Path:
+    """Return the name under which this call writes the new content of a file or folder. No other one has it."""
+    return path.with_name(f"{path.name}{NEW}{uuid.uuid4().hex[:8]}")
 
 
 def is_interrupted_save(path: Path) -> bool:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import ModelRef, find_model_ref, find_models, shared_settings
 from rlhf.analysis.verdict import Arm, contrast
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
@@ -129,7 +130,10 @@ def test_unfinished_run_has_no_final_weights(runs, tmp_path):
     (folder / "model.safetensors").unlink()
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**run, "status": "running"}))
-    with pytest.raises(UserError, match="running: --model-path .* --which best"):
+    with RunLock(folder), pytest.raises(UserError, match="running: --model-path .* --which best") as error:
+        find_model_ref(str(folder), "final", None)
+    assert "--resume" not in str(error.value)
+    with pytest.raises(UserError, match=f"killed: --model-path .*--resume.* --output {folder}.* --which best"):
         find_model_ref(str(folder), "final", None)
     assert find_model_ref(str(folder), "best", None).which == "best"
 

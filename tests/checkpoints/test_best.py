@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, PerplexityLimit, choose, perplexity_limit
 from rlhf.utils.files import update_dir_atomically
+from rlhf.utils.paths import NEW
 from tests.conftest import BY_TIER, attach
 
 
@@ -175,7 +176,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     loaded = [w for w in trainer.model.parameters() if w.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(loaded, weights[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, weights[2], strict=True))
-    assert not best.with_name("best.new").exists()
+    assert not list(best.parent.rglob(f"*{NEW}*"))
 
 
 def test_best_folder_is_loadable_after_each_replaced_file(build, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from rlhf.checkpoints import manifest as checkpoints
 from rlhf.checkpoints.manifest import DELETING, MANIFEST, find_checkpoints, write_checkpoint
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.paths import NEW
 
 RUN = "a run"
 FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
@@ -167,6 +168,16 @@ def test_disk_error_at_any_call_loses_no_checkpoint(folder, monkeypatch):
     assert failed_calls >= 8
 
 
+def test_rotate_removes_no_checkpoint_of_a_run_that_has_come_to_the_path(folder):
+    """The run's folder is moved after its checkpoints were found, and another run's folder gets its path."""
+    scan = find_checkpoints(folder, RUN)
+    folder.rename(folder.with_name(f"{folder.name}_moved"))
+    for update in (10, 20):
+        write_checkpoint(folder, "another run", update, 2, fill)
+    checkpoints.rotate(scan, RUN, newest=20, keep=1)
+    assert list(find_checkpoints(folder, "another run").valid) == [10, 20]
+
+
 def test_corrupted_checkpoint_of_the_same_update_is_replaced(folder):
     truncate(folder / "checkpoint-20" / "training.json")
     write_checkpoint(folder, RUN, 20, 2, fill)
@@ -195,7 +206,7 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
             else:
                 break
         assert len(updates(folder)) >= 2
-        assert not list(folder.glob("*.unfinished"))
+        assert not list(folder.glob(f"*{NEW}*"))
         count += 1
     assert count >= (4 if name == "sync_file" else 2), "every sync must have failed once"
 
@@ -203,7 +214,7 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
 def test_checkpoint_is_validated_after_writing(folder, monkeypatch, user_error):
     """The disk loses a byte after the sync. The save fails immediately, and the old checkpoints are kept."""
     original = checkpoints.sha256
-    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if "unfinished" in str(file) else "0")
+    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if NEW in str(file) else "0")
     with user_error("checkpoint-30: ", "SHA-256", kind=OSError):
         write_checkpoint(folder, RUN, 30, 2, fill)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import reward_model.train
 import train_ppo
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.model_folder import METRICS_FILE
-from rlhf.checkpoints.run_folder import lock_run
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.demo import parts, ready
 from rlhf.rewards import training
@@ -274,7 +274,7 @@ def test_a_dry_run_refuses_a_folder_that_a_run_never_replaces(
 
 def test_a_dry_run_of_a_folder_with_a_run_prints_the_plan(runs, run_flags, capsys):
     """Also while that run is trained: the plan needs no folder."""
-    with lock_run(runs["ppo", 1]):
+    with RunLock(runs["ppo", 1]):
         train_ppo.main(run_flags("--dry-run", "--output", runs["ppo", 1]))
     assert "optimizer steps" in capsys.readouterr().out
 

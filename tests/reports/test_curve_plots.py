@@ -16,6 +16,7 @@ from matplotlib.image import imread
 
 from plot_training_progress import main
 from rlhf.analysis.curves import read_runs
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import line_styles_of
@@ -310,7 +311,9 @@ def test_script_reports_incomplete_files_and_non_finite_values(logged_run, tmp_p
     output = run_script(capsys, run, "--output", tmp_path / "plot")
     assert output.count(f"{file.name}: ") == 1
     assert output.count("values that are not finite (loss 1 of 3) are gaps in the plot") == 1
-    assert "3 of 4 updates (running)" in output and "rewards/mean not logged" in output
+    assert "3 of 4 updates (killed)" in output and "rewards/mean not logged" in output
+    with RunLock(run):
+        assert "3 of 4 updates (running)" in run_script(capsys, run, "--output", tmp_path / "plot")
 
 
 def test_script_does_not_import_torch(logged_run, tmp_path):

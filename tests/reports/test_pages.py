@@ -16,13 +16,16 @@ from rlhf.analysis.equal_budget import read_eval_points
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
 from rlhf.analysis.verdict import START, Arm
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
-from rlhf.reports import evaluation_report
+from rlhf.commands import compare, evaluate
+from rlhf.reports import comparison_report, evaluation_report
 from rlhf.reports.comparison_report import make_comparison, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
 from rlhf.reports.token_page import write_token_page
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.utils import files
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import visible
 from rlhf.utils.html import markdown_cell
@@ -147,6 +150,54 @@ def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[-5:]}) == 1, (
         "all table rows have the same number of cells"
     )
+
+
+@pytest.mark.parametrize("name", ["comparison.html", "evaluation.html"])
+def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_path, monkeypatch, name):
+    """The disk is full at one file of the second report. Its other files do not stand beside the first one's."""
+    made, models, start, measured = evaluator
+    arms = make_arms(models, measured, ("PPO", "GRPO"))
+    singles = [Arm(model.label, [results], [model]) for model, results in zip(models, measured, strict=True)]
+    start, curves = Arm(START, [start]), [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
+    eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
+
+    def write() -> None:
+        if name == "comparison.html":
+            found, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
+            write_comparison(report, tables(report, start, found), found, curves, tmp_path, Screen())
+        else:
+            report = make_report(made, singles, start) | {"second": True}
+            write_report(report, evaluation_report.tables(report, singles, start), tmp_path, Screen())
+
+    write()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert name in before
+
+    def write_text(file: Path, text: str) -> None:
+        if file.name == name:
+            raise OSError(28, "No space left on device", str(file))
+        files.write_text(file, text)
+
+    monkeypatch.setattr(evaluation_report, "write_text", write_text)
+    monkeypatch.setattr(comparison_report, "write_text", write_text)
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(("module", "flag"), [(compare, ""), (evaluate, "--model-path")])
+def test_a_second_report_into_one_folder_is_refused_before_models_load(
+    runs, tmp_path, monkeypatch, user_error, module, flag
+):
+    """A chat writes nothing, so it may run at the same time."""
+    monkeypatch.setattr(module, "import_libraries", lambda screen: pytest.fail("it would load the models"))
+    words = [*flag.split(), str(runs["ppo", 1]), "--output", str(tmp_path / "reports")]
+    command = compare.compare_command if module is compare else evaluate.evaluate_command
+    (tmp_path / "reports").mkdir()
+    with RunLock(tmp_path / "reports"), user_error("in use", "--output", varying=r"PID .*(?=\): --output)"):
+        command(words)
+    with pytest.raises(pytest.fail.Exception):
+        command(words)
 
 
 def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):

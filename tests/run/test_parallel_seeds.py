@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import train_ppo
-from rlhf.checkpoints.run_folder import lock_run
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.distributed import join
@@ -67,7 +67,7 @@ def test_failed_seed_is_reported_and_the_others_finish_as_alone(command, flags, 
     (tmp_path / "fail").touch()
     (tmp_path / "run_seed3").mkdir()
     rule = ("--reward-func", "reward.py:fails_once")
-    with lock_run(tmp_path / "run_seed3"):
+    with RunLock(tmp_path / "run_seed3"):
         process = command("--seeds", 1, 2, 3, "--parallel", *rule)
         printed = process.communicate(timeout=200)[0]
         assert process.returncode == 1 and "another process trains seed 3" in printed, printed

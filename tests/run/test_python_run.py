@@ -203,10 +203,10 @@ def test_the_order_of_the_callbacks_changes_nothing(made, monkeypatch):
     original, betas = Events.extended, []
     for order in range(4):
 
-        def shuffled(self, callbacks, order=order):
+        def shuffled(self, callbacks, check, order=order):
             together = [*callbacks, *self.callbacks]
             self.callbacks = random.Random(order).sample(together, len(together)) if order else together
-            return original(self, [])
+            return original(self, [], check)
 
         monkeypatch.setattr(Events, "extended", shuffled)
         random.seed(0)

@@ -18,6 +18,7 @@ import train_rloo
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.analysis.curves import read_curves, write_table
 from rlhf.analysis.equal_budget import read_eval_points
+from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
@@ -400,11 +401,12 @@ def test_resume_of_a_run_that_has_spent_its_budget(run_flags, tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(session, "finish_run", lambda *_: {}["killed"])
         train_grpo.main(flags)
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    before = find_checkpoints(tmp_path / "run", RunRecord.read(tmp_path / "run").id).newest / "model.safetensors"
+    weights = before.read_bytes()
     train_grpo.main(["--resume", "--output", str(tmp_path / "run"), "--reward-func", f"{tmp_path / 'score.py'}:score"])
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.plan.updates == 5 and record.spent.updates < 5
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
 
 
 def test_plan_says_how_many_episodes_may_be_drawn(run_flags, tmp_path, capsys, snapshot):

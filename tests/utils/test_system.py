@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rlhf.checkpoints.manifest import find_checkpoints, write_checkpoint
-from rlhf.checkpoints.run_folder import claim_output
+from rlhf.checkpoints.run_folder import RunLock, claim_output
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.models.device import available
 from rlhf.utils import system
@@ -267,29 +267,25 @@ def test_a_file_that_stays_locked_keeps_only_itself(monkeypatch, tmp_path):
     assert [file.parent.name for file in (tmp_path / "left").glob("*/weights")] == ["c"]
 
 
-def test_on_windows_a_left_over_in_use_does_not_stop_a_checkpoint(windows, monkeypatch, tmp_path):
-    left_over = tmp_path / "checkpoint-2.unfinished"
-    left_over.mkdir()
-    keep_folder_in_use(monkeypatch, left_over)
-    for update in (1, 2):
-        write_checkpoint(tmp_path, "a", update, 2, lambda folder: (folder / "weights").write_text("w"))
-    assert list(find_checkpoints(tmp_path, "a").valid) == [1, 2]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", left_over.name]
-
-
-def test_on_windows_a_left_over_in_use_does_not_stop_saving_the_best_model(windows, monkeypatch, tmp_path):
-    left_over = tmp_path / "best.new"
-    left_over.mkdir()
-    keep_folder_in_use(monkeypatch, left_over)
+def test_on_windows_a_left_over_in_use_stops_neither_the_lock_nor_a_save(windows, monkeypatch, tmp_path):
+    """A virus scanner reads what a killed run was writing."""
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=0, locking=lambda *_: None))
+    left_over = [tmp_path / "checkpoint-2.new-12345678", tmp_path / "best.new-12345678"]
+    for folder in left_over:
+        folder.mkdir()
+        keep_folder_in_use(monkeypatch, folder)
 
     def write(folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "weights").write_text("new")
 
-    for _ in range(2):
-        update_dir_atomically(tmp_path / "best", write)
+    with RunLock(tmp_path):
+        for update in (1, 2):
+            write_checkpoint(tmp_path, "a", update, 2, write)
+            update_dir_atomically(tmp_path / "best", write)
+    assert list(find_checkpoints(tmp_path, "a").valid) == [1, 2]
     assert (tmp_path / "best" / "weights").read_text() == "new"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best.new"]
+    assert all(folder.exists() for folder in left_over)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
+reserved: dict[Path, IO[bytes]] = {}  # the locks of folders in which this process is about to start a run
 BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
 METRICS_LOG = "metrics.jsonl"
 PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
@@ -143,7 +144,7 @@ def folders_of(output: str, seeds: Sequence[int] | None) -> list[str]:
 
 def require_unused(folder: Path) -> None:
     """Raise UserError if a live process has a run in `folder`."""
-    if (folder / LOCK_FILE).exists():
+    if (folder / LOCK_FILE).exists() and folder not in reserved:
         _lock(folder).close()
 
 
@@ -156,12 +157,29 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
+def reserve(folder: Path) -> bool:
+    """Lock a run's folder before its models are loaded, until `lock_run` takes the lock over or `release` gives it
+    back. Returns False if a live process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        reserved[folder] = lock_run(folder)
+    except UserError:
+        return False
+    return True
+
+
+def release(folder: Path) -> None:
+    """Give the lock of `reserve` back, if no run has taken it over."""
+    if folder in reserved:
+        reserved.pop(folder).close()
+
+
 def lock_run(folder: Path) -> IO[bytes]:
     """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it.
 
     The process writes its number into the locked file, because its run.json does not exist yet.
     """
-    lock = _lock(folder)
+    lock = reserved.pop(folder) if folder in reserved else _lock(folder)
     lock.truncate(0)
     lock.write(f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode())
     lock.flush()

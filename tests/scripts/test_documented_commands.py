@@ -41,8 +41,6 @@ RUN_ELSEWHERE = {
     r"\blater\b|benchmarks/stock_sums\.py": ("tests/benchmarks/test_stock_sums.py", "stock_sums"),
     r"^python benchmarks/real_smollm2\.py": ("tests/benchmarks/test_benchmarks.py", '"real_smollm2"'),
     r"tutorial_|my_questions": ("tests/real/test_tutorial.py", '"tutorial.md"'),
-    r"--sweep|_learning_rate=": ("tests/run/test_sweep.py", '"--sweep"'),
-    r"--parallel": ("tests/run/test_parallel_seeds.py", '"--parallel"'),
     r"--scan\b": ("tests/setup/test_scan.py", '"--scan"'),
     r"--check-reward": ("tests/setup/test_reward_probes.py", '"--check-reward"'),
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),

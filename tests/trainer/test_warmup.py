@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import train_ppo
 from rlhf.analysis.curves import read_curves
 from rlhf.rewards.rewards import Rewards
-from rlhf.trainer.state import load_trainer_state, save_trainer_state
+from rlhf.trainer.state import STATE_FILE, load_trainer_state, save_trainer_state
 
 KINDS = {
     "shared": (),
@@ -83,6 +85,20 @@ def test_checkpoint_in_and_after_the_warm_up_is_exact(build, tmp_path, saved):
     for update in range(saved + 1, 5):
         resumed.update_step(update)
     assert changed(resumed.actor, copies(straight.actor)) == set()
+
+
+def test_a_checkpoint_of_an_older_version_is_loaded(build, tmp_path):
+    """Its progress has the explained variances of a warm-up that could end early."""
+    trainer = build("--critic-warmup", 2, "--num-iterations", 4)
+    trainer.update_step(1)
+    trainer.evaluator.fix_text()
+    save_trainer_state(trainer, tmp_path)
+    state = json.loads((tmp_path / STATE_FILE).read_text())
+    state["progress"]["explained"] = [0.5]
+    (tmp_path / STATE_FILE).write_text(json.dumps(state))
+    resumed = build("--critic-warmup", 2, "--num-iterations", 4)
+    load_trainer_state(resumed, tmp_path)
+    assert resumed.progress == trainer.progress
 
 
 def test_command_holds_beta(run_flags, tmp_path):

@@ -99,7 +99,7 @@ class Removed(NamedTuple):
 REMOVED = {
     "sweep": Removed("Start one command per value: docs/settings.md has a loop of three lines", []),
     "parallel": Removed("Start the command with --seeds once per GPU: the processes share the seeds", False),
-    "keep_pass_rate": Removed("GRPO and RLOO skip prompts that teach nothing with --dynamic-sampling", None),
+    "keep_pass_rate": Removed("--dynamic-sampling replaces groups that teach nothing", None),
     "kl_boundaries": Removed("The phases of --kl-schedule phased have equal lengths", None),
     "perplexity_gate": Removed("If a reward model gives scores, --best-rule score has a limit of perplexity", None),
     "record_prompts": Removed("--record-tokens records the completions of 2 prompts", 2),

@@ -134,7 +134,7 @@ def test_scan_of_ppo_recommends_no_group_size(configured):
     for algorithm in ("ppo", "grpo"):
         scan = results_of(configured("--K", 2, "--batch-size", 8, algorithm=algorithm), rows, 8)
         names.append(("equal_groups" in [finding.name for finding in scan.findings], scan.recommendation.K))
-    assert names == [(False, None), (True, 4)]
+    assert names == [(False, None), (True, 8)]
 
 
 def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys, snapshot):

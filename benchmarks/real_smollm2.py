@@ -120,7 +120,7 @@ def trainings_of(kinds: Sequence[str], seeds: Sequence[int]) -> list[Training]:
 def sweep_of(axes: Sequence[str], seeds: Sequence[int], updates: int) -> list[Training]:
     """Return a short GRPO training per combination of values, evaluated before and after.
 
-    An axis is `NAME=VALUE,VALUE`, as of `--sweep` of the training command. Raises UserError for other texts.
+    An axis is `NAME=VALUE,VALUE`. Raises UserError for other texts.
     """
     axes = axes or [SWEEP]
     for axis in axes:

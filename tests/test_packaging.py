@@ -321,11 +321,11 @@ def test_the_installed_command_in_the_folder_of_another_project(programs, foreig
 
 @pytest.mark.ci
 def test_the_installed_command_trains_and_plots(programs, foreign, start_model, reward_folder, pairs_file):
-    """Two seeds in parallel, which start separate processes, and the commands that are printed after a run."""
+    """Two seeds, and the commands that are printed after them."""
     flags = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
              "--num-iterations", 1, "--max-new-tokens", 8, "--eval-prompts", 4, "--allow-weak-reward-model",
              "--output", "./run"]  # fmt: skip
-    printed = python(foreign, programs / "rlhf", DEFAULT_ALGORITHM, *flags, "--seeds", 1, 2, "--parallel")
+    printed = python(foreign, programs / "rlhf", DEFAULT_ALGORITHM, *flags, "--seeds", 1, 2)
     (command,) = re.findall(r"rlhf plot .*", printed)
     assert "rlhf compare ./" in printed or "rlhf compare run" in printed
     assert not re.search(r"\w\.py\b", printed), "no name of a script"

@@ -31,7 +31,6 @@ from rlhf.run.summary import finish_run
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
-from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
 from rlhf.setup.reward_probes import RewardWarning
@@ -53,7 +52,6 @@ class RunSession(Session):
         config: Config,
         components: Components,
         screen: Screen,
-        pass_rates: PassRates | None = None,
         folder: Path | None = None,
         progress: bool = True,
     ):
@@ -62,11 +60,10 @@ class RunSession(Session):
             config: the settings of the run.
             components: the parts that its trainer is built from.
             screen: prints warnings, and with `progress` the lines of updates, evaluations and results.
-            pass_rates: those of --keep-pass-rate.
             folder: the run's folder; None: nothing is written.
             progress: False: only warnings are printed.
         """
-        self.config, self.components, self.screen, self.pass_rates = config, components, screen, pass_rates
+        self.config, self.components, self.screen = config, components, screen
         self.folder, self.progress = folder, progress
         self.shown = screen if progress else Screen(quiet=True)
         self.trainer: OnPolicyLoop | None = None
@@ -88,7 +85,7 @@ class RunSession(Session):
             stack.enter_context(self.screen)
             if self.folder is not None:
                 stop = stack.enter_context(GracefulStop(self.screen.say))  # until run.json is written
-                started = start_run(config, self.components, trainer.updates, self.screen, self.pass_rates)
+                started = start_run(config, self.components, trainer.updates, self.screen)
                 self.log = stack.enter_context(started)
             run_id = self.log and self.log.record.id
             trackers = stack.enter_context(Trackers(config, self.screen, run_id))

@@ -316,11 +316,10 @@ class _Run:
         next one, which finds gradients; or at the policy's first layer, with all gradients and after the critic."""
         config, policy, saved = self.config, self.given.policy, self.activations(row)
         numbers = row.completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
-        if config.speed.fused_head:
-            numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
+        numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
         head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
         logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
-        if not config.speed.fused_head or config.batch.entropy_coef > 0:
+        if config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
         at_head = {**saved, "logits": logits}
         at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks

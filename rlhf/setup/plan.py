@@ -64,7 +64,6 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
         *date_row(inputs.start.tokenizer),
-        *pass_rate_rows(config),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
@@ -95,12 +94,6 @@ def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]
     record = read_record(Path(inputs.rewards.folder))
     known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
     return [("reward model", f"{config.model.rm_model}{known}")]
-
-
-def pass_rate_rows(config: Config) -> list[tuple[str, str]]:
-    """Return the plan's row of --keep-pass-rate before the pass rates are sampled; no row otherwise."""
-    waits = config.data.keep_pass_rate is not None and config.run.only_looks
-    return [("pass rates", "not sampled yet, so all prompts are counted")] if waits else []
 
 
 def prompts_line(sets: PromptSets) -> str:

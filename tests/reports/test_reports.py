@@ -295,7 +295,7 @@ def test_model_without_a_start_model_reports_what_is_missing(evaluation, start_m
 
 def test_runs_of_different_versions_can_be_pooled(comparison, runs, tmp_path):
     """Settings that are missing in one of the runs, and recording settings, do not prevent pooling."""
-    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", record_every=7)
+    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", record_tokens=True)
     facts = json.loads((other / "run.json").read_text())
     del facts["settings"]["optimizer"]["max_grad_norm"]
     facts["settings"]["optimizer"]["of_another_release"] = 1

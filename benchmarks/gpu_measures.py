@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from benchmarks.constants import ROOT
 from benchmarks.gpu_limits import decoding_bytes, gpu_named
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import gib, seconds
@@ -30,7 +31,7 @@ from benchmarks.work import (
     rule_out_special,
     varied,
 )
-from benchmarks.worker import ROOT, Worker
+from benchmarks.worker import Worker
 from rlhf.models.device import autocast
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions

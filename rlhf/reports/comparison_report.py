@@ -1,4 +1,4 @@
-"""The report of a comparison, as console output, Markdown, page, JSON and pictures."""
+"""The report of a comparison, as console output, page, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -168,21 +168,19 @@ def write_comparison(
     folder: Path,
     screen: Screen,
 ) -> None:
-    """Writes comparison.html, comparison.md with its pictures, and comparison.json. `curves`: (name of the arm, its
-    curves) of each run."""
+    """Writes comparison.html, comparison.json and the pictures. `curves`: (name of the arm, its curves) per run."""
     pictures = _pictures(report, arms, curves)
     for name, figure in pictures.items():
         save_picture(figure, folder / f"{name}.png")
     write_json(folder / "comparison.json", report)
-    shared = {
-        "title": f"Comparison of {listed([arm.name for arm in arms])}",
-        "report": report,
-        "facts": list(report["facts"].items()),
-        "tables": made,
-        "captions": PICTURES,
-    }
-    write_text(folder / "comparison.md", render("comparison.md", **shared))
-    embedded = {name: as_data_url(figure) for name, figure in pictures.items()}
-    page = render("comparison.html", **shared, pictures=embedded)
+    page = render(
+        "comparison.html",
+        title=f"Comparison of {listed([arm.name for arm in arms])}",
+        report=report,
+        facts=list(report["facts"].items()),
+        tables=made,
+        captions=PICTURES,
+        pictures={name: as_data_url(figure) for name, figure in pictures.items()},
+    )
     write_text(folder / "comparison.html", page)
-    screen.say(f"saved: {folder / 'comparison.html'}, with the same in comparison.md and comparison.json")
+    screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")

@@ -130,7 +130,6 @@ def test_every_flag_that_a_page_names_exists():
     known = {flag for s in settings for flag in spellings([*s.names, *(f"no_{name}" for name in s.names)])}
     known |= {"--recipe", "--config", "--help", "--help-all"}
     files = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
-    files += [ROOT / "rlhf" / "demo" / "pretraining.py"]
     sources = "".join(path.read_text("utf-8") for path in files)
     known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', sources))
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",

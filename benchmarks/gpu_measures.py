@@ -285,7 +285,7 @@ def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     predicted = estimator_of(trainer)(trainer.config)
     section.figure(
         f"PPO, {kind}, measured / predicted", measured / predicted.peak, "",
-        f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "
+        f"measured {gib(measured)}, predicted {gib(predicted.peak)}; "
         + "".join(f"{one}; " for one in outside)
         + f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
         measured_bytes=measured, predicted_bytes=predicted.peak,

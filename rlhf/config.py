@@ -164,6 +164,7 @@ OF_THE_COMMAND = (
     "output",
     "overwrite",
     "dry_run",
+    "memory",
     "resume",
     "resume_anyway",
     "sweep",

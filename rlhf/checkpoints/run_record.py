@@ -23,7 +23,7 @@ RUN_FILE = "run.json"
 FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
-    *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
+    *("memory", "resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
     *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
 )
 # between seeds of the same configuration: a GPU's free memory decides the last two, which change rounding only

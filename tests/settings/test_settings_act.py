@@ -519,7 +519,7 @@ RECORDED = {
     "record_every",
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
-FITTED_TO = {"fit"}  # tests/setup/test_fit.py
+FITTED_TO = {"fit", "memory"}  # tests/setup/test_fit.py, tests/run/test_dry_run.py
 PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed

@@ -155,6 +155,7 @@ OF_THE_COMMAND = (
     "output",
     "overwrite",
     "dry_run",
+    "memory",
     "resume",
     "resume_anyway",
 )

@@ -133,7 +133,6 @@ def test_every_flag_that_a_page_names_exists():
     known |= {"--recipe", "--config", "--help", "--help-all"}
     removed = set(spellings(REMOVED))
     files = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
-    files += [ROOT / "rlhf" / "demo" / "pretraining.py"]
     sources = "".join(path.read_text("utf-8") for path in files)
     known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', sources))
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
@@ -142,7 +141,7 @@ def test_every_flag_that_a_page_names_exists():
                 "--shutdown-timeout", "--nodes", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
                 "--no-build-isolation", "--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size",
                 "--gen_kwargs", "--include_path", "--outfile", "--outtype", "--merge", "--jinja", "--upgrade",
-               "--rewrite-sentences", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
+               "--rewrite-sentences", "--critics", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
     for page in PAGES:
         text = LINK.sub("", page.read_text("utf-8"))
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags

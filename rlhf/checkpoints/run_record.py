@@ -23,7 +23,7 @@ RUN_FILE = "run.json"
 FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
-    *("resume_anyway", "record_tokens", "record_every", "record_prompts"),  # the last two: of older versions
+    *("memory", "resume_anyway", "record_tokens", "record_every", "record_prompts"),  # the last two: of older versions
     *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
     "threads",  # changes rounding only; `choose_threads` prints a warning
 )

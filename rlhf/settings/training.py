@@ -721,6 +721,10 @@ class RunSettings:
         False, "accept settings, data or library versions that differ from those of the resumed run", needs="resume"
     )
     dry_run: bool = setting(False, "print the plan and stop", brief=True)
+    memory: MemorySize | None = setting(
+        None, "plan as if the device had this memory, such as 8GB, all of it free; unset: that of this machine",
+        needs="dry_run",
+    )  # fmt: skip
     check: bool = setting(
         False,
         "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "

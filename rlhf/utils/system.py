@@ -140,6 +140,14 @@ def gpu_driver() -> str | None:
     return printed.stdout.split("\n")[0].strip() or None if printed.returncode == 0 else None
 
 
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # --- network ---------------------------------------------------------------------------------------------------------
 
 

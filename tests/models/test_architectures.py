@@ -337,7 +337,7 @@ def test_critic_learns_under_ppo(run):
 
 def test_memory_can_be_predicted(run):
     predicted = estimator_of(run.trainer)(run.trainer.config)
-    parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
+    parts = [*predicted.held.values(), *(size for parts in predicted.phases.values() for size in parts.values())]
     assert all(size >= 0 for size in parts)
     assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]
 

@@ -68,7 +68,7 @@ PARSERS = {
     PlotConfig: parse_plot_cli,
 }
 VALUES = {  # of settings whose type does not give one
-    "kl_target": "3/sequence", "push_to_hub": "ada/model",
+    "kl_target": "3/sequence", "push_to_hub": "ada/model", "memory": "8GB",
     "reward_func": "length_penalty", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",
     "critic": "separate", "critic_warmup": "9", "critic_lam": "1", "adam_beta1": "0.5", "adam_beta2": "0.5",

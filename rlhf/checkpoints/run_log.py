@@ -16,6 +16,7 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.streams import lost_streams
 from rlhf.utils.system import cpu_seconds
 
 
@@ -49,7 +50,8 @@ class RunLog:
         """Set fields of the record and write it. Raises FileNotFoundError if the folder is missing: it is not created
         again, because it may be on a disk that was unmounted."""
         self.check_place()
-        self.record = replace(self.record, **facts)
+        lost = {**(self.record.console_lost or {}), **lost_streams}
+        self.record = replace(self.record, console_lost=lost or None, **facts)
         self.record.write(self.folder)
 
     def check_place(self) -> None:

@@ -50,8 +50,8 @@ class RunLog:
         """Set fields of the record and write it. Raises FileNotFoundError if the folder is missing: it is not created
         again, because it may be on a disk that was unmounted."""
         self.check_place()
-        lost = {**(self.record.console_lost or {}), **lost_streams}
-        self.record = replace(self.record, console_lost=lost or None, **facts)
+        console_lost = lost_streams or self.record.console_lost  # of this session, or of one before it
+        self.record = replace(self.record, console_lost=console_lost, **facts)
         self.record.write(self.folder)
 
     def check_place(self) -> None:

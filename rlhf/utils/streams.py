@@ -70,9 +70,8 @@ def guarded_streams() -> Iterator[None]:
 def _guard(name: str) -> TextIO:
     """Return a stream like the present one, for the same descriptor, that raises no OSError."""
     stream = getattr(sys, name)
-    if stream is not getattr(sys, f"__{name}__"):
-        return stream
-    if type(getattr(stream.buffer, "raw", stream.buffer)) is not io.FileIO:  # a Windows console
+    replaced = stream is not getattr(sys, f"__{name}__")
+    if replaced or type(getattr(stream.buffer, "raw", stream.buffer)) is not io.FileIO:  # a Windows console
         return stream
     with suppress(OSError):
         stream.flush()

@@ -20,6 +20,7 @@ import train_grpo
 from reward_model import train as reward_script
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import METRICS_LOG
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.utils.errors import print_line, run_command
@@ -34,10 +35,10 @@ CHATTY = "def chatty(completions, **_):\n    print('scored ' * 5000)\n    return
 
 
 def follow(reader: int, last: bytes) -> None:
-    """Read a pipe or terminal until it has printed `last`, and close it."""
+    """Read a pipe or terminal until it has printed `last` or its writer has ended, and close it."""
     printed = b""
-    while last not in printed:
-        printed += os.read(reader, 65536)
+    while last not in printed and (more := os.read(reader, 65536)):
+        printed += more
     os.close(reader)
 
 
@@ -53,7 +54,7 @@ def lose(monkeypatch):
         else:
             reader, writer = os.pipe() if kind == "pipe" else os.openpty()
             stream = open(writer, "w")  # noqa: SIM115
-            threading.Thread(target=follow, args=(reader, last.encode())).start()
+            threading.Thread(target=follow, args=(reader, last.encode()), daemon=True).start()
         opened.append(stream)
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
@@ -95,7 +96,7 @@ def test_a_run_ends_as_always(run_flags, tmp_path, lose, capsys, kind):
 
 
 def test_a_run_in_a_python_program_ends_as_always(start_model, tmp_path, lose):
-    """The program's stream is back afterwards. It was not closed."""
+    """The program's stream is back afterwards, open."""
     tiny = {"actor_model": str(start_model), "batch_size": 2, "max_new_tokens": 6, "num_iterations": 3}
     config = make_config(algorithm="ppo", **tiny, eval_every=1)
     trainer = make_trainer(config, ["one", "two", "three"], ["length_penalty"], output=tmp_path / "run")
@@ -105,6 +106,9 @@ def test_a_run_in_a_python_program_ends_as_always(start_model, tmp_path, lose):
     assert sys.stdout is own and not own.closed
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.console_lost == {"stdout": REASONS["pipe"]}
+    lost_streams.clear()
+    with RunLog(tmp_path / "run", resume=True) as log:
+        assert log.record.console_lost == record.console_lost, "a resumed run keeps it"
 
 
 def test_other_commands_write_their_files(runs, pairs_file, start_model, tmp_path, lose, capsys):

@@ -148,7 +148,7 @@ def test_a_terminal_that_another_program_has_made_non_blocking_gets_everything(t
     """For example after `node` or `ssh` in the same terminal. The reader is slower than the command."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    process = start(tmp_path, stdout=writer, stderr=subprocess.PIPE, program=PROGRAM.replace("check=True", ""))
+    process = start(tmp_path, stdout=writer, stderr=subprocess.PIPE, program=PROGRAM.replace("20000", "200_000"))
     os.close(writer)
     time.sleep(1)
     printed = b""

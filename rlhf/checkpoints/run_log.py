@@ -15,6 +15,7 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
+from rlhf.utils.streams import lost_streams
 from rlhf.utils.system import cpu_seconds
 
 
@@ -51,7 +52,8 @@ class RunLog:
     def add(self, **facts: Any) -> None:
         """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
         self.check_place()
-        self.record = replace(self.record, **facts)
+        console_lost = lost_streams or self.record.console_lost  # of this session, or of one before it
+        self.record = replace(self.record, console_lost=console_lost, **facts)
         self.record.write(self.folder)
 
     def check_place(self) -> None:

@@ -44,6 +44,7 @@ from rlhf.utils.errors import naming, raise_if
 from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.streams import guarded_streams
 
 
 class RunSession(Session):
@@ -87,6 +88,7 @@ class RunSession(Session):
         """Open the session around the training: files, callbacks, signals. Ends them also after an error."""
         self.trainer, config, stop = trainer, self.config, None
         with ExitStack() as stack:
+            stack.enter_context(guarded_streams())
             stack.enter_context(self.screen)
             if self.folder is not None:
                 stop = stack.enter_context(GracefulStop(self.screen.say))  # until run.json is written

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model, model_files
 from rlhf.checkpoints.run_folder import claim_output
@@ -22,22 +20,18 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components
 from rlhf.setup.inputs import placing
-from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget
 from rlhf.utils.console import Screen
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import is_gguf, is_on_hub
-from rlhf.utils.processes import size
 
 
-def start_run(
-    config: Config, components: Components, updates: int, screen: Screen, pass_rates: PassRates | None = None
-) -> RunLog:
-    """Claim the output folder and write a new run.json, and the pass rates of --keep-pass-rate. With --resume continue
-    the existing run.json; raises UserError if its data differs."""
+def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
+    """Claim the output folder and write a new run.json. With --resume continue the existing run.json; raises UserError
+    if its data differs."""
     data, folder = data_of(config, components), Path(config.run.output)
     require_equal(data, "Give all machines the same files")
-    processes, began = size(), []
+    began = []
 
     def begin() -> RunRecord:
         log = (
@@ -46,10 +40,6 @@ def start_run(
             else claimed(config, components, data, updates, screen)
         )
         began.append(log)
-        if pass_rates is not None and not config.run.resume:
-            pass_rates.write(folder)
-            log.add(pass_rates=pass_rates.counts)
-        log.add(processes=processes, threads=torch.get_num_threads())
         return log.record
 
     record = from_first(begin)

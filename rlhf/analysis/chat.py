@@ -22,6 +22,7 @@ from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.streams import lost_streams
 
 NEW, EXIT = "/new", "/exit"
 
@@ -66,13 +67,16 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yields the lines of standard input up to `/exit` or the end; empty lines are skipped."""
+    """Yields the lines of standard input up to `/exit` or the end, or until nobody sees the replies; empty lines are
+    skipped."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # undecodable bytes become question marks
     try:
         while (line := input("> " if sys.stdin.isatty() else "").strip()) != EXIT:
             if line:
                 yield line
+            if "stdout" in lost_streams:
+                return
     except EOFError:
         return
 

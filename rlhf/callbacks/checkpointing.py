@@ -88,7 +88,6 @@ class Checkpoints(Callback):
 
     def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
         """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""
-        self.log.check_place()
         skipped = self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(
@@ -142,6 +141,7 @@ class Checkpoints(Callback):
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""
         run, keep = self.log.record.id, self.config.run.keep
+        self.log.check_place()
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
@@ -168,21 +168,20 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
-        self.log.check_place()
-        aside = ""
-        try:
-            names = from_first(
-                lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.last_good_update)
-            )
-        except OSError as error:  # called while another error is reported
-            names = []
-            aside = f"The checkpoints with unusable weights could not be renamed to *.suspect ({error}). "
-        if names:
-            aside = (
-                f"Renamed to *.suspect, because no optimizer step from these weights succeeded: {', '.join(names)}. "
-            )
+        aside = from_first(self.set_aside)
         rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
         return f"{aside}Resume with a smaller learning rate: {resume_command(self.config, *rate)}"
+
+    def set_aside(self) -> str:
+        """Rename the checkpoints with unusable weights. Returns this as a sentence."""
+        try:
+            self.log.check_place()
+            names = set_aside(self.folder, self.log.record.id, self.trainer.progress.last_good_update)
+        except OSError as error:  # called while another error is reported
+            return f"The checkpoints with unusable weights could not be renamed to *.suspect ({error}). "
+        if not names:
+            return ""
+        return f"Renamed to *.suspect, because no optimizer step from these weights succeeded: {', '.join(names)}. "
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.log.seconds(), "cpu_seconds": self.log.cpu_seconds()}

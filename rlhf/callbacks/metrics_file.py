@@ -9,12 +9,14 @@ from typing import Any, TextIO
 
 from rlhf.callbacks.base import Callback
 from rlhf.utils.files import json_ready, write_text
+from rlhf.utils.streams import lost_streams
 
 
 class MetricsFile(Callback):
     """Writes the metrics of every update and evaluation, by TensorBoard tag, with the number of the `update`.
 
-    A number that is not finite is null. A skipped update has `updates/skipped` and the reason, `skipped`.
+    A number that is not finite is null. A skipped update has `updates/skipped` and the reason, `skipped`. Lines after
+    stdout or stderr was lost have the reason, `console_lost`.
     """
 
     def __init__(self, file: Path):
@@ -39,6 +41,8 @@ class MetricsFile(Callback):
 
     def write(self, update: int, metrics: dict[str, Any]) -> None:
         row = json_ready({"update": update, **metrics})
+        if lost_streams:
+            row["console_lost"] = lost_streams
         self.opened.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         self.opened.flush()  # before the checkpoint, and so that other programs can read it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
@@ -98,11 +98,12 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[Ru
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_run(folder)
-    _check_content(folder, overwrite, is_default)  # again: another run may have started there before the lock
-    if not _content(folder):
-        return lock, None
     try:
-        return lock, f"moved the old run in {folder} to {_move_to(folder, replacing.numbered_name(folder))}"
+        with lock.closed_after_error():
+            _check_content(folder, overwrite, is_default)  # again: another run may have started before the lock
+            if not _content(folder):
+                return lock, None
+            return lock, f"moved the old run in {folder} to {_move_to(folder, replacing.numbered_name(folder))}"
     except OSError as error:  # on Windows, if another program uses a file in it
         programs = system.programs_using(folder)
         users = f"; it is used by {', '.join(programs)}" if programs else ""
@@ -213,15 +214,11 @@ class RunLock(AbstractContextManager):
 
     def check(self) -> None:
         """Raise FolderMoved if another folder is at the path, or none."""
-        if self._is_at_its_path():
-            return
-        happened = "removed" if os.fstat(self.stream.fileno()).st_nlink == 0 else "moved"
-        if self.folder.exists():
-            happened += ", and another one has its path"
-        raise FolderMoved(
-            f"the folder of this run was {happened}: --output {self.folder}. Nothing more is written there. If its "
-            "files are in another folder, resume the run in that one: --resume --output OTHER_FOLDER"
-        )
+        if not self._is_at_its_path():
+            raise FolderMoved(
+                f"the folder of this run was moved or removed: --output {self.folder}. Nothing more is written there. "
+                "If its files are in another folder, resume the run in that one: --resume --output OTHER_FOLDER"
+            )
 
     def _is_at_its_path(self) -> bool:
         try:
@@ -239,6 +236,15 @@ class RunLock(AbstractContextManager):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def closed_after_error(self) -> Iterator[None]:
+        """Context manager that unlocks the folder after an error: a program can try again, for example in a notebook,
+        which stores the error's traceback and with it this object."""
+        with contextlib.ExitStack() as stack:
+            stack.push(self)
+            yield
+            stack.pop_all()
 
 
 def claim_folder(folder: Path) -> RunLock:

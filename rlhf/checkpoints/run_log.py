@@ -15,6 +15,7 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock, lock_
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
+from rlhf.utils.streams import lost_streams
 from rlhf.utils.system import cpu_seconds
 
 
@@ -34,14 +35,15 @@ class RunLog:
         self.folder, self.path = folder, folder / RUN_FILE
         self._start_clocks()
         self._found: RunRecord | None = None  # a resumed run's record before this session
-        if resume:
-            self.record = self._found = RunRecord.require(folder, "--resume, --output")
-            session = {"started": now(), "pid": os.getpid(), **environment(), **facts}
-            sessions = [*(self.record.sessions or ()), session]
-            self.add(status="running", pid=session["pid"], ended=None, reason=None, sessions=sessions)
-        else:
-            self.record = RunRecord.begin(**facts)
-            self.record.write(folder)
+        with self._lock.closed_after_error():
+            if resume:
+                self.record = self._found = RunRecord.require(folder, "--resume, --output")
+                session = {"started": now(), "pid": os.getpid(), **environment(), **facts}
+                sessions = [*(self.record.sessions or ()), session]
+                self.add(status="running", pid=session["pid"], ended=None, reason=None, sessions=sessions)
+            else:
+                self.record = RunRecord.begin(**facts)
+                self.record.write(folder)
 
     def _start_clocks(self) -> None:
         self.started_at, self.seconds_before = time.monotonic(), 0.0
@@ -50,7 +52,8 @@ class RunLog:
     def add(self, **facts: Any) -> None:
         """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
         self.check_place()
-        self.record = replace(self.record, **facts)
+        console_lost = lost_streams or self.record.console_lost  # of this session, or of one before it
+        self.record = replace(self.record, console_lost=console_lost, **facts)
         self.record.write(self.folder)
 
     def check_place(self) -> None:
@@ -80,25 +83,23 @@ class RunLog:
 
         Raises FolderMoved and writes nothing if the folder is no longer at its path. An error for the user is in it.
         """
-        try:
-            with contextlib.suppress(OSError):  # the disk does not answer: report the error that ended the run
-                self.check_place()
-        except FolderMoved as moved:
-            self._lock.close()
-            first = error.problems if isinstance(error, UserError) else []
-            raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
-        name_output(error, self.folder)
-        if isinstance(error, RunError) and error.inputs is not None:
-            error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
-        if kind is None:
-            self.add(status="finished", ended=now())
-        with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
-            if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
-                self._found.write(self.folder)  # nothing was trained in this session: restore the record
-            elif kind is not None:
+        with self._lock:
+            try:
+                with contextlib.suppress(OSError):  # the disk does not answer: report the error that ended the run
+                    self.check_place()
+            except FolderMoved as moved:
+                first = error.problems if isinstance(error, UserError) else []
+                raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
+            if kind is None:
+                return self.add(status="finished", ended=now())
+            name_output(error, self.folder)
+            if isinstance(error, RunError) and error.inputs is not None:
+                error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
+            with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
+                if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
+                    return self._found.write(self.folder)  # nothing was trained in this session: restore the record
                 status = getattr(error, "run_status", "failed")
                 self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
-        self._lock.close()
 
     def _save_inputs(self, inputs: Any) -> str:
         """Save the inputs of a failed reward function, and return in words where they are, or why they are not

@@ -110,6 +110,7 @@ class RunRecord:
     sessions: list | None = None  # dicts of start, process and environment, one per --resume
     processes: int | None = None  # their number, since the start or the resumption of the run
     threads: int | None = None  # of torch, since the start or the resumption of the run
+    console_lost: dict | None = None  # "stdout" or "stderr" -> why it could not be written; the run continued
     unknown: dict | None = None  # keys that the user added to the file; they are preserved
 
     @property

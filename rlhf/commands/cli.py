@@ -47,18 +47,18 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `rlhf` with the words of a command line."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        print_line(help_text())
-    elif name == "--version":
-        run_command(lambda: print_line(f"{CONSOLE_COMMAND} {project()['version']}"))
-    elif name in COMMANDS:
+    if name in COMMANDS:
         COMMANDS[name].run(rest)
     else:
-        run_command(partial(refuse, name))
+        run_command(partial(answer, name))
 
 
-def refuse(name: str) -> None:
-    """Raise UserError for a word that is not a command."""
+def answer(name: str) -> None:
+    """Print the help or the version. Raises UserError for another word that is not a command."""
+    if name in ("-h", "--help"):
+        return print_line(help_text())
+    if name == "--version":
+        return print_line(f"{CONSOLE_COMMAND} {project()['version']}")
     known = f"Commands: {', '.join(COMMANDS)}"
     if name.startswith("-"):
         raise UserError(f"no command before {name}: {program()}. Write a command first. {known}")

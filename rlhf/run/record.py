@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model, model_files
 from rlhf.checkpoints.run_folder import claim_output
@@ -26,7 +24,6 @@ from rlhf.setup.plan import budget
 from rlhf.utils.console import Screen
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import is_gguf, is_on_hub
-from rlhf.utils.processes import size
 
 
 def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
@@ -34,7 +31,7 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
     if its data differs."""
     data, folder = data_of(config, components), Path(config.run.output)
     require_equal(data, "Give all machines the same files")
-    processes, began = size(), []
+    began = []
 
     def begin() -> RunRecord:
         log = (
@@ -43,7 +40,6 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
             else claimed(config, components, data, updates, screen)
         )
         began.append(log)
-        log.add(processes=processes, threads=torch.get_num_threads())
         return log.record
 
     record = from_first(begin)

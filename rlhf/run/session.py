@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import Signals
 
+import torch
+
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.findings import show_run_findings
@@ -39,8 +41,9 @@ from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import naming, raise_if
 from rlhf.utils.files import json_ready, write_text
-from rlhf.utils.processes import is_first
+from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.streams import guarded_streams
 
 
 class RunSession(Session):
@@ -82,6 +85,7 @@ class RunSession(Session):
         """Open the session around the training: files, callbacks, signals. Ends them also after an error."""
         self.trainer, config, stop = trainer, self.config, None
         with ExitStack() as stack:
+            stack.enter_context(guarded_streams())
             stack.enter_context(self.screen)
             if self.folder is not None:
                 stop = stack.enter_context(GracefulStop(self.screen.say))  # until run.json is written
@@ -123,11 +127,15 @@ class RunSession(Session):
         ]
 
     def _begin(self, trainer: OnPolicyLoop) -> None:
-        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script
-        has printed its plan."""
+        """Store the pass rates of --keep-pass-rate, and load the checkpoint of a resumed run. In Python, store the
+        prompts and print the length of the run: a script has printed its plan."""
         config = self.config
         if self.folder is not None:
             self.log.check_place()
+            if self.pass_rates is not None and not config.run.resume:
+                on_first(lambda: self.pass_rates.write(self.folder))
+                self.log.add(pass_rates=self.pass_rates.counts)
+            self.log.add(processes=size(), threads=torch.get_num_threads())
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))
             resume_run(trainer, config, self.log, self.screen)

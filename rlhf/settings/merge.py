@@ -173,5 +173,5 @@ def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
     given = read_given(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
     layers, edits = lower(given.recipe)
     source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
-    print_line(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source), end="")
+    print_line(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source).rstrip())
     raise SystemExit(0)

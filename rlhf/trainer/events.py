@@ -40,7 +40,7 @@ class Events:
 
     @contextmanager
     def extended(self, callbacks: Sequence[Any], check: Callable[[], None] | None) -> Iterator[None]:
-        """Context manager that calls these callbacks, too, before the others, and `check` before each callback. At the
+        """Context manager that calls these callbacks, too, before the others, and `check` before each event. At the
         end, also after an error, those with a method `close` are closed."""
         others, self.callbacks = self.callbacks, [*callbacks, *self.callbacks]
         self.check = check
@@ -56,12 +56,12 @@ class Events:
     @settings_restored()
     def call(self, event: str, *details: Any) -> None:
         """Call the method `event` of every callback that has it."""
+        if self.check is not None:  # not once per callback: it reads a file, perhaps on a network disk
+            self.check()
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
             method = getattr(callback, event, callback if is_function else None)
             if method is not None:
-                if self.check is not None:
-                    self.check()
                 method(*details)
 
 

@@ -34,10 +34,6 @@ def quiet_libraries() -> None:
     """
     quiet_imports()
     _disable_progress_bars()
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
 
 
 def quiet_imports() -> None:
@@ -133,7 +129,7 @@ class Screen:
         self.in_notebook = Console().is_jupyter
         self.console = Console(
             highlight=False,
-            soft_wrap=not sys.stdout.isatty(),
+            soft_wrap=sys.stdout is None or not sys.stdout.isatty(),
             quiet=quiet or not is_first(),
             force_jupyter=False,
             force_terminal=False if self.in_notebook else None,  # the kernel sets FORCE_COLOR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf.utils.processes import connected, is_first, is_first_to_report, process_prefix
+from rlhf.utils.streams import guarded_streams
 
 MAX_PRINTED = 5
 # seconds that the other processes wait for the first one to report the same error, and to end its run
@@ -40,15 +42,16 @@ def visible_line(text: str) -> str:
     return visible(text, newline="<U+000A>")
 
 
-def print_line(text: str = "", file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     """Print text to `file` (None: stdout) as `visible`. Every text of this project is printed here or by
     rlhf.utils.console.Screen, so that no control character of a file or a model reaches the console."""
-    print(visible(text), file=file, end=end, flush=flush)
+    print(visible(text), file=file)
 
 
 def print_in_handler(text: str) -> None:
     """Print one line on stderr from a signal handler: print() could be interrupted by itself."""
-    os.write(2, f"{visible_line(text)}\n".encode())
+    with contextlib.suppress(OSError):  # stderr may be lost
+        os.write(2, f"{visible_line(text)}\n".encode())
 
 
 class UserError(Exception):
@@ -209,10 +212,11 @@ def torch_error(error: RuntimeError) -> str | None:
     return None
 
 
+@guarded_streams()
 def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     """Run the main() of a script. Any error is printed as one line on stderr and sets the exit status; for an
     unexpected error, the line contains the path of a file with the traceback. `interrupted` is the message after
-    Ctrl-C."""
+    Ctrl-C. If stdout or stderr is lost, the command continues without it."""
     try:
         require_current_folder()
         return main()

@@ -16,7 +16,7 @@ import pytest
 
 from rlhf.callbacks.checkpointing import Checkpoints
 from rlhf.checkpoints import run_log
-from rlhf.checkpoints.run_folder import INPUTS_FILE, LOCK_FILE, check_output, claim_output, read_status
+from rlhf.checkpoints.run_folder import INPUTS_FILE, LOCK_FILE, check_output, claim_output, read_status, require_unused
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
 from rlhf.config import make_config
@@ -372,3 +372,24 @@ def test_cpu_seconds_are_those_of_the_process_and_its_children_in_all_sessions(t
     exec(BUSY)
     assert state["cpu_seconds"] + 0.3 <= later.cpu_seconds() < state["cpu_seconds"] + 5
     assert later.seconds() > state["seconds"]
+
+
+@pytest.mark.parametrize("moment", ["start", "resume", "end"])
+def test_an_error_of_the_disk_leaves_no_lock(tmp_path, monkeypatch, moment):
+    """A notebook stores the error with its traceback, and the log with it. The next try must not be refused."""
+
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    log = RunLog(tmp_path, **facts_of(seed=1)) if moment != "start" else None
+    if moment == "resume":
+        log._lock.close()
+    monkeypatch.setattr(RunRecord, "write", full)
+    with pytest.raises(OSError) as error:
+        if moment == "end":
+            with log:
+                pass
+        else:
+            RunLog(tmp_path, resume=moment == "resume", **facts_of(seed=1) if moment == "start" else {})
+    require_unused(tmp_path)
+    assert error.value.errno == 28

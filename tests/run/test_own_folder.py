@@ -13,6 +13,7 @@ import train_grpo
 import train_ppo
 from rlhf.callbacks import checkpointing, incidents
 from rlhf.checkpoints.manifest import find_checkpoints
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.run import export, resume, session, summary
 from rlhf.trainer.loop import OnPolicyLoop
@@ -110,6 +111,21 @@ def test_the_same_with_a_copy_of_the_runs_folder_and_with_none(run_flags, tmp_pa
     (tmp_path / "copy" / "moved").rename(tmp_path / "copy" / "run")
     train_ppo.main(["--resume", "--output", str(tmp_path / "copy" / "run")])
     assert RunRecord.read(tmp_path / "copy" / "run").status == "finished"
+
+
+def test_the_folder_is_checked_once_per_event(run_flags, monkeypatch):
+    """Each check reads a file, and the disk may be slow."""
+    checks, before = [], []
+    original, update_step = RunLock.check, OnPolicyLoop.update_step
+    monkeypatch.setattr(RunLock, "check", lambda self: checks.append(original(self)))
+
+    def counted(self, update):
+        before.append(len(checks))
+        return update_step(self, update)
+
+    monkeypatch.setattr(OnPolicyLoop, "update_step", counted)
+    train_ppo.main(run_flags("--num-iterations", 3, "--save-every", 3, "--eval-every", 3, "--record-tokens"))
+    assert before[2] - before[1] <= 4  # batch, end of the update, end of an epoch, update done
 
 
 def test_the_error_of_the_run_is_reported_with_that_of_the_folder(run_flags, runs, tmp_path, monkeypatch, capsys):

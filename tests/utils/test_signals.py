@@ -39,6 +39,12 @@ def handled():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def default_hangup(handled):
+    """The tests may run under nohup, which ignores SIGHUP."""
+    handled(signal.SIGHUP, signal.SIG_DFL)
+
+
 def quiet_stop() -> GracefulStop:
     return GracefulStop(say=lambda _: None)
 
@@ -117,8 +123,11 @@ def test_a_forked_process_can_be_ended(name):
     """A reward function ends its own processes: Process.terminate sends SIGTERM."""
     which = signal.Signals[name]
     with quiet_stop() as stop:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        process = context.Process(target=lambda: (ready.set(), time.sleep(60)))
         process.start()
+        assert ready.wait(20)  # Python drops signals that arrive while it forks
         os.kill(process.pid, which)
         process.join(20)
         status = process.exitcode

@@ -21,7 +21,7 @@ from rlhf.settings.translate import only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 
 # --- from Python -----------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,9 @@ def make_config(recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM
     row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_settings(algorithm)
     raise_if(
         [
-            f"{name} belongs to {foreign[name]}: make_config({name}=), algorithm {algorithm!r}. Remove it"
+            Problem(
+                f"{name} belongs to {foreign[name]}", f"make_config({name}=), algorithm {algorithm!r}", "Remove it"
+            )
             for name in settings
             if name in foreign
         ]
@@ -63,7 +65,7 @@ def algorithm_row(name: str, where: str) -> Algorithm:
     """Return the row of an algorithm in the table. Raises UserError if there is none; `where` is the place in the
     error."""
     if name not in list(ALGORITHMS):  # it may not be hashable
-        raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
+        raise UserError(f"unknown algorithm {name!r}", where, f"Known: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 
@@ -96,7 +98,7 @@ def _built(
     layers: Sequence[Layer],
     recipe: str,
     user: Layer | None = None,
-    problems: Sequence[str] = (),
+    problems: Sequence[Problem] = (),
     given: Collection[str] = (),
     assumed: Collection[str] = (),
     in_python: bool = False,
@@ -183,16 +185,18 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
     if layer["prompts"][0] == IN_PYTHON and not only_exported:
         raise UserError(
-            f"this run was started in Python: --resume, --output {folder}. Resume it there, with make_config(..., "
-            "resume=True) and the same make_trainer(...)"
+            "this run was started in Python",
+            f"--resume, --output {folder}",
+            "Resume it there, with make_config(..., resume=True) and the same make_trainer(...)",
         )
     rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
     untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
     if not only_exported and untrusted:
         resume = resume_line(row.name, run["output"], run["seeds"], code_words(*rules.values()))
         raise UserError(
-            f"reward code must be given on the command line: --resume, {', '.join(untrusted)} in the run's "
-            f"{RUN_FILE}. Resume with: {resume}"
+            "reward code must be given on the command line",
+            f"--resume, {', '.join(untrusted)} in the run's {RUN_FILE}",
+            f"Resume with: {resume}",
         )
     return layer, stored.recipe
 

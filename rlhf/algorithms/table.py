@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.utils.command_lines import short_name
+from rlhf.utils.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,15 @@ class Algorithm:
         """Settings whose default differs between algorithms."""
         return {"output": f"./{self.name}_training_output", **({"K": self.group_size} if self.group_size > 1 else {})}
 
-    def validate(self, config: Any) -> list[str]:
+    def validate(self, config: Any) -> list[Problem]:
         """Returns the errors in the settings that concern this algorithm only, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return [
-                f"K is {config.batch.K or 'unset'}: --K. Set it to at least 2: the completions of a prompt are "
-                "compared with each other"
+                Problem(
+                    f"K is {config.batch.K or 'unset'}",
+                    "--K",
+                    "Set it to at least 2: the completions of a prompt are compared with each other",
+                )
             ]
         return []
 

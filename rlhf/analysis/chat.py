@@ -90,7 +90,9 @@ def newest_turns(
     if room is None or len(ids) <= room:
         return ids, turns
     if len(turns) == 1:
-        raise UserError(f"your line is too long: {len(ids)} tokens, but the context has room for {room}. Shorten it")
+        raise UserError(
+            "your line is too long", f"{len(ids)} tokens, but the context has room for {room}", "Shorten it"
+        )
     # without a question and its reply: chat templates expect a user message first
     return newest_turns(tokenizer, turns[2:], room, shots)
 
@@ -123,7 +125,8 @@ def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     context, length = context_of(load_config(model.base or model.source)), config.sampling.max_new_tokens
     if context is not None and length >= context:
         raise UserError(
-            f"no room for a prompt: --max-new-tokens {length} fills the model's context of {context} tokens. "
-            f"Try --max-new-tokens {context // 2}"
+            "no room for a prompt",
+            f"--max-new-tokens {length} fills the model's context of {context} tokens",
+            f"Try --max-new-tokens {context // 2}",
         )
     return None if context is None else context - length

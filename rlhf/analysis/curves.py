@@ -97,7 +97,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
     for folder in folders:
         try:
             if folder.resolve() in seen:
-                raise UserError(f"the same run is given twice: {folder}. Give each run once")
+                raise UserError("the same run is given twice", folder, "Give each run once")
             seen.add(folder.resolve())
             runs.append(read_curves(folder))
         except UserError as error:
@@ -114,7 +114,7 @@ def read_curves(folder: Path) -> RunCurves:
     if not scalars:
         started = run.status == "running"
         hint = "Try again after its first update" if started else "This run logged nothing: choose another run"
-        raise UserError(f"no scalars yet: {folder / 'logs'}. {' '.join([*(f'{r}.' for r in remarks), hint])}")
+        raise UserError("no scalars yet", f"{folder / 'logs'}", f"{' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 
 

@@ -72,7 +72,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         except ValueError as error:
             raise UserError(
-                f"incomplete or corrupted: {file} ({error}). Delete it to compare without this evaluation"
+                "incomplete or corrupted", f"{file} ({error})", "Delete it to compare without this evaluation"
             ) from None
         found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
     return found

@@ -47,7 +47,7 @@ from rlhf.settings.training import SamplingSettings, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.system import threads_variable
 
 
@@ -177,8 +177,11 @@ class ModelEvaluator:
             raise UserError(
                 [
                     *error.problems,
-                    f"{self.models[0].name} does not belong to a run, so the settings are those of the recipe "
-                    f"--like {self.settings.like}. Choose another recipe, or give --rm-model and --prompts",
+                    Problem(
+                        f"{self.models[0].name} does not belong to a run, so the settings are those of the recipe",
+                        f"--like {self.settings.like}",
+                        "Choose another recipe, or give --rm-model and --prompts",
+                    ),
                 ]
             ) from None
 

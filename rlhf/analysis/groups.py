@@ -14,7 +14,7 @@ from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config, name_with_control
 from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import IN_PYTHON
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import Problem, raise_if
 from rlhf.utils.paths import same_value
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
             for i, label in zip(same, _labels(title, of_title), strict=True):
                 labels[i] = label
     twice = sorted({label for label in labels if labels.count(label) > 1})
-    raise_if([f"two groups of runs have the name {label!r}: --arm. Give another name" for label in twice])
+    raise_if([Problem(f"two groups of runs have the name {label!r}", "--arm", "Give another name") for label in twice])
     groups = [
         SettingsGroup(algorithm, label, tuple(members), values)
         for algorithm, label, members, values in zip(algorithms, labels, found, texts, strict=True)

@@ -69,8 +69,9 @@ def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSet
     for used_by, name, recorded in used:
         if name is not None and same_weights(name, folder, recorded):
             raise UserError(
-                f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
-                "Give a reward model that was not used in RL training"
+                f"the judge is also the reward model of {used_by}",
+                f"--judge-model {settings.judge_model}",
+                "Give a reward model that was not used in RL training",
             )
     return JudgeSources(folder, functions)
 

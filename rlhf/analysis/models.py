@@ -23,7 +23,7 @@ from rlhf.settings.next_commands import code_words, names_code, resume_command
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import is_gguf, is_path, local_path, missing_path
 
 # settings that describe a run's own data, and their values for --prompts
@@ -68,7 +68,7 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
     """Returns the named models, or the last run in this folder. Raises UserError with all models that do not exist."""
     names = names or [str(last_run(flag))]
     twice = sorted({name for name in names if names.count(name) > 1})
-    found, problems = [], [f"given twice: {flag} {name}. Give each model once" for name in twice]
+    found, problems = [], [Problem("given twice", f"{flag} {name}", "Give each model once") for name in twice]
     for name in dict.fromkeys(names):
         try:
             found.append(find_model_ref(name, measure.which, measure.baseline, flag))
@@ -98,7 +98,7 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         return ModelRef(name, *_weights(folder, baseline, flag))
     if which == "best":
         if run.best is None:
-            raise UserError(f"no best checkpoint yet: {flag} {name}. The run has not made its first evaluation")
+            raise UserError("no best checkpoint yet", f"{flag} {name}", "The run has not made its first evaluation")
         update = run.best.update
     elif which == MERGED_FOLDER:
         which, update = f"{run.merged.which}, merged", run.merged.update
@@ -108,8 +108,9 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
             resume = f"Resume it ({resume_command(config_of_run(run, output=name))})"
             fix = "Wait for its end" if status == "running" else resume
             raise UserError(
-                f"no final weights because the run is {status}: {flag} {name}. {fix}, or add --which best, the best "
-                "checkpoint so far"
+                f"no final weights because the run is {status}",
+                f"{flag} {name}",
+                f"{fix}, or add --which best, the best checkpoint so far",
             )
         # while a finished run is being extended, its final weights are old, but its plan is already the new one
         update = (run.spent or run.plan).updates
@@ -174,12 +175,13 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
             flag = _flag_of(name)
             fix = f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
             values = f"{here.get(name)} in {first.name}, {there.get(name)} in {other.name}"
-            problems[name] = f"the runs differ in {name}: {values}. {fix}"
+            problems[name] = Problem(f"the runs differ in {name}", values, fix)
         in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
         if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
-            problems["prompts"] = (
-                f"the runs have different evaluation prompts, which were given in Python: {first.name}, {other.name}. "
-                "Set them with --prompts"
+            problems["prompts"] = Problem(
+                "the runs have different evaluation prompts, which were given in Python",
+                f"{first.name}, {other.name}",
+                "Set them with --prompts",
             )
     raise_if([problems[name] for name in sorted(problems)])
 
@@ -204,8 +206,11 @@ def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -
         if code:
             words = command(*code_words(rules, evaluation))
             problems.append(
-                f"reward code from the run's {RUN_FILE} is not executed without permission: {model.name}, "
-                f"{', '.join(code)}. Add {words}, or --trust-reward-code if you trust these files"
+                Problem(
+                    f"reward code from the run's {RUN_FILE} is not executed without permission",
+                    f"{model.name}, {', '.join(code)}",
+                    f"Add {words}, or --trust-reward-code if you trust these files",
+                )
             )
     raise_if(problems)
 
@@ -250,5 +255,5 @@ def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSetti
     runs = [model.run for model in models if model.run is not None and measure.baseline is None]
     found = {find_recorded(run, "start_model", name, "--baseline") for run in runs} or {find_model(name, "--baseline")}
     if len(found) > 1:
-        raise UserError(f"the runs started from different models: {name}. Choose one with --baseline FOLDER")
+        raise UserError("the runs started from different models", name, "Choose one with --baseline FOLDER")
     return ModelRef(name, found.pop())

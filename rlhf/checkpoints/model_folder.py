@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf.checkpoints.gguf import cached_gguf, gguf_folder, gguf_record
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.errors import UserError, did_you_mean, print_line
+from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import (
     exists,
@@ -63,14 +63,18 @@ def find_model(name: str, flag: str) -> str:
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
             raise UserError(
-                f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
-                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+                "an adapter, not a full model",
+                f"{flag} {name}",
+                (
+                    f"Merge it into its base ({base_of_adapter(folder)}): "
+                    f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+                ),
             )
         if is_interrupted_save(folder) and not (folder / RUN_FILE).is_file():
-            raise UserError(f"an interrupted save, not a complete model: {flag} {name}. Train it again")
+            raise UserError("an interrupted save, not a complete model", f"{flag} {name}", "Train it again")
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
+                "no model in this folder (no config.json)", name, f"{flag} takes a Hugging Face model folder"
             )
         return str(folder)
     if is_path(name) or interrupted_saves(folder):
@@ -114,7 +118,7 @@ def find_base(adapter: Path, flag: str, fix: str, run: RunRecord | None = None) 
         return find_model(base, flag) if run is None else find_recorded(run, "start_model", base, flag)
     except UserError:
         state = "was replaced" if exists(base) else "is missing"
-        raise UserError(f"the adapter's base model {state} ({base}): {flag} {adapter}. {fix}") from None
+        raise UserError(f"the adapter's base model {state} ({base})", f"{flag} {adapter}", fix) from None
 
 
 def find_recorded(run: RunRecord, kind: str, name: str, flag: str) -> str:
@@ -133,8 +137,12 @@ def find_recorded(run: RunRecord, kind: str, name: str, flag: str) -> str:
     if recorded and now and recorded != now:
         changed = [key for key in {**recorded, **now} if recorded.get(key) != now.get(key)]
         raise UserError(
-            f"not the {kind.replace('_', ' ')} of the run that started {run.started[:19]}, because "
-            f"{', '.join(changed)} changed: {flag} {name}. Restore it, or choose a model with {flag} FOLDER"
+            (
+                f"not the {kind.replace('_', ' ')} of the run that started {run.started[:19]}, because "
+                f"{', '.join(changed)} changed"
+            ),
+            f"{flag} {name}",
+            f"Restore it, or choose a model with {flag} FOLDER",
         )
     return folder
 
@@ -145,7 +153,7 @@ def base_of_adapter(folder: Path) -> str | None:
     file = folder / ADAPTER_CONFIG
     base = read_object(file).get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise UserError(f"base_model_name_or_path is not a text: {file}. Save the adapter again")
+        raise UserError("base_model_name_or_path is not a text", file, "Save the adapter again")
     cached = CACHED.search(base or "")
     if cached is not None and not Path(base).exists():
         base = cached[1].replace("--", "/")
@@ -156,7 +164,7 @@ def base_of_adapter(folder: Path) -> str | None:
 # --- checks of the JSON files ----------------------------------------------------------------------------------------
 
 
-def policy_problems(name: str, flag: str, targets: Collection[str] = ()) -> list[str]:
+def policy_problems(name: str, flag: str, targets: Collection[str] = ()) -> list[Problem]:
     """Return what is wrong with a local start model, one line each, as far as its JSON files tell. `targets` are the
     LoRA target modules."""
     folder = Path(find_model(name, flag))
@@ -168,7 +176,7 @@ def policy_problems(name: str, flag: str, targets: Collection[str] = ()) -> list
     return [*problems, *missing]
 
 
-def reward_model_problems(name: str, flag: str) -> list[str]:
+def reward_model_problems(name: str, flag: str) -> list[Problem]:
     """Return what is wrong with a local reward model, one line each, as far as its JSON files tell."""
     folder = Path(find_model(name, flag))
     config = read_config(folder)
@@ -177,20 +185,21 @@ def reward_model_problems(name: str, flag: str) -> list[str]:
     problem = reward_config_problem(architecture, labels, config.get("pad_token_id"), f"{flag} {name}")
     tensors = tensors_of(folder)
     if problem is None and not any("score" in tensor or "classifier" in tensor for tensor in tensors):
-        problem = f"no trained score head (score.weight is missing): {flag} {name}. {how_to_train()}"
+        problem = Problem("no trained score head (score.weight is missing)", f"{flag} {name}", how_to_train())
     return [problem] if problem else tokenizer_problems(folder)
 
 
-def reward_config_problem(architecture: str, labels: int, pad: int | None, place: str) -> str | None:
+def reward_config_problem(architecture: str, labels: int, pad: int | None, place: str) -> Problem | None:
     """Return why a model cannot be a reward model, or None. `labels` is the number of its outputs."""
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return f"a language model ({architecture}), not a reward model: {place}. {how_to_train()}"
+        return Problem(f"a language model ({architecture}), not a reward model", place, how_to_train())
     if labels != 1:
-        return f"{labels} outputs, but a reward model has exactly one: {place}. {how_to_train()}"
+        return Problem(f"{labels} outputs, but a reward model has exactly one", place, how_to_train())
     if pad is None:
-        return (
-            f"no pad token, so padding cannot be distinguished from completions: {place}. "
-            "Set pad_token_id in its config.json to a token other than EOS"
+        return Problem(
+            "no pad token, so padding cannot be distinguished from completions",
+            place,
+            "Set pad_token_id in its config.json to a token other than EOS",
         )
     return None
 
@@ -205,9 +214,9 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not valid JSON: {file} ({error}). Download or save the model again") from None
+        raise UserError("not valid JSON", f"{file} ({error})", "Download or save the model again") from None
     if not isinstance(found, dict):
-        raise UserError(f"not a JSON object: {file}. Download or save the model again")
+        raise UserError("not a JSON object", file, "Download or save the model again")
     return found
 
 
@@ -258,12 +267,12 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
     files = weights_files(folder)
     hint = "Give a complete model folder with safetensors weights"
     if not files:
-        raise UserError(f"cannot be loaded: {folder} (no safetensors file). {hint}")
+        raise UserError("cannot be loaded", f"{folder} (no safetensors file)", hint)
     tensors = {}
     for file in files:
         found = _header(file) if file.is_file() else None
         if found is None:
-            raise UserError(f"cannot be loaded: {folder} ({file.name} is missing or incomplete). {hint}")
+            raise UserError("cannot be loaded", f"{folder} ({file.name} is missing or incomplete)", hint)
         tensors |= found
     return tensors
 
@@ -284,32 +293,36 @@ def linear_modules(tensors: dict[str, list[int]]) -> set[str]:
     return {"lm_head", *(names[-2] for names in parts if "embed" not in names[-2])}
 
 
-def missing_targets(leaves: Collection[str], targets: Collection[str], name: str | Path) -> list[str]:
+def missing_targets(leaves: Collection[str], targets: Collection[str], name: str | Path) -> list[Problem]:
     """Return an error line if a model with the linear modules `leaves` lacks some LoRA targets."""
     missing = [target for target in targets if target not in leaves]
     if not missing:
         return []
     return [
-        f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)}"
-        f"Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"
+        Problem(
+            f"no module named {', '.join(missing)}",
+            f"--lora-targets, {name}",
+            (f"{did_you_mean(missing[0], leaves)}Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"),
+        )
     ]
 
 
-def tokenizer_problems(folder: Path) -> list[str]:
+def tokenizer_problems(folder: Path) -> list[Problem]:
     """Return an error line if a tokenizer has no EOS."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_object(settings).get("eos_token", "not given") is None:
-        return [f"no EOS token: tokenizer of {folder}. Set eos_token in its tokenizer_config.json"]
+        return [Problem("no EOS token", f"tokenizer of {folder}", "Set eos_token in its tokenizer_config.json")]
     return []
 
 
-def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> str | None:
-    """Return an error line if a tokenizer has more tokens than its model has embeddings, otherwise None."""
+def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> Problem | None:
+    """Return an error if a tokenizer has more tokens than its model has embeddings, otherwise None."""
     if tokens <= embeddings:
         return None
-    return (
-        f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
-        "Use a model with its own tokenizer, in one folder"
+    return Problem(
+        f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings",
+        name,
+        "Use a model with its own tokenizer, in one folder",
     )
 
 
@@ -325,7 +338,7 @@ def read_record(folder: Path) -> dict | None:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"not valid JSON: {file} ({error}). Train the reward model again, or delete that file"
+            "not valid JSON", f"{file} ({error})", "Train the reward model again, or delete that file"
         ) from None
     if not isinstance(record, dict) or not {"accuracy", "length_baseline", "calibration"} <= set(record):
         return None
@@ -333,5 +346,5 @@ def read_record(folder: Path) -> dict | None:
     figures = [record["accuracy"], record["length_baseline"], *scale.values()]
     is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
     if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
-        raise UserError(f"invalid accuracy or calibration: {file}. Train the reward model again, or delete that file")
+        raise UserError("invalid accuracy or calibration", file, "Train the reward model again, or delete that file")
     return record

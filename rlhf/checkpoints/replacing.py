@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.utils import system
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import resolve_path
 
 
@@ -29,11 +29,13 @@ def check_replaceable(folder: Path, flag: str) -> None:
     """Raise UserError if a folder cannot be renamed: the root, a mount point, or a folder in a read-only folder."""
     whole = folder.resolve()
     if not whole.name or os.path.ismount(whole):
-        raise UserError(f"cannot replace the root folder of a disk: {flag} {folder}. Use a folder inside it")
+        raise UserError("cannot replace the root folder of a disk", f"{flag} {folder}", "Use a folder inside it")
     parent = next(path for path in whole.parents if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"cannot replace this folder, because its parent folder is read-only: {flag} {folder}. Use another folder"
+            "cannot replace this folder, because its parent folder is read-only",
+            f"{flag} {folder}",
+            "Use another folder",
         )
 
 
@@ -62,7 +64,11 @@ def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: s
     folder = resolve_path(output)
     raise_if(
         [
-            f"the output folder {output} contains an input: {input_flag} {name}. Use another folder with {flag}"
+            Problem(
+                f"the output folder {output} contains an input",
+                f"{input_flag} {name}",
+                f"Use another folder with {flag}",
+            )
             for input_flag, name in inputs
             if folder in ((path := resolve_path(name)), *path.parents)
         ]

@@ -54,7 +54,9 @@ def check_place(folder: Path, *, overwrite: bool, flag: str = "--output") -> Non
         replacing.check_replaceable(folder, flag)
     if flag != "--output" and folder.resolve() in (Path.cwd(), *Path.cwd().parents):  # the folder is renamed
         raise UserError(
-            f"cannot replace the current folder or its parents: {flag} {folder}. Use a folder inside the current one"
+            "cannot replace the current folder or its parents",
+            f"{flag} {folder}",
+            "Use a folder inside the current one",
         )
     _status_in(folder, flag)
 
@@ -65,8 +67,9 @@ def _status_in(folder: Path, flag: str) -> str | None:
     status = read_status(folder)
     if status is None and _content(folder):
         raise UserError(
-            f"the folder contains files but no {RUN_FILE}, so it is not replaced: {flag} {folder}. Use another folder "
-            f"with {flag}"
+            f"the folder contains files but no {RUN_FILE}, so it is not replaced",
+            f"{flag} {folder}",
+            f"Use another folder with {flag}",
         )
     return status
 
@@ -78,15 +81,17 @@ def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = 
     if flag != "--output":
         if not overwrite and not is_default:
             raise UserError(
-                f"the folder already contains a reward model: {flag} {folder}. Add --rm-overwrite to move it aside, "
-                f"or use another folder with {flag}"
+                "the folder already contains a reward model",
+                f"{flag} {folder}",
+                f"Add --rm-overwrite to move it aside, or use another folder with {flag}",
             )
         return
     if not overwrite and not (status == "finished" and is_default):
         kind, more = ("a finished", "") if status == "finished" else ("an unfinished", "--resume to continue it, ")
         raise UserError(
-            f"the folder already contains {kind} run: --output {folder}. "
-            f"Add {more}--overwrite to move it aside, or use another folder with --output"
+            f"the folder already contains {kind} run",
+            f"--output {folder}",
+            f"Add {more}--overwrite to move it aside, or use another folder with --output",
         )
 
 
@@ -109,7 +114,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[Ru
         users = f"; it is used by {', '.join(programs)}" if programs else ""
         fix = "Close the programs that use it, such as TensorBoard" if programs or system.WINDOWS else os_advice(error)
         raise UserError(
-            f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}{users}). {fix}"
+            "the old run in the folder cannot be moved", f"--output {folder} ({error.strerror}{users})", fix
         ) from None
 
 
@@ -260,8 +265,9 @@ def _lock(folder: Path) -> IO[bytes]:
     if lock is None:
         owner = file.read_text(encoding="utf-8", errors="replace").strip() or "started a moment ago"
         raise UserError(
-            f"the folder is in use by a running process ({owner}): --output {folder}. Stop that process, or use "
-            "another folder with --output"
+            f"the folder is in use by a running process ({owner})",
+            f"--output {folder}",
+            "Stop that process, or use another folder with --output",
         )
     return lock
 

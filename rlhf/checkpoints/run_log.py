@@ -94,7 +94,7 @@ class RunLog:
                 return self.add(status="finished", ended=now())
             name_output(error, self.folder)
             if isinstance(error, RunError) and error.inputs is not None:
-                error.problems[-1] += f"; {self._save_inputs(error.inputs)}"
+                error.append(f"; {self._save_inputs(error.inputs)}")
             with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
                 if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
                     return self._found.write(self.folder)  # nothing was trained in this session: restore the record

@@ -144,13 +144,14 @@ class RunRecord:
         facts = read_json(folder)
         again = "Restore the file from a backup, or train the run again"
         if facts is None:
-            raise UserError(f"{RUN_FILE} is incomplete or corrupted: {folder}. {again}")
+            raise UserError(f"{RUN_FILE} is incomplete or corrupted", folder, again)
         if not facts.keys() & {"format", "settings"}:  # a reward model's folder
-            raise UserError(f"{RUN_FILE} has no settings, so this is not a training run: {folder}. Use another folder")
+            raise UserError(f"{RUN_FILE} has no settings, so this is not a training run", folder, "Use another folder")
         if facts.get("format", 1) != FORMAT:
             raise UserError(
-                f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}: {folder}. "
-                "Train the run again, or use the version that made it"
+                (f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}"),
+                folder,
+                "Train the run again, or use the version that made it",
             )
         try:
             run = _from_json(facts)
@@ -158,7 +159,7 @@ class RunRecord:
             return run
         except ValueError as error:
             raise UserError(
-                f"{RUN_FILE} is incomplete or corrupted, {str(error)!r} is missing or invalid: {folder}. {again}"
+                f"{RUN_FILE} is incomplete or corrupted, {str(error)!r} is missing or invalid", folder, again
             ) from None
 
     @classmethod
@@ -170,14 +171,14 @@ class RunRecord:
             known = ", ".join(map(str, runs_in(Path())))
             here = f"run folders in the current folder: {known}" if known else "the current folder has no run folder"
             words = f"{flag.split(', ')[-1]} RUN_FOLDER" if flag.startswith("--") else "a run folder"
-            raise UserError(f"{there}: {flag} {folder}. Pass {words}; {here}")
+            raise UserError(there, f"{flag} {folder}", f"Pass {words}; {here}")
         return run
 
     def require_algorithm(self, algorithm: str, folder: str) -> None:
         """Raise UserError if the run in `folder` is resumed with the command of another algorithm."""
         if self.algorithm != algorithm:
             of = short_name(self.algorithm)
-            raise UserError(f"this is a run of {of}: --resume, --output {folder}. Resume it with that command")
+            raise UserError(f"this is a run of {of}", f"--resume, --output {folder}", "Resume it with that command")
 
     def write(self, folder: Path) -> None:
         """Replace the run.json in `folder` atomically."""
@@ -245,7 +246,7 @@ def last_run(flag: str) -> Path:
     """
     here = runs_in(Path())
     if not here:
-        raise UserError(f"no run in the current folder: {flag}. Give the path of a run folder, or train a run first")
+        raise UserError("no run in the current folder", flag, "Give the path of a run folder, or train a run first")
     return here[-1]
 
 

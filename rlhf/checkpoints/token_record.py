@@ -42,7 +42,7 @@ def recorded_updates(run: Path, flag: str) -> list[Path]:
     RunRecord.require(run, flag)
     files = sorted((run / TOKENS_FOLDER).glob("update-*.jsonl"))
     if not files:
-        raise UserError(f"this run has no recorded tokens: {flag} {run}. Train with --record-tokens")
+        raise UserError("this run has no recorded tokens", f"{flag} {run}", "Train with --record-tokens")
     return files
 
 
@@ -52,8 +52,8 @@ def read_tokens(file: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read this token record: {file} ({str(error).splitlines()[0]:.120}). Delete the file"
+            "cannot read this token record", f"{file} ({str(error).splitlines()[0]:.120})", "Delete the file"
         ) from None
     if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
-        raise UserError(f"this token record is {'incomplete' if rows else 'empty'}: {file}. Delete the file")
+        raise UserError(f"this token record is {'incomplete' if rows else 'empty'}", file, "Delete the file")
     return rows

@@ -72,7 +72,7 @@ def check_loaded(
         problems.append(f"{len(reshaped)} of another shape, first {name} {[*saved]}, not {[*needed]}")
     if problems:
         cause = _cause(set(missing), unknown) or fix
-        raise UserError(f"the tensors are not those of the model ({'; '.join(problems)}): {place}. {cause}")
+        raise UserError(f"the tensors are not those of the model ({'; '.join(problems)})", place, cause)
 
 
 def _cause(missing: Collection[str], unknown: Collection[str]) -> str | None:

@@ -61,8 +61,8 @@ def answer(name: str) -> None:
         return print_line(f"{CONSOLE_COMMAND} {project()['version']}")
     known = f"Commands: {', '.join(COMMANDS)}"
     if name.startswith("-"):
-        raise UserError(f"no command before {name}: {program()}. Write a command first. {known}")
-    raise UserError(f"unknown command {name!r}: {program()}. {did_you_mean(name, COMMANDS)}{known}")
+        raise UserError(f"no command before {name}", program(), f"Write a command first. {known}")
+    raise UserError(f"unknown command {name!r}", program(), f"{did_you_mean(name, COMMANDS)}{known}")
 
 
 def help_text() -> str:

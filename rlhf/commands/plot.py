@@ -48,9 +48,9 @@ def output_files(output: str) -> tuple[Path, Path]:
         path = path.with_suffix("")
     files = path.with_name(path.name + ".png"), path.with_name(path.name + ".csv")
     if not path.parent.is_dir():
-        raise UserError(f"no such folder: --output {output}. Create {path.parent} first, or give another name")
+        raise UserError("no such folder", f"--output {output}", f"Create {path.parent} first, or give another name")
     if not os.access(path.parent, os.W_OK) or any(file.is_dir() for file in files):
-        raise UserError(f"cannot write the files: --output {output}. Give another name")
+        raise UserError("cannot write the files", f"--output {output}", "Give another name")
     return files
 
 

@@ -137,8 +137,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
         reason = first_line(error, "")
         kind = "rejects it" if isinstance(error, jinja2.TemplateError) else f"fails with {type(error).__name__}"
         raise UserError(
-            f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {last!r:.40}. Write chats in "
-            "the form that the model's chat template accepts"
+            f"the chat template {kind} ({reason:.200})",
+            f"prompt with the roles {roles}, {last!r:.40}",
+            "Write chats in the form that the model's chat template accepts",
         ) from None
 
 

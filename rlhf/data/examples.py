@@ -14,7 +14,7 @@ from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.data.tables import plain
 from rlhf.settings.types import Renaming
-from rlhf.utils.errors import UserError, did_you_mean, print_line, raise_if
+from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line, raise_if
 
 COLUMNS = (
     *("system", "question", "prompt", "messages", "conversations", "chosen", "rejected"),
@@ -80,7 +80,7 @@ def load_examples(
     if problems:
         report_bad_rows(problems, len(rows), source, say)
     if not examples:
-        raise UserError(f"no rows: {source.name}. Each row must be an object with {EXPECTED_COLUMNS}")
+        raise UserError("no rows", source.name, f"Each row must be an object with {EXPECTED_COLUMNS}")
     print_notes(examples, source, say)
     warn_about_chat_texts(examples, source, say)
     return examples
@@ -97,12 +97,12 @@ def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: Non
         shots += [*example.messages, {"role": "assistant", "content": answer}]
     if missing:
         raise UserError(
-            f"no answer: --few-shot {file}, {missing[0]}. Give each row a column chosen, completion or answer"
+            "no answer", f"--few-shot {file}, {missing[0]}", "Give each row a column chosen, completion or answer"
         )
     return shots
 
 
-def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[str]]:
+def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[Problem]]:
     """Return the examples of the usable rows, and one error line for each other row."""
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
     examples, problems = [], []
@@ -125,16 +125,22 @@ def _renamed(rows: list[tuple[str, Any]], source: DataSource) -> list[tuple[str,
     for c in source.columns:
         if c.old not in names:
             near = did_you_mean(c.old, names, f"The columns are {', '.join(map(repr, names))}").strip()
-            problems.append(f"no column {c.old!r}: --columns {c}, {source.flag} {source.name}. {near}")
+            problems.append(Problem(f"no column {c.old!r}", f"--columns {c}, {source.flag} {source.name}", near))
         elif c.new in names and c.new not in olds:
             problems.append(
-                f"the data already has a column {c.new!r}: --columns {c}, {source.flag} {source.name}. Rename that "
-                f"one, too: --columns {c} OTHER={c.new}"
+                Problem(
+                    f"the data already has a column {c.new!r}",
+                    f"--columns {c}, {source.flag} {source.name}",
+                    f"Rename that one, too: --columns {c} OTHER={c.new}",
+                )
             )
         elif (first := _read_before(c.new, names, source)) is not None:
             problems.append(
-                f"the prompt is the column {first!r}, not {c.new!r}: --columns {c}, {source.flag} {source.name}. Give "
-                f"--columns prompt={c.old}" + (" OTHER=prompt" if first == "prompt" else "")
+                Problem(
+                    f"the prompt is the column {first!r}, not {c.new!r}",
+                    f"--columns {c}, {source.flag} {source.name}",
+                    f"Give --columns prompt={c.old}{' OTHER=prompt' if first == 'prompt' else ''}",
+                )
             )
     raise_if(problems)
     return [(where, source.rename(row) if isinstance(row, dict) else row) for where, row in rows]
@@ -161,19 +167,19 @@ def _example(
     `others` are all column names of the data; those that this row does not have become None in `Example.columns`.
     """
     if not isinstance(row, dict):
-        raise UserError(f"not a JSON object: {where}. Each row must be an object with {EXPECTED_COLUMNS}")
+        raise UserError("not a JSON object", where, f"Each row must be an object with {EXPECTED_COLUMNS}")
     odd = next((name for name in row if not isinstance(name, str)), None)
     if odd is not None:
-        raise UserError(f"the column name {odd!r:.40} is not text: {where}. Rename that column")
+        raise UserError(f"the column name {odd!r:.40} is not text", where, "Rename that column")
     parts = parts_of(row, where)
     if pairs and parts.chosen is None:
         raise UserError(
-            f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model is trained on pairs'
+            'no "chosen" and "rejected"', f"{where}, columns {sorted(row)}", "A reward model is trained on pairs"
         )
     topic = _typed(row, "topic", str, None, where)
     if topics and not (topic or "").strip():
         raise UserError(
-            f'no "topic": {where}, columns {sorted(row)}. Add a topic to every row, or remove --steps-per-topic'
+            'no "topic"', f"{where}, columns {sorted(row)}", "Add a topic to every row, or remove --steps-per-topic"
         )
     example = Example(
         messages=tuple(parts.messages),
@@ -187,7 +193,7 @@ def _example(
         where=where,
     )
     if example.chosen is not None and example.chosen == example.rejected and example.rejected_ended:
-        raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
+        raise UserError("chosen equals rejected", where, "Correct or remove that row")
     return example
 
 
@@ -201,7 +207,7 @@ def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
         return check_text(value, key, where)
     if not isinstance(value, kind):
         expected = {bool: "true or false", str: "text"}[kind]
-        raise UserError(f"{key} is {shown(value)}, not {expected}: {where}. Correct or remove that row")
+        raise UserError(f"{key} is {shown(value)}, not {expected}", where, "Correct or remove that row")
     return value
 
 
@@ -245,7 +251,12 @@ def _check_container(prompts: Any) -> None:
     is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and not is_table
     if not is_list or isinstance(prompts, (str, bytes, Mapping)):
         raise UserError(
-            f"not a list of prompts but a {type(prompts).__name__}: prompts. Give a list of texts, chats or rows, for "
-            'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the setting prompts '
-            "(--prompts FILE)"
+            f"not a list of prompts but a {type(prompts).__name__}",
+            "prompts",
+            (
+                "Give a list of texts, chats or rows, for "
+                'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the '
+                "setting prompts "
+                "(--prompts FILE)"
+            ),
         )

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import UserError, did_you_mean
+from rlhf.utils.errors import Problem, UserError, did_you_mean
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
@@ -27,7 +27,7 @@ def saved_splits(folder: Path) -> list[str] | None:
         try:
             return list(json.loads(file.read_text(encoding="utf-8"))["splits"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise UserError(f"incomplete or corrupted: {file}. Save the dataset again with save_to_disk") from None
+            raise UserError("incomplete or corrupted", file, "Save the dataset again with save_to_disk") from None
     return [] if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
 
 
@@ -38,10 +38,10 @@ def choose_split(splits: list[str], source: DataSource) -> str:
         return usual if usual in splits else splits[0]
     if wanted is None:
         fix = "Choose one with --dataset-split" if usual == "train" else "Give the files of one split"
-        raise UserError(f"no split {usual!r}: {source.flag} {source.name}, {known}. {fix}")
+        raise UserError(f"no split {usual!r}", f"{source.flag} {source.name}, {known}", fix)
     if wanted not in splits:
         near = did_you_mean(wanted, splits, "Choose one of them")
-        raise UserError(f"no split {wanted!r}: {source.flag} {source.name}, {known}. {near.strip()}")
+        raise UserError(f"no split {wanted!r}", f"{source.flag} {source.name}, {known}", near.strip())
     return wanted
 
 
@@ -51,8 +51,9 @@ def files_of_split(folder: Path, source: DataSource) -> list[Path]:
     found = [name for name in OF_MODELS if (folder / name).is_file()]
     if found:
         raise UserError(
-            f"this is the folder of a model or a run, not of data ({found[0]}): {source.flag} {source.name}. Give a "
-            "data file, a folder of data files or a hub dataset's name"
+            f"this is the folder of a model or a run, not of data ({found[0]})",
+            f"{source.flag} {source.name}",
+            "Give a data file, a folder of data files or a hub dataset's name",
         )
     files = _data_files(folder, source)
     splits: dict[str | None, list[Path]] = {}
@@ -64,9 +65,9 @@ def files_of_split(folder: Path, source: DataSource) -> list[Path]:
     if ignored and source.dataset_split is None:
         split = "train" if "train" in splits else next(iter(splits))
         raise UserError(
-            f"only some of the files have the name of a split: {source.flag} {source.name}, {splits[split][0].name} "
-            f"belongs to {split!r}, {ignored[0].name} to none. Add --dataset-split {split} to read only files with "
-            "that name, or rename or move files"
+            "only some of the files have the name of a split",
+            (f"{source.flag} {source.name}, {splits[split][0].name} belongs to {split!r}, {ignored[0].name} to none"),
+            f"Add --dataset-split {split} to read only files with that name, or rename or move files",
         )
     return splits[choose_split([str(name) for name in splits], source)]
 
@@ -78,11 +79,15 @@ def _data_files(folder: Path, source: DataSource) -> list[Path]:
     everything = sorted(path for path in paths if not any(part.startswith((".", "__")) for part in path.parts))
     packed = [file for file in everything if file.suffix in COMPRESSED and Path(file.stem).suffix in SUFFIXES]
     if packed:
-        raise UserError([f"a compressed data file: {folder / file}. Unpack it, or move it away" for file in packed])
+        raise UserError(
+            [Problem("a compressed data file", f"{folder / file}", "Unpack it, or move it away") for file in packed]
+        )
     files = [folder / file for file in everything if file.suffix.lower() in SUFFIXES and file.name not in NOT_DATA]
     if not files:
         raise UserError(
-            f"no data files in this folder: {source.flag} {source.name}. Data files end with {', '.join(SUFFIXES)}"
+            "no data files in this folder",
+            f"{source.flag} {source.name}",
+            f"Data files end with {', '.join(SUFFIXES)}",
         )
     return files
 

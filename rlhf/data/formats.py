@@ -40,7 +40,9 @@ def parts_of(row: dict, where: str) -> Parts:
     """
     for name, why in _UNSUPPORTED.items():
         if row.get(name):
-            raise UserError(f"column {name!r}: {where}, and {why}. Remove it, or rename it: --columns NEW={name}")
+            raise UserError(
+                f"column {name!r}", f"{where}, and {why}", f"Remove it, or rename it: --columns NEW={name}"
+            )
     present = [key for key in PROMPT_COLUMNS if key in row]
     key = next((key for key in present if row[key] is not None), present[0] if present else None)
     sides = _sides(row, where)
@@ -65,7 +67,7 @@ def _with_implicit_prompt(row: dict, sides: list[tuple[str, Any]], where: str) -
             raise _no_prompt(row, where)
         prompt, *both = _split_texts(chosen, rejected, row, where)
         return Parts(_with_system([{"role": "user", "content": prompt}], row, where), *both)
-    raise UserError(f"one of chosen and rejected is text and the other one is a chat: {where}. Use one form for both")
+    raise UserError("one of chosen and rejected is text and the other one is a chat", where, "Use one form for both")
 
 
 def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: str) -> Parts:
@@ -75,7 +77,7 @@ def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: 
     if sides and all(isinstance(side, list) and len(side) > 1 for _, side in sides):
         head, *both = _split_chats(*(side for _, side in sides), where)
         if not any(m["role"] == "user" and m["content"].split() == text.split() for m in head):
-            raise UserError(f"the chats in chosen and rejected do not contain the {key}: {where}. Correct that row")
+            raise UserError(f"the chats in chosen and rejected do not contain the {key}", where, "Correct that row")
         return Parts(_with_system(head, row, where), *both)
     return Parts(messages, **_completions(sides, messages, where))
 
@@ -91,8 +93,9 @@ def _prompt_chat(chat: Any, key: str, sides: list[tuple[str, Any]], where: str) 
         last = (messages, messages[-1:], messages[-1]["content"])
         if key not in CHATS or (sides and not any(side in last for _, side in sides)):
             raise UserError(
-                f"an assistant message at the end of {key}: {where}. Remove that message: the model starts its own, "
-                "and cannot continue one"
+                f"an assistant message at the end of {key}",
+                where,
+                "Remove that message: the model starts its own, and cannot continue one",
             )
         messages = messages[:-1]
     return _require_user(messages, where)
@@ -100,7 +103,7 @@ def _prompt_chat(chat: Any, key: str, sides: list[tuple[str, Any]], where: str) 
 
 def _require_user(messages: list[Message], where: str) -> list[Message]:
     if not any(m["role"] == "user" for m in messages):
-        raise UserError(f"no user message in the chat: {where}. Add one")
+        raise UserError("no user message in the chat", where, "Add one")
     return messages
 
 
@@ -113,7 +116,7 @@ def _with_system(messages: list[Message], row: dict, where: str) -> list[Message
     if not others:
         return [system, *messages]
     if others[0]["content"].strip() != system["content"].strip():
-        raise UserError(f"the column system and the chat have different system messages: {where}. Keep one")
+        raise UserError("the column system and the chat have different system messages", where, "Keep one")
     return messages
 
 
@@ -125,7 +128,7 @@ def _no_prompt(row: dict, where: str) -> UserError:
         fix = ". If the prompt is 'instruction' and 'input' together, write both into one column 'prompt'"
     elif "conversation" in row:
         fix = f". If 'conversation' is a chat, add {columns_flag('messages', 'conversation')}"
-    return UserError(f"no prompt: {where}, columns {columns}. Each row needs {EXPECTED_COLUMNS}{fix}")
+    return UserError("no prompt", f"{where}, columns {columns}", f"Each row needs {EXPECTED_COLUMNS}{fix}")
 
 
 def columns_flag(new: str, old: str) -> str:
@@ -150,7 +153,9 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
     for name in ("chosen", "rejected"):
         if name not in row:
             raise UserError(
-                f'no "{name}": {where}, columns {sorted(map(str, row))}. A pair needs both "chosen" and "rejected"'
+                f'no "{name}"',
+                f"{where}, columns {sorted(map(str, row))}",
+                'A pair needs both "chosen" and "rejected"',
             )
     return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
 
@@ -182,8 +187,9 @@ def _only_message(messages: list[Message], name: str, where: str) -> str:
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(m["role"] for m in messages)
         raise UserError(
-            f"{name} is not one assistant message after the prompt (roles: {roles}): {where}. Put all messages before "
-            "the last one into the prompt, or remove that row"
+            f"{name} is not one assistant message after the prompt (roles: {roles})",
+            where,
+            "Put all messages before the last one into the prompt, or remove that row",
         )
     return check_text(messages[0]["content"], name, where)
 
@@ -194,8 +200,9 @@ def _split_chats(chosen: list[Message], rejected: list[Message], where: str) -> 
     common = next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
     if not any(m["role"] == "user" for m in chosen[:common]) and any(m["role"] == "user" for m in chosen[common:]):
         raise UserError(
-            f"chosen and rejected have no user message in common: {where}. The chats of a pair must begin with the "
-            "same messages"
+            "chosen and rejected have no user message in common",
+            where,
+            "The chats of a pair must begin with the same messages",
         )
     prompt = _require_user(chosen[:common], where)
     return prompt, _only_message(chosen[common:], "chosen", where), _only_message(rejected[common:], "rejected", where)
@@ -205,7 +212,7 @@ def _split_texts(chosen: str, rejected: str, row: dict, where: str) -> tuple[str
     """Return the common beginning of two texts, and the rest of each. A space before the rest belongs to the rest, as
     in TRL's `extract_prompt`."""
     if chosen == rejected:
-        raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
+        raise UserError("chosen equals rejected", where, "Correct or remove that row")
     common = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
     prompt = chosen[:common] if common is not None else min(chosen, rejected, key=len)
     prompt = prompt.removesuffix(" ")
@@ -214,6 +221,6 @@ def _split_texts(chosen: str, rejected: str, row: dict, where: str) -> tuple[str
     rests = chosen[len(prompt) :], rejected[len(prompt) :]
     if not all(rest.strip() for rest in rests):
         raise UserError(
-            f"no prompt, and chosen or rejected is the beginning of the other one: {where}. Add a column prompt"
+            "no prompt, and chosen or rejected is the beginning of the other one", where, "Add a column prompt"
         )
     return (prompt, *rests)

@@ -30,7 +30,7 @@ def messages_of(chat: Any, where: str, name: str = "content") -> list[Message]:
     contents in errors. A chat may be a text, as in CSV."""
     chat = chat_in(chat) or chat
     if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
-        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+        raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
     return [_message(m, where, name) for m in chat if not _is_empty_system(m)]
 
 
@@ -56,15 +56,15 @@ def _is_empty_system(message: dict) -> bool:
 
 def _message(message: dict, where: str, name: str) -> Message:
     if message.get("tool_calls"):
-        raise UserError(f"a message with tool_calls: {where}. Remove that row, because completions cannot call tools")
+        raise UserError("a message with tool_calls", where, "Remove that row, because completions cannot call tools")
     if {"role", "content"} <= message.keys():
         role, content, roles = message["role"], message["content"], dict.fromkeys(ROLES)
     elif {"from", "value"} <= message.keys():
         role, content, roles = message["from"], message["value"], SHAREGPT_ROLES
     else:
-        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+        raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
     if not isinstance(role, str) or role not in roles:
-        raise UserError(f"unknown chat role {shown(role, repr)}: {where}. Use one of {', '.join(roles)}")
+        raise UserError(f"unknown chat role {shown(role, repr)}", where, f"Use one of {', '.join(roles)}")
     return {"role": roles[role] or role, "content": check_text(_joined(content), name, where)}
 
 
@@ -81,13 +81,13 @@ def _joined(content: Any) -> Any:
 def check_text(value: Any, key: str, where: str) -> str:
     """Return a text from the data. Raises UserError if it is not text, empty, or not valid Unicode."""
     if not isinstance(value, str):
-        raise UserError(f"{key} is {shown(value)}, not text: {where}. Correct or remove that row")
+        raise UserError(f"{key} is {shown(value)}, not text", where, "Correct or remove that row")
     if not value.strip():
-        raise UserError(f"{key} is empty: {where}. Correct or remove that row")
+        raise UserError(f"{key} is empty", where, "Correct or remove that row")
     found = _NOT_TEXT.search(value)
     if found:
         what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
-        raise UserError(f"{key} contains {what} (character {found.start() + 1}): {where}. Correct or remove that row")
+        raise UserError(f"{key} contains {what} (character {found.start() + 1})", where, "Correct or remove that row")
     return value
 
 

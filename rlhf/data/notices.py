@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.data.chat_template import marks_of
 from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
 from rlhf.data.messages import chat_in
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import MAX_PRINTED, UserError
+from rlhf.utils.errors import MAX_PRINTED, Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,23 +26,28 @@ UNUSED = {
 }
 
 
-def report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
+def report_bad_rows(problems: list[Problem], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
     """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
-    count, first = len(problems), problems[0] + ("" if problems[0].endswith("?") else ".")
-    missing = {problem.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
+    count = len(problems)
+    missing = {problem.place.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
     if count == rows > 1 and len(missing) == 1 and missing != {""}:
-        raise UserError(f"{first} All {rows:,} rows have this problem")
+        raise UserError([_with_more(problems[0], f"All {rows:,} rows have this problem")])
     if count == rows:
         raise UserError(problems)
     if 100 * count > source.bad_percent * rows:
         needed = -(-1000 * count // rows) / 10  # percent, rounded up; the flag accepts less than 100
-        fix = f"{first} To skip all bad rows ({count} of {rows:,}), add --skip-bad-rows {needed:g}"
-        raise UserError([fix, *problems[1:]] if needed < 100 else problems)
+        skip = f"To skip all bad rows ({count} of {rows:,}), add --skip-bad-rows {needed:g}"
+        raise UserError([_with_more(problems[0], skip), *problems[1:]] if needed < 100 else problems)
     say(f"skipped {count} of {rows:,} rows because they cannot be used: {source.name}")
     for problem in problems[:MAX_PRINTED]:
         say(f"  {problem}")
     if count > MAX_PRINTED:
         say(f"  and {count - MAX_PRINTED} more")
+
+
+def _with_more(problem: Problem, sentence: str) -> Problem:
+    """Return a problem with another sentence after its fix."""
+    return replace(problem, fix=f"{problem.fix}{'' if problem.fix.endswith('?') else '.'} {sentence}")
 
 
 def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:

@@ -62,11 +62,11 @@ def paragraphs_of(tokenizer: PreTrainedTokenizerBase, file: str) -> list[list[in
     Raises UserError if the file does not exist, or has no paragraph with at least 2 tokens.
     """
     if not Path(file).is_file():
-        raise UserError(f"file not found: --eval-text {file}. Give the path of an existing text file")
+        raise UserError("file not found", f"--eval-text {file}", "Give the path of an existing text file")
     paragraphs = [p.strip() for p in read_text(Path(file)).split("\n\n") if p.strip()]
     rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p)) > 1]
     if not rows:
-        raise UserError(f"no paragraph with at least 2 tokens: --eval-text {file}. Give a longer text")
+        raise UserError("no paragraph with at least 2 tokens", f"--eval-text {file}", "Give a longer text")
     return rows
 
 
@@ -114,8 +114,9 @@ def select_examples(
         if not parts[name] and not (name == "rl" and evaluation_alone):
             where = f"{data.prompts}, {len(examples)} rows, split {split}"
             raise UserError(
-                f"no prompt left to {use} on: {where}, this part is empty. Add rows, or change --split"
-                f"{shared_start(examples)}"
+                f"no prompt left to {use} on",
+                f"{where}, this part is empty",
+                f"Add rows, or change --split{shared_start(examples)}",
             )
     return Selection(examples, split, parts, len(distinct_questions(parts["rl"], by_topic)[: data.max_prompts]))
 
@@ -161,8 +162,9 @@ def _no_prompts(
     """Return the error for a part of the data without prompts to train or evaluate on."""
     shortest = min(len(p.ids) for p in encode_all(tokenizer, part, worked_examples(data.few_shot)))
     return UserError(
-        f"no prompt left to {name} on: {where}, {len(part)} rows in this part, shortest prompt {shortest} tokens. Add "
-        "rows, change --split or raise --prompt-length"
+        f"no prompt left to {name} on",
+        f"{where}, {len(part)} rows in this part, shortest prompt {shortest} tokens",
+        "Add rows, change --split or raise --prompt-length",
     )
 
 
@@ -175,8 +177,9 @@ def load_every_row(
     (kept,), lengths = _encode(tokenizer, [examples], data, f"--prompts {data.prompts}", say)
     if not kept:
         raise UserError(
-            f"no prompt left to evaluate on: {data.prompts}, {len(examples)} rows, shortest prompt {min(lengths)} "
-            "tokens. Raise --prompt-length"
+            "no prompt left to evaluate on",
+            f"{data.prompts}, {len(examples)} rows, shortest prompt {min(lengths)} tokens",
+            "Raise --prompt-length",
         )
     return PromptSets([], kept, too_long=len(lengths) - len(kept), rows=len(examples))
 
@@ -209,7 +212,7 @@ def given_prompts(
     by_topic = data.steps_per_topic is not None
     train = examples_of(prompts, by_topic, data.columns, data.skip_bad_rows, say)
     if not train:
-        raise UserError("an empty list: prompts. Pass texts or chats")
+        raise UserError("an empty list", "prompts", "Pass texts or chats")
     if evaluation is None and data.eval_dataset is not None:
         held_out = load_examples(DataSource.of_evaluation(data), say=say)
     elif evaluation is None:
@@ -219,10 +222,10 @@ def given_prompts(
     else:
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
         if not held_out:
-            raise UserError("an empty list: evaluation_prompts. Pass texts or chats, or None")
+            raise UserError("an empty list", "evaluation_prompts", "Pass texts or chats, or None")
     sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
     if not sets.train or not sets.evaluation:
-        raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
+        raise UserError(f"no prompt has at most {data.prompt_length} tokens", "prompts", "Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf.data import tables
 from rlhf.data.folders import files_of_split, saved_splits
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import local_path, missing_path
 
 Row = tuple[str, Any]  # position for error messages, and the row
@@ -26,8 +26,9 @@ def read_rows(source: DataSource) -> list[Row]:
         return tables.read_hub(source)
     if source.dataset_config is not None:
         raise UserError(
-            f"--dataset-config is for hub datasets: {source.flag} {source.name}, {source.dataset_config}. Remove it, "
-            "or give the folder of that configuration"
+            "--dataset-config is for hub datasets",
+            f"{source.flag} {source.name}, {source.dataset_config}",
+            "Remove it, or give the folder of that configuration",
         )
     path = Path(local_path(source.name))
     if path.is_dir():
@@ -36,8 +37,9 @@ def read_rows(source: DataSource) -> list[Row]:
         return _read_files(files_of_split(path, source), source)
     if source.dataset_split is not None:
         raise UserError(
-            f"a file has no splits: --dataset-split {source.dataset_split}, {source.flag} {source.name}. Remove "
-            "--dataset-split"
+            "a file has no splits",
+            f"--dataset-split {source.dataset_split}, {source.flag} {source.name}",
+            "Remove --dataset-split",
         )
     if not path.is_file():
         raise missing_path(source.name, "data file", "Give a data file, a folder or a hub dataset's name")
@@ -65,7 +67,7 @@ def read_file(file: Path, source: DataSource) -> list[Row]:
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     suffix = file.suffix.lower()
     if suffix == ".parquet":
-        raise UserError(f"not Parquet, or cut off: {file}. Write the file again")
+        raise UserError("not Parquet, or cut off", file, "Write the file again")
     text = read_text(file)
     if suffix in (".csv", ".tsv") and first not in (b"{", b"["):
         return tables.read_csv(file, text, source.before_renaming(["rejected_ended"]))
@@ -78,7 +80,7 @@ def read_text(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"not UTF-8: {file}, byte {error.start}. Save the file as UTF-8 text, and not compressed"
+            "not UTF-8", f"{file}, byte {error.start}", "Save the file as UTF-8 text, and not compressed"
         ) from None
 
 
@@ -103,7 +105,7 @@ def _line_rows(file: Path, text: str) -> list[Row]:
             rows.append((where, json.loads(line)))
         except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
             fix = "Write one JSON object per line, or an array of objects" + (CUT if number == len(lines) else "")
-            problems.append(f"not JSON ({_reason(error)}): {where}. {fix}")
+            problems.append(Problem(f"not JSON ({_reason(error)})", where, fix))
     raise_if(problems)
     return rows
 
@@ -115,4 +117,6 @@ def _array_rows(file: Path, text: str) -> list[Row]:
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         cut = "" if text.rstrip().endswith("]") else CUT
-        raise UserError(f"not JSON ({_reason(error)}): {file}{line}. Write a JSON array of objects{cut}") from None
+        raise UserError(
+            f"not JSON ({_reason(error)})", f"{file}{line}", f"Write a JSON array of objects{cut}"
+        ) from None

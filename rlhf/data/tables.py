@@ -48,13 +48,14 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
     except csv.Error as error:
         if "expected after" in str(error):  # such as "a \"b\" c"
             raise UserError(
-                f"text after the closing quote of a cell: {file}:{lines.line_num}. Write a quote inside a cell as two "
-                'quotes (""), not with a backslash'
+                "text after the closing quote of a cell",
+                f"{file}:{lines.line_num}",
+                ('Write a quote inside a cell as two quotes (""), not with a backslash'),
             ) from None
         raise _not_csv(str(error), file) from None
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise UserError(f"the column {twice[0]!r} occurs twice: {file}:1. Rename one of them")
+        raise UserError(f"the column {twice[0]!r} occurs twice", f"{file}:1", "Rename one of them")
     for line, cells in rows:
         if len(cells) > len(header):
             raise _not_csv(f"line {line} has {len(cells)} cells, and the first line has {len(header)}", file)
@@ -70,7 +71,7 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
 
 
 def _not_csv(reason: str, file: Path) -> UserError:
-    return UserError(f"not CSV ({reason}): {file}. Correct the file, or write it again")
+    return UserError(f"not CSV ({reason})", file, "Correct the file, or write it again")
 
 
 def read_parquet(file: Path) -> list[tuple[str, Any]]:
@@ -100,8 +101,9 @@ def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
         folder = folder / choose_split(splits, source)
     elif source.dataset_split is not None:
         raise UserError(
-            f"a saved Dataset has no splits: --dataset-split {source.dataset_split}, {source.flag} {source.name}. "
-            "Remove --dataset-split"
+            "a saved Dataset has no splits",
+            f"--dataset-split {source.dataset_split}, {source.flag} {source.name}",
+            "Remove --dataset-split",
         )
 
     def read() -> Dataset:
@@ -129,8 +131,9 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
         if source.usual_split != "train":  # those of --dataset-split are the training prompts
             fix = f"It needs a split {split!r}: save other rows as a file, and give the file"
         raise UserError(
-            f"cannot read the hub dataset ({_reason(error)}): {source.flag} {source.name}{given}. "
-            f"{advice_for(error, fix)}"
+            f"cannot read the hub dataset ({_reason(error)})",
+            f"{source.flag} {source.name}{given}",
+            advice_for(error, fix),
         ) from None
 
 
@@ -142,7 +145,7 @@ def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str
         raise
     except Exception as error:  # as in `read_hub`
         fix = advice_for(error, "Correct the file, or write it again")
-        raise UserError(f"not {kind} ({_reason(error)}): {place}. {fix}") from None
+        raise UserError(f"not {kind} ({_reason(error)})", place, fix) from None
 
 
 def _reason(error: BaseException) -> str:

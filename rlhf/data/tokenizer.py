@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object, vocabulary_problem
 from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
-from rlhf.utils.errors import UserError, advice_for, first_line, raise_if, torch_error
+from rlhf.utils.errors import Problem, UserError, advice_for, first_line, raise_if, torch_error
 
 EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
@@ -39,7 +39,7 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
         if "trust_remote_code" in str(error):
             raise UserError(needs_code(name)) from None
         reason = first_line(error, type(error).__name__)[:200]
-        raise UserError(f"cannot be loaded: {name} ({reason}). {advice_for(error, hint)}") from None
+        raise UserError("cannot be loaded", f"{name} ({reason})", advice_for(error, hint)) from None
 
 
 # --- code and kernels that files name --------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def check_no_code(name: str) -> None:
     raise_if(problems)
 
 
-def code_problems(config: dict[str, Any], name: str) -> list[str]:
+def code_problems(config: dict[str, Any], name: str) -> list[Problem]:
     """Return what a model's config.json names that would load code or kernels, one line each.
 
     An `auto_map` beside a model type of transformers is not used: without trust_remote_code, transformers has its own
@@ -76,7 +76,7 @@ def code_problems(config: dict[str, Any], name: str) -> list[str]:
     return problems + [line for key, value in config.items() for line in _value_problems(key, value, place)]
 
 
-def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> list[str]:
+def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> list[Problem]:
     """Return the error lines of `code_problems` for one key, and for the keys in its value."""
     setting, problems = key.strip("_").removesuffix("_internal"), []
     if setting in COMPUTED_WITH:
@@ -84,14 +84,17 @@ def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> 
         for one in value.values() if isinstance(value, dict) else [value]:
             if one is not None and one not in allowed:
                 fix = f"Set it to one of {', '.join(allowed)}"
-                problems.append(f"{key} {one!r:.80} would load a kernel or a package: {place}. {fix}")
+                problems.append(Problem(f"{key} {one!r:.80} would load a kernel or a package", place, fix))
     elif setting == "quantization_config" and value:
         method = value.get("quant_method") if isinstance(value, dict) else value
         in_bits = isinstance(value, dict) and (value.get("load_in_4bit") or value.get("load_in_8bit"))
         if method != QUANTIZATION and not in_bits:
             problems.append(
-                f"quantization method {method!r:.80} is not supported: {key} in {place}. Use weights that are not "
-                f"quantized, or quantized with {QUANTIZATION}"
+                Problem(
+                    f"quantization method {method!r:.80} is not supported",
+                    f"{key} in {place}",
+                    f"Use weights that are not quantized, or quantized with {QUANTIZATION}",
+                )
             )
     elif setting == "auto_map" and is_part and value:
         problems.append(needs_code(f"auto_map inside {place}"))
@@ -99,7 +102,7 @@ def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> 
     return problems + [line for part, one in parts for line in _value_problems(str(part), one, place, is_part=True)]
 
 
-def tokenizer_code_problems(settings: dict[str, Any], name: str) -> list[str]:
+def tokenizer_code_problems(settings: dict[str, Any], name: str) -> list[Problem]:
     """Return what a tokenizer_config.json names that would load code, one line each. An `auto_map` beside a class of
     transformers is not used."""
     place, named = f"{TOKENIZER_CONFIG_FILE} of {name}", settings.get("tokenizer_class")
@@ -111,18 +114,19 @@ def tokenizer_code_problems(settings: dict[str, Any], name: str) -> list[str]:
     return [needs_code(f"auto_map in {place}")] if needed else []
 
 
-def _class_problems(named: Any, place: str) -> list[str]:
+def _class_problems(named: Any, place: str) -> list[Problem]:
     """Return an error line if a file names a class that is not a tokenizer's."""
     if named is None or (isinstance(named, str) and TOKENIZER_CLASS.fullmatch(named)):
         return []
-    return [f"tokenizer_class {named!r:.80} is not a tokenizer: {place}. Give a model with its own tokenizer"]
+    return [Problem(f"tokenizer_class {named!r:.80} is not a tokenizer", place, "Give a model with its own tokenizer")]
 
 
-def needs_code(place: str) -> str:
-    """Return the error line for a model that is not part of transformers."""
-    return (
-        f"the model needs trust_remote_code, which is not supported: {place}. "
-        "Use a model whose architecture is part of transformers"
+def needs_code(place: str) -> Problem:
+    """Return the error for a model that is not part of transformers."""
+    return Problem(
+        "the model needs trust_remote_code, which is not supported",
+        place,
+        "Use a model whose architecture is part of transformers",
     )
 
 
@@ -158,7 +162,7 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
     if CLOCK in (tokenizer.chat_template or ""):
         tokenizer.init_kwargs[DATE] = trained_at or date or today()
     if tokenizer.eos_token_id is None:
-        raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
+        raise UserError("no EOS token", f"tokenizer of {name}", "Set eos_token in its tokenizer_config.json")
     end, stops = end_of_turn(tokenizer), tokenizer.init_kwargs.get(EOS_IDS) or _stops(name)
     if end in stops:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
@@ -224,8 +228,9 @@ def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
     raise UserError(
-        f"no pad token other than EOS, and no unused special token: tokenizer of {name}. "
-        "Set pad_token in its tokenizer_config.json to a token that no text needs"
+        "no pad token other than EOS, and no unused special token",
+        f"tokenizer of {name}",
+        "Set pad_token in its tokenizer_config.json to a token that no text needs",
     )
 
 
@@ -233,7 +238,7 @@ def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config.json. Raises UserError if it cannot be loaded, or names code or kernels."""
     with readable(name):
         if _file_of(name, ADAPTER_CONFIG) is not None:  # transformers would load it without the checks of load_adapter
-            raise UserError(f"an adapter, not a full model: {name}. Give its folder on this computer, or a full model")
+            raise UserError("an adapter, not a full model", name, "Give its folder on this computer, or a full model")
         check_no_code(name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
@@ -277,7 +282,7 @@ def context_problems(
     source: str,
     model: str = "start model",
     added: int = 0,
-) -> list[str]:
+) -> list[Problem]:
     """Return an error if prompts of these lengths (tokens), alone or with completions of `max_new_tokens`, exceed a
     model's context (None: no limit) without the `added` tokens that a chat template writes around a completion. The
     message contains `source` and `model`."""
@@ -293,9 +298,14 @@ def context_problems(
     if max_new_tokens < context:
         fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")
     return [
-        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the {model}'s context "
-        f"of {size} (the longest: {longest}{more}): {source}. Try "
-        f"{' or '.join(fixes) or 'shorter completions'}"
+        Problem(
+            (
+                f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the "
+                f"{model}'s context of {size} (the longest: {longest}{more})"
+            ),
+            source,
+            f"Try {' or '.join(fixes) or 'shorter completions'}",
+        )
     ]
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhf.utils.errors import RunError, UserError, first_line
+from rlhf.utils.errors import Problem, RunError, UserError, first_line
 from rlhf.utils.processes import alone, connected, is_first, launched, rank, size
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ def _exchange(operation: Callable[[], T]) -> T:
         return operation()
     except RuntimeError as error:  # gloo and NCCL raise it for a closed connection, and after the timeout
         raise LostProcess(
-            f"another process of this run has ended or does not answer ({reason_of(error)}): found by process "
-            f"{rank()} of {size()}. Start all processes again, with --resume if the run has a checkpoint"
+            f"another process of this run has ended or does not answer ({reason_of(error)})",
+            f"found by process {rank()} of {size()}",
+            "Start all processes again, with --resume if the run has a checkpoint",
         ) from error
 
 
@@ -99,8 +100,11 @@ def require_equal(facts: dict[str, object], fix: str) -> None:
     """Raise UserError, in all processes, if a fact is not the same in all. `fix` is the advice in the message."""
     found = gather(facts)
     problems = [
-        f"{name} is {found[0].get(name)} in process 0, but {one.get(name)} in process {number}: run on several "
-        f"processes. {fix}"
+        Problem(
+            f"{name} is {found[0].get(name)} in process 0, but {one.get(name)} in process {number}",
+            "run on several processes",
+            fix,
+        )
         for number, one in enumerate(found)
         for name in facts
         if one.get(name) != found[0].get(name)
@@ -128,7 +132,7 @@ def agree(work: Callable[[], T]) -> T:
 def _portable(error: Exception) -> Exception:
     """Return an error that can be sent to other processes and says where it was raised."""
     if isinstance(error, RunError) and not is_first() and error.problems:
-        error.problems[-1] += f" (in process {rank()} of {size()})"
+        error.append(f" (in process {rank()} of {size()})")
     if not isinstance(error, UserError):  # an unexpected one: the first process writes the traceback to a file
         error.add_note(f"in process {rank()} of {size()}:\n{''.join(traceback.format_exception(error))}")
     try:
@@ -136,7 +140,7 @@ def _portable(error: Exception) -> Exception:
         return error
     except Exception:  # pickle raises whatever an object's own methods raise
         return RunError(
-            f"{type(error).__name__} ({first_line(error):.200}): process {rank()} of {size()}. This is a bug"
+            f"{type(error).__name__} ({first_line(error):.200})", f"process {rank()} of {size()}", "This is a bug"
         )
 
 

@@ -14,7 +14,7 @@ import sys
 
 from rlhf.distributed import group
 from rlhf.utils import processes
-from rlhf.utils.errors import UserError, print_in_handler
+from rlhf.utils.errors import Problem, UserError, print_in_handler
 from rlhf.utils.processes import connected, is_first, launched, rank, size
 from rlhf.utils.system import before_sigterm, connect_by_loopback
 
@@ -44,8 +44,9 @@ def check_launcher() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
-            f"no launcher has started this process: WORLD_SIZE={size()} is set, without {', '.join(missing)}. "
-            f"Remove WORLD_SIZE from the environment, or start all {size()} processes with torchrun"
+            "no launcher has started this process",
+            f"WORLD_SIZE={size()} is set, without {', '.join(missing)}",
+            f"Remove WORLD_SIZE from the environment, or start all {size()} processes with torchrun",
         )
 
 
@@ -63,8 +64,9 @@ def select_gpu(number: int) -> None:
         return
     if number >= len(names):
         raise UserError(
-            f"process {number + 1} of this machine has no GPU, only {len(names)} are visible: CUDA_VISIBLE_DEVICES="
-            f"{visible}. Start one process per GPU"
+            f"process {number + 1} of this machine has no GPU, only {len(names)} are visible",
+            f"CUDA_VISIBLE_DEVICES={visible}",
+            "Start one process per GPU",
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = names[number]
 
@@ -101,7 +103,11 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     if size() == 1 or connected():
         return
     problems = [
-        f"{name} is not supported: the settings of accelerate. Choose multi-GPU or multi-CPU in `accelerate config`"
+        Problem(
+            f"{name} is not supported",
+            "the settings of accelerate",
+            "Choose multi-GPU or multi-CPU in `accelerate config`",
+        )
         for variable, name in OTHER_METHODS.items()
         if os.environ.get(variable, "").lower() == "true"
     ]
@@ -144,9 +150,12 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(
-            f"the processes cannot be connected ({group.reason_of(error)}): {host}:{port}, from "
-            f"{socket.gethostname()}. Check that the address is that of the first machine, that "
-            f"the port is free, and that all {count} processes were started"
+            f"the processes cannot be connected ({group.reason_of(error)})",
+            f"{host}:{port}, from {socket.gethostname()}",
+            (
+                "Check that the address is that of the first machine, that the port is free, and that "
+                f"all {count} processes were started"
+            ),
         ) from None
 
 
@@ -186,9 +195,9 @@ def _check_devices(on_gpu: bool) -> None:
     found = group.gather((socket.gethostname(), gpu))
     without = [f"process {number} on {host}" for number, (host, one) in enumerate(found) if one is None]
     if without and len(without) < len(found):
-        raise UserError(f"no GPU that torch can use: {', '.join(without)}. Start one process per GPU")
+        raise UserError("no GPU that torch can use", ", ".join(without), "Start one process per GPU")
     if not without and len({one for _, one in found}) < len(found):
-        raise UserError(f"two processes have the same GPU: {found}. Start one process per GPU")
+        raise UserError("two processes have the same GPU", str(found), "Start one process per GPU")
 
 
 def leave() -> None:

@@ -47,14 +47,16 @@ def use_deterministic_algorithms() -> None:
     """
     if CUBLAS not in os.environ and torch.cuda.is_initialized():
         raise UserError(
-            f"CUDA is already initialized, so cuBLAS may not be deterministic: --deterministic. Set {CUBLAS}="
-            f"{REPRODUCIBLE_CUBLAS[0]} before Python starts"
+            "CUDA is already initialized, so cuBLAS may not be deterministic",
+            "--deterministic",
+            f"Set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]} before Python starts",
         )
     workspace = os.environ.setdefault(CUBLAS, REPRODUCIBLE_CUBLAS[0])  # cuBLAS reads it at its first operation
     if workspace not in REPRODUCIBLE_CUBLAS:
         raise UserError(
-            f"cuBLAS is not deterministic with {CUBLAS}={workspace}: --deterministic. "
-            f"Set it to {' or '.join(REPRODUCIBLE_CUBLAS)}, or unset it"
+            f"cuBLAS is not deterministic with {CUBLAS}={workspace}",
+            "--deterministic",
+            f"Set it to {' or '.join(REPRODUCIBLE_CUBLAS)}, or unset it",
         )
     torch.backends.cudnn.benchmark = False  # the benchmark selects algorithms by measured time
     torch.use_deterministic_algorithms(True)

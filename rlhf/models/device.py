@@ -47,7 +47,9 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
     # without including_emulation=False the result is also True for GPUs that emulate bfloat16, which is slow
     has_it = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted and not has_it:
-        raise UserError(f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16: --bf16. Remove the flag")
+        raise UserError(
+            f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16", "--bf16", "Remove the flag"
+        )
     use = wanted if wanted is not None else device.type == "cuda" and has_it
     return torch.bfloat16 if use else None
 

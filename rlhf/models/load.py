@@ -27,7 +27,7 @@ from rlhf.data.tokenizer import check_vocabulary, load_config, readable
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
-from rlhf.utils.errors import UserError, first_line, raise_if, torch_error
+from rlhf.utils.errors import Problem, UserError, first_line, raise_if, torch_error
 from rlhf.utils.libraries import pip_install
 
 
@@ -36,14 +36,16 @@ def check_weights(model: nn.Module, name: str) -> None:
     broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Use an earlier checkpoint of it")
+        raise UserError(
+            f"NaN or infinity in {broken[0]}{more}", f"weights of {name}", "Use an earlier checkpoint of it"
+        )
 
 
 def four_bit(dtype: torch.dtype | None) -> BitsAndBytesConfig:
     """Return the config of NF4 weights that compute in `dtype` (None: float32). Raises UserError if bitsandbytes is
     not installed."""
     if not is_bitsandbytes_available():
-        raise UserError(f"bitsandbytes is not installed: --load-in-4bit. Install it with: {pip_install('4bit')}")
+        raise UserError("bitsandbytes is not installed", "--load-in-4bit", f"Install it with: {pip_install('4bit')}")
     compute = dtype or torch.float32
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
@@ -69,14 +71,19 @@ def check_nf4(device: torch.device) -> None:
         reason = first_line(error, type(error).__name__)
         cuda = f" and CUDA {torch.version.cuda}" if device.type == "cuda" else ""
         raise UserError(
-            f"bitsandbytes cannot quantize on this device ({reason:.200}): --load-in-4bit. Install a release for "
-            f"torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or remove the flag"
+            f"bitsandbytes cannot quantize on this device ({reason:.200})",
+            "--load-in-4bit",
+            (
+                f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade "
+                "bitsandbytes, or remove the flag"
+            ),
         ) from None
     error = float((found - weights.T).abs().max())
     if not error <= NF4_ERROR:
         raise UserError(
-            f"a layer with weights in [-1, 1] has an error of {error:.3f} on {device.type}: --load-in-4bit. Install "
-            "another release of bitsandbytes, or remove the flag"
+            f"a layer with weights in [-1, 1] has an error of {error:.3f} on {device.type}",
+            "--load-in-4bit",
+            "Install another release of bitsandbytes, or remove the flag",
         )
 
 
@@ -180,8 +187,14 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     file = Path(folder, ADAPTER_CONFIG)
     stored, defaults = read_object(file), LoraConfig().to_dict()
     problems = [
-        f"{key} is not a setting of a plain LoRA adapter ({value!r:.80}): {file}. Merge the adapter into its base "
-        "model with the program that made it, or remove the key if it has no effect"
+        Problem(
+            f"{key} is not a setting of a plain LoRA adapter ({value!r:.80})",
+            file,
+            (
+                "Merge the adapter into its base model with the program that made it, or remove the key if "
+                "it has no effect"
+            ),
+        )
         for key, value in stored.items()
         if key not in LORA_KEYS and value and value != defaults.get(key) and not _has_no_effect(key, value)
     ]
@@ -201,7 +214,7 @@ def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
     """Load a trained adapter onto its base, without gradients. Raises UserError if it has no safetensors file, is not
     a plain LoRA adapter, or does not fit."""
     if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would unpickle adapter_model.bin without a warning
-        raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}: {folder}. Save the adapter with safetensors")
+        raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}", folder, "Save the adapter with safetensors")
     config = read_adapter_config(folder)
     config.inference_mode = True
     with readable(folder):
@@ -221,7 +234,7 @@ def load_adapter_weights(model: PeftModel, folder: str, fix: str) -> None:
         if torch_error(error) is not None:
             raise
         reason = str(error).strip().splitlines()[-1].strip()[:160]
-        raise UserError(f"the tensors have other shapes than the model's ({reason}): {folder}. {fix}") from None
+        raise UserError(f"the tensors have other shapes than the model's ({reason})", folder, fix) from None
     adapter = ".default"  # peft's name of the adapter, which is not in the file. Other missing names are of the base
     missing = [name.replace(adapter, "") for name in found.missing_keys if adapter in name]
     unknown = [name.replace(adapter, "") for name in found.unexpected_keys]

@@ -30,8 +30,9 @@ def critic_of_reward_model(config: Config, classifier: PreTrainedModel) -> PreTr
                 backbone = get_peft_model(backbone, LoraConfig(**shape)).get_base_model()
         except ValueError:
             raise UserError(
-                f"the reward model has no module named {', '.join(m.lora_targets)}: --critic reward-model, "
-                "--lora-targets. Give modules that both models have, or all-linear"
+                f"the reward model has no module named {', '.join(m.lora_targets)}",
+                "--critic reward-model, --lora-targets",
+                "Give modules that both models have, or all-linear",
             ) from None
     else:
         backbone.float()  # under bfloat16 the reward model's linear layers are stored in 16 bits

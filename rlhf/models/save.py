@@ -53,7 +53,7 @@ def save_policy(
     """
     folder, bad = Path(local_path(folder)), bad_weights(actor)
     if bad:
-        raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}: {folder}. They are not saved")
+        raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}", folder, "They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
     actor.policy.generation_config = generation_config(sampling, tokenizer)
     with saving_tensors(folder):
@@ -82,7 +82,7 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
     file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
     if not file.is_file():
         kind = "a LoRA run" if is_adapter else "a run without LoRA"
-        raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote in {kind}")
+        raise UserError(f"no {file.name}", folder, f"Give a folder that save_model wrote in {kind}")
     if is_adapter:
         check_adapter(actor.policy, folder)
         load_adapter_weights(actor.policy, str(folder), OTHER_MODEL)
@@ -98,7 +98,7 @@ def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -
     file = folder / CRITIC_FILE
     if critic is not None and not file.is_file():
         raise UserError(
-            f"no {file.name}: {folder}. The critic of that run shared the policy's backbone. Use --critic shared"
+            f"no {file.name}", folder, "The critic of that run shared the policy's backbone. Use --critic shared"
         )
     _load_file(value_head, folder / VALUE_HEAD_FILE)
     if critic is not None:
@@ -110,7 +110,7 @@ def _load_file(module: nn.Module, file: Path) -> None:
     try:
         saved = load_file(file)
     except SafetensorError as error:
-        raise UserError(f"not a complete file ({error}): {file}. Use another folder of that run") from None
+        raise UserError(f"not a complete file ({error})", file, "Use another folder of that run") from None
     check_loaded(compare(saved, trained_of(module)), file, fix=OTHER_MODEL)
     module.load_state_dict(saved, strict=False)
 
@@ -135,8 +135,9 @@ def check_adapter(policy: PeftModel, folder: Path) -> None:
         )
         if here != there:
             raise UserError(
-                f"another adapter configuration ({name} is {there}, not {here}): {folder}. "
-                "Give a folder that this model's run saved"
+                f"another adapter configuration ({name} is {there}, not {here})",
+                folder,
+                "Give a folder that this model's run saved",
             )
 
 

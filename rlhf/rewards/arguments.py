@@ -17,7 +17,7 @@ from torch import nn
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import merge_rows
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import Problem, raise_if
 from rlhf.utils.files import json_ready
 
 if TYPE_CHECKING:
@@ -180,14 +180,20 @@ def check_columns(
     present = dict.fromkeys(name for example in examples for name in example.columns)
     has = f"The data has {', '.join(map(repr, present))}" if present else "The data has no columns"
     problems = [
-        f"the column {column!r} has the name of an argument of reward functions: {source}. Rename it, for example "
-        f"with --columns my_{column}={column}"
+        Problem(
+            f"the column {column!r} has the name of an argument of reward functions",
+            source,
+            f"Rename it, for example with --columns my_{column}={column}",
+        )
         for column in (present if functions else ())
         if column in RESERVED
     ]
     problems += [
-        f"{kind} {name_of(function)!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
-        "Add the column, or give the parameter a default"
+        Problem(
+            f"{kind} {name_of(function)!r} requires the column {column!r}, which the data lacks",
+            source,
+            f"{has}. Add the column, or give the parameter a default",
+        )
         for function in functions
         for column in required_columns(function)
         if column not in present

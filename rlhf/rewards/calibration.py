@@ -70,8 +70,9 @@ def calibration_completions(
         prompts = [p for p in prompts if len(model.encode(p.example.messages, "")) + length <= model.context]
     if not prompts:
         raise UserError(
-            f"no prompt of at most {longest} tokens to calibrate on: --calibration-prompt-length. Raise it, lower "
-            "--max-new-tokens, or pass --actor-model none to calibrate on the chosen completions"
+            f"no prompt of at most {longest} tokens to calibrate on",
+            "--calibration-prompt-length",
+            ("Raise it, lower --max-new-tokens, or pass --actor-model none to calibrate on the chosen completions"),
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": stopping_criterion(tokenizer, config.sampling.stops), "pad": tokenizer.pad_token_id}

@@ -101,7 +101,9 @@ def text_in(record: dict | None) -> str | None:
         return None
     text = record.get("text", "eos")
     if text not in RM_TEXTS:
-        raise UserError(f"unknown text {text!r:.40}: {METRICS_FILE} of the reward model. Train the reward model again")
+        raise UserError(
+            f"unknown text {text!r:.40}", f"{METRICS_FILE} of the reward model", "Train the reward model again"
+        )
     return text
 
 
@@ -167,10 +169,10 @@ def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, scree
     weak = weakness(record)
     if weak is None:
         return
-    problem = f"{weak}, from {source}: --rm-model {name}"
+    found = f"{weak}, from {source}"
     if not allow_weak:
-        raise UserError(f"{problem}. Train a better one, or add --allow-weak-reward-model")
-    screen.say(f"warning: {problem}. Continuing because of --allow-weak-reward-model")
+        raise UserError(found, f"--rm-model {name}", "Train a better one, or add --allow-weak-reward-model")
+    screen.say(f"warning: {found}: --rm-model {name}. Continuing because of --allow-weak-reward-model")
 
 
 def weakness(record: dict) -> str | None:

@@ -23,7 +23,7 @@ from rlhf.settings.next_commands import in_a_file, names_code
 from rlhf.settings.training import Config, function_name
 from rlhf.settings.types import FROM_PYTHON, FROM_TRL
 from rlhf.settings.validate import name_problems
-from rlhf.utils.errors import UserError, did_you_mean, raise_if
+from rlhf.utils.errors import Problem, UserError, did_you_mean, raise_if
 from rlhf.utils.files import sha256_once
 from rlhf.utils.libraries import pip_install
 from rlhf.utils.paths import local_path
@@ -78,7 +78,7 @@ def find_given(functions: Functions, config: Config, argument: str) -> list[Rewa
     keywords = config.reward.keywords
     found = [find_rule(f, keywords, argument) if isinstance(f, str) else f for f in as_list(functions)]
     wanted = "Give functions, nn.Modules, or names as in make_config(reward_func=)"
-    raise_if([f"not a function: {argument}, {f!r:.60}. {wanted}" for f in found if not callable(f)])
+    raise_if([Problem("not a function", f"{argument}, {f!r:.60}", wanted) for f in found if not callable(f)])
     return found
 
 
@@ -116,13 +116,14 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
     if name.startswith(FROM_PYTHON):
         function = name.removeprefix(FROM_PYTHON)
         raise UserError(
-            f"the function {function} was defined in a Python program or a notebook: {flag}. Save it in a file, and "
-            f"add {flag} {in_a_file(name)}"
+            f"the function {function} was defined in a Python program or a notebook",
+            flag,
+            f"Save it in a file, and add {flag} {in_a_file(name)}",
         )
     path, colon, attribute = name.rpartition(":")
     if not colon:
         wanted = f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
-        raise UserError(f"no such reward function: {flag} {name}. {wanted}")
+        raise UserError("no such reward function", f"{flag} {name}", wanted)
     return _of_users_file(name, path, attribute, flag)
 
 
@@ -161,21 +162,21 @@ def _of_trl(name: str, flag: str) -> RewardFunction:
     offered = [n for n in trl.rewards.__all__ if inspect.isroutine(getattr(trl.rewards, n))]
     if function_name not in offered:
         nearest = did_you_mean(function_name, offered, f"It has {', '.join(offered)}")
-        raise UserError(f"no {function_name!r} in trl.rewards: {flag} {name}. {nearest}")
+        raise UserError(f"no {function_name!r} in trl.rewards", f"{flag} {name}", nearest)
     if function_name in NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"math-verify is not installed: {flag} {name}. Install it with: {pip_install('math')}")
+        raise UserError("math-verify is not installed", f"{flag} {name}", f"Install it with: {pip_install('math')}")
     function = getattr(trl.rewards, function_name)
     known = inspect.signature(function).parameters
     unknown = [n for n in given if n not in known]
     if unknown:
         names = ", ".join(n for n, p in known.items() if p.kind is not p.VAR_KEYWORD)
-        raise UserError(f"{function_name} has no argument {unknown[0]!r}: {flag} {name}. It has {names}")
+        raise UserError(f"{function_name} has no argument {unknown[0]!r}", f"{flag} {name}", f"It has {names}")
     if not function_name.startswith("get_"):
         return partial(function, **given) if given else function
     try:
         return function(**given)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{function_name}() failed ({error}): {flag} {name}. Correct its arguments") from None
+        raise UserError(f"{function_name}() failed ({error})", f"{flag} {name}", "Correct its arguments") from None
 
 
 def _parsed(name: str, flag: str) -> tuple[str, dict[str, Any]]:
@@ -189,7 +190,7 @@ def _parsed(name: str, flag: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError):
         example = f'"{FROM_TRL}get_repetition_penalty_reward(ngram_size=2)"'
         raise UserError(
-            f"not a function of trl.rewards: {flag} {name}. Write {FROM_TRL}NAME, or with arguments {example}"
+            "not a function of trl.rewards", f"{flag} {name}", f"Write {FROM_TRL}NAME, or with arguments {example}"
         ) from None
 
 
@@ -200,18 +201,18 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
     """Return the function or class instance `attribute` of the file `path`. `name` is the whole value of `flag`."""
     file = Path(local_path(path))
     if not file.is_file():
-        raise UserError(f"no such file: {flag} {name}. Write FILE.py:NAME")
+        raise UserError("no such file", f"{flag} {name}", "Write FILE.py:NAME")
     found = _load_file(file, flag)
     if not hasattr(found, attribute):
         names = [n for n, value in vars(found).items() if callable(value)]
         nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
-        raise UserError(f"no {attribute!r} in {path!r}: {flag} {name}. {nearest}")
+        raise UserError(f"no {attribute!r} in {path!r}", f"{flag} {name}", nearest)
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
         with _users_code(f"{attribute}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
             rule = rule()
     if not callable(rule):
-        raise UserError(f"{attribute!r} in {path!r} is not callable: {flag} {name}. Name a function or a class")
+        raise UserError(f"{attribute!r} in {path!r} is not callable", f"{flag} {name}", "Name a function or a class")
     return rule
 
 
@@ -227,7 +228,7 @@ def _users_code(failed: str, place: str, hint: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise UserError(f"{failed} ({type(error).__name__}: {error}): {place}. {hint}") from None
+        raise UserError(f"{failed} ({type(error).__name__}: {error})", place, hint) from None
 
 
 def name_in_settings(function: Given) -> str:

@@ -160,9 +160,12 @@ class RewardModel:
         too_long = [len(s) for s in sequences if self.context is not None and len(s) > self.context]
         if too_long:
             raise RunError(
-                f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than the reward "
-                f"model's context of {self.context} tokens (longest: {max(too_long)}): scoring. Use a smaller "
-                "--prompt-length or --max-new-tokens, or a reward model with a larger context"
+                (
+                    f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than "
+                    f"the reward model's context of {self.context} tokens (longest: {max(too_long)})"
+                ),
+                "scoring",
+                ("Use a smaller --prompt-length or --max-new-tokens, or a reward model with a larger context"),
             )
         scores, groups = [0.0] * len(sequences), range(len(sequences)) if groups is None else groups
         longest: dict[Hashable, int] = {}

@@ -64,10 +64,10 @@ class Rewards:
             kind: what the functions are called in messages.
         """
         if not functions:
-            raise UserError("an empty list: rewards. Give at least one function, module or name")
+            raise UserError("an empty list", "rewards", "Give at least one function, module or name")
         if weights is not None and len(weights) != len(functions):
             raise UserError(
-                f"{len(weights)} weights for {len(functions)} reward functions: rewards. Give one per function"
+                f"{len(weights)} weights for {len(functions)} reward functions", "rewards", "Give one per function"
             )
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
@@ -112,8 +112,9 @@ class Rewards:
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
                 raise BadScore(
-                    f"the weighted sum {value:g} is not a number of at most {MAX_ABS_SCORE:g}: {self}, completion "
-                    f"{text!r:.80}. Use smaller weights"
+                    f"the weighted sum {value:g} is not a number of at most {MAX_ABS_SCORE:g}",
+                    f"{self}, completion {text!r:.80}",
+                    "Use smaller weights",
                 )
         return RewardScores(total=total, by_function=given, extra=log.extra, metrics=log.metrics)
 

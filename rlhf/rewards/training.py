@@ -122,12 +122,15 @@ def usable_pairs(
         if not parts[name]:
             shared = shared_start([pair for part in parts.values() for pair in part])
             raise UserError(
-                f"no pairs to {use} on: {config.data.pairs}, this part is empty. Add pairs or change --split{shared}"
+                f"no pairs to {use} on",
+                f"{config.data.pairs}, this part is empty",
+                f"Add pairs or change --split{shared}",
             )
         longer = "raise --pair-length" if flag else "use a base model with a longer context"
         raise UserError(
-            f"no pairs left to {use} on: {config.data.pairs}, all {len(parts[name])} are longer than {shown}. Add "
-            f"pairs, change --split or {longer}"
+            f"no pairs left to {use} on",
+            f"{config.data.pairs}, all {len(parts[name])} are longer than {shown}",
+            f"Add pairs, change --split or {longer}",
         )
     if margins_of(train):
         screen.say(f"note: the loss uses the column {MARGIN!r}, as in TRL: -log sigmoid(chosen - rejected - margin)")
@@ -241,8 +244,12 @@ def margins_of(pairs: Sequence[Example]) -> list[float]:
             margins.append(math.nan)
         if not math.isfinite(margins[-1]):
             raise UserError(
-                f"{MARGIN} is not a finite number: {pair.where}. Give every pair a margin, by which the chosen "
-                f"completion should be better, or rename the column: --columns NEW={MARGIN}"
+                f"{MARGIN} is not a finite number",
+                pair.where,
+                (
+                    "Give every pair a margin, by which the chosen completion should be better, or "
+                    f"rename the column: --columns NEW={MARGIN}"
+                ),
             )
     return margins
 
@@ -285,8 +292,9 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
     bad = bad_weights(model.model, frozen=True)
     if bad:
         raise RunError(
-            f"{len(bad)} weights are not finite after training, the first is {bad[0]}: reward model, not saved. "
-            "Train again with a smaller --rm-learning-rate"
+            f"{len(bad)} weights are not finite after training, the first is {bad[0]}",
+            "reward model, not saved",
+            "Train again with a smaller --rm-learning-rate",
         )
 
 

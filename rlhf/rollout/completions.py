@@ -61,8 +61,9 @@ class Completions(TokenBatch):
         if max(largest) >= vocabulary:
             bad = sum(token >= vocabulary for token in largest)
             raise BadLogits(
-                f"NaN or infinity in the logits of {bad} of {len(largest)} completions: sampling. Check the "
-                "weights of the model, and --temperature"
+                f"NaN or infinity in the logits of {bad} of {len(largest)} completions",
+                "sampling",
+                "Check the weights of the model, and --temperature",
             )
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
         longest, first = max(lengths), {}

@@ -198,8 +198,9 @@ class ContinuousBatcher:
                 first.in_capture = True  # nothing may be sampled again: torch is still in the capture
                 raise first from None
             raise RunError(
-                f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200}): "
-                "--rollout-engine graph. Use --rollout-engine slots; to resume a run, add --resume --resume-anyway"
+                (f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200})"),
+                "--rollout-engine graph",
+                "Use --rollout-engine slots; to resume a run, add --resume --resume-anyway",
             ) from None
         self.captured[key] = captured  # the capture itself runs nothing
         return None

@@ -33,7 +33,7 @@ def is_installed() -> bool:
 def require_vllm() -> None:
     if not is_installed():
         raise UserError(
-            f"vLLM is not installed: --rollout-engine vllm. Remove the flag, or run: {pip_install('vllm')}"
+            "vLLM is not installed", "--rollout-engine vllm", f"Remove the flag, or run: {pip_install('vllm')}"
         )
 
 

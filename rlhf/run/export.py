@@ -79,8 +79,9 @@ def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
 def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
     if name not in saved:
         raise UserError(
-            f"the {name} weights of this run no longer exist: {flag}. Use --export-from with one of: "
-            f"{', '.join(saved) or 'none exist'}"
+            f"the {name} weights of this run no longer exist",
+            flag,
+            f"Use --export-from with one of: {', '.join(saved) or 'none exist'}",
         )
     return saved[name]
 
@@ -102,14 +103,15 @@ def merge_adapter(
     even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
-        raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
+        raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG})", adapter, "Remove --merge-lora")
     tokenizer, base_name = load_tokenizer(str(adapter), date=run.date if run else None), base_of_adapter(adapter)
     fix = "Restore it, then run the training command with --resume --merge-lora"
     found = find_base(adapter, "--merge-lora,", fix, run)
     if getattr(load_config(found), "quantization_config", None) is not None:
         raise RunError(
-            f"cannot merge into a quantized base model: --merge-lora, {base_name}. Remove the flag; the adapter is "
-            f"in {adapter}"
+            "cannot merge into a quantized base model",
+            f"--merge-lora, {base_name}",
+            f"Remove the flag; the adapter is in {adapter}",
         )
     base = load_policy(found, device=torch.device("cpu"), vocabulary=len(tokenizer))
     model = load_adapter(base, str(adapter))

@@ -27,7 +27,7 @@ from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
@@ -52,8 +52,9 @@ def recorded(
     if rewards is not None:
         if config.critic_from_reward_model:
             raise UserError(
-                "the critic starts from the reward model, which rewards= replaces: critic='reward-model', output=. "
-                "Use critic='separate', or the reward model of the configuration"
+                "the critic starts from the reward model, which rewards= replaces",
+                "critic='reward-model', output=",
+                "Use critic='separate', or the reward model of the configuration",
             )
         settings |= {"rm_model": None, "reward_func": tuple(map(name_in_settings, as_list(rewards)))}
         settings["reward_weights"] = given_weights(reward_weights)
@@ -66,21 +67,25 @@ def check_given(config: Config, callbacks: Sequence = (), without_folder: bool =
     """Raise UserError for settings that would be ignored: those that only the scripts use, and in a trainer
     `without_folder` those about the files of a run. Also raises it for what is not a list of callbacks."""
     if not isinstance(config, Config):
-        raise UserError(f"not a configuration: config, {config!r:.60}. Make it with make_config()")
+        raise UserError("not a configuration", f"config, {config!r:.60}", "Make it with make_config()")
     values = flat_settings(to_dict(config))
     problems = [
-        f"only the scripts use {name}: make_config({name}=). Remove it, or use the script"
+        Problem(f"only the scripts use {name}", f"make_config({name}=)", "Remove it, or use the script")
         for name in OF_THE_SCRIPTS
         if values[name]
     ]
     problems += [
-        f"only a trainer with a run folder uses {name}: make_config({name}=). Add output='./folder' to make_trainer()"
+        Problem(
+            f"only a trainer with a run folder uses {name}",
+            f"make_config({name}=)",
+            "Add output='./folder' to make_trainer()",
+        )
         for name in OF_A_FOLDER
         if without_folder and values[name]
     ]
     raise_if(problems)
     if not isinstance(callbacks, Sequence):
-        raise UserError(f"not a list: callbacks, {callbacks!r:.60}. Give a list of objects")
+        raise UserError("not a list", f"callbacks, {callbacks!r:.60}", "Give a list of objects")
     for callback in callbacks:
         check_callback(callback)
 
@@ -97,8 +102,12 @@ def prepared(config: Config, screen: Screen) -> Config:
     config = with_horizon(with_choices_of(config, run), run.plan.updates)
     if run.status == "finished" and not is_extended(config, run):
         raise UserError(
-            f"this run is already finished: make_config(resume=True), {output}. Load its model with "
-            f"load_model({output!r}), or train further with resume_anyway=True and a larger num_iterations"
+            "this run is already finished",
+            f"make_config(resume=True), {output}",
+            (
+                f"Load its model with load_model({output!r}), or train further with resume_anyway=True "
+                "and a larger num_iterations"
+            ),
         )
     return prepare_resume(config, screen)
 

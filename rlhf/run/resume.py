@@ -21,7 +21,7 @@ from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer_state
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, first_line
+from rlhf.utils.errors import Problem, UserError, first_line
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
 from rlhf.utils.processes import is_first
 
@@ -50,8 +50,11 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     if found.newest is None and found.skipped:
         raise UserError(
             [
-                f"no valid checkpoint: --output {output}, {line}. To start from the beginning, replace --resume by "
-                "--overwrite"
+                Problem(
+                    "no valid checkpoint",
+                    f"--output {output}, {line}",
+                    "To start from the beginning, replace --resume by --overwrite",
+                )
                 for line in found.skipped
             ]
         )
@@ -83,8 +86,9 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
         planned = trainer.sampler.updates
         if trainer.state.global_step > planned:
             raise UserError(
-                f"the run already has {trainer.state.global_step} updates, more than the {planned} requested: "
-                "--resume. Use a larger number"
+                (f"the run already has {trainer.state.global_step} updates, more than the {planned} requested"),
+                "--resume",
+                "Use a larger number",
             )
         best = newest / BEST_FOLDER
         if is_first() and best.is_dir():  # a later best/ belongs to updates that will be trained again
@@ -112,7 +116,11 @@ def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) ->
         return folder
     raise UserError(
         [
-            f"no valid checkpoint: --resume, {problem}. To start from the beginning, replace --resume by --overwrite"
+            Problem(
+                "no valid checkpoint",
+                f"--resume, {problem}",
+                "To start from the beginning, replace --resume by --overwrite",
+            )
             for problem in problems
         ]
     )

@@ -18,7 +18,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY, Config
 from rlhf.settings.translate import removed_from
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.system import threads_variable
 
 
@@ -27,8 +27,9 @@ def check_resume(config: Config) -> None:
     run = RunRecord.require(Path(config.run.output), "--resume, --output")
     if config.speed.fit != run.flat_settings.get("fit"):
         raise UserError(
-            f"--fit chooses settings when a run starts: --resume, --fit {config.speed.fit}. Give the settings "
-            "themselves, such as --micro-batch-size 1"
+            "--fit chooses settings when a run starts",
+            f"--resume, --fit {config.speed.fit}",
+            "Give the settings themselves, such as --micro-batch-size 1",
         )
     run.require_algorithm(config.algorithm, config.run.output)
     if run.status == "finished" and not is_extended(config, run):
@@ -71,8 +72,14 @@ def is_extended(config: Config, run: RunRecord) -> bool:
     if changed and not config.run.resume_anyway:
         raise UserError(
             [
-                f"this run is finished and its settings differ: --resume, {line}. Restore the setting, or add "
-                "--resume-anyway to continue from its last checkpoint with the new settings"
+                Problem(
+                    "this run is finished and its settings differ",
+                    f"--resume, {line}",
+                    (
+                        "Restore the setting, or add --resume-anyway to continue from its last checkpoint "
+                        "with the new settings"
+                    ),
+                )
                 for line in changed
             ]
         )
@@ -100,7 +107,7 @@ def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> li
 
 def raise_if_changed(changed: list[str]) -> None:
     """Raise UserError with these changes, if there are any."""
-    raise_if([f"cannot resume: {line}. Restore it, or add --resume-anyway" for line in changed])
+    raise_if([Problem("cannot resume", line, "Restore it, or add --resume-anyway") for line in changed])
 
 
 def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:

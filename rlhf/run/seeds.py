@@ -19,7 +19,7 @@ from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
@@ -65,7 +65,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             if resumed is not None:  # with --dry-run finished seeds come here, too
                 train(resumed, screen)
         except TrainingInterrupted as stopped:
-            stopped.problems.append(f"Resume this and the other seeds with: {resume_command(config)}")
+            stopped.problems.append(Problem(f"Resume this and the other seeds with: {resume_command(config)}"))
             raise
         finally:
             release(folder)
@@ -83,8 +83,9 @@ def reserved_or_why_not(config: Config, before: dict | None) -> str | None:
         differ = [] if config.run.overwrite or read_status(folder) != "running" else other_settings(config)
         if differ:
             raise UserError(
-                f"another process trains this seed with other settings ({', '.join(differ)}): {folder}. Use another "
-                "folder with --output"
+                f"another process trains this seed with other settings ({', '.join(differ)})",
+                folder,
+                "Use another folder with --output",
             )
         return "another process trains it"
     if is_finished(config):
@@ -172,8 +173,9 @@ def is_finished(config: Config) -> bool:
         raise
     if differ and not config.run.overwrite:
         raise UserError(
-            f"the folder holds a finished run with other settings ({', '.join(differ)}): {config.run.output}. "
-            "Add --overwrite to move it aside, or use another folder with --output"
+            f"the folder holds a finished run with other settings ({', '.join(differ)})",
+            config.run.output,
+            "Add --overwrite to move it aside, or use another folder with --output",
         )
     return not differ
 

@@ -20,6 +20,7 @@ from rlhf.settings.training import (
     SamplingSettings,
 )
 from rlhf.settings.types import ArmName, PathName, Renaming, Split, StopText
+from rlhf.utils.errors import Problem
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the data
@@ -188,10 +189,10 @@ class EvaluationConfig(Command):
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
-    def validate(self) -> list[str]:
+    def validate(self) -> list[Problem]:
         models = len(self.evaluation.model_path)
         if self.evaluation.chat and models > 1:
-            return [f"--chat takes one model, not {models}: --model-path. Give one"]
+            return [Problem(f"--chat takes one model, not {models}", "--model-path", "Give one")]
         return []
 
 
@@ -235,9 +236,13 @@ class ComparisonConfig(Command):
     comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
-    def validate(self) -> list[str]:
+    def validate(self) -> list[Problem]:
         given = self.comparison.runs or any(arm.model for arm in self.comparison.arm)
-        return [] if given else ["no model given: command line. Give run folders, or models with --arm NAME=MODEL"]
+        return (
+            []
+            if given
+            else [Problem("no model given", "command line", "Give run folders, or models with --arm NAME=MODEL")]
+        )
 
 
 @dataclass(frozen=True)
@@ -267,8 +272,12 @@ class PlotConfig(Command):
 
     plot: PlotSettings = field(default_factory=PlotSettings)
 
-    def validate(self) -> list[str]:
-        return [f"a baseline has no curve: --arm {arm}. Give NAME=RUN" for arm in self.plot.arm if not arm.model]
+    def validate(self) -> list[Problem]:
+        return [
+            Problem("a baseline has no curve", f"--arm {arm}", "Give NAME=RUN")
+            for arm in self.plot.arm
+            if not arm.model
+        ]
 
 
 EVALUATION = CommandLine(

@@ -220,7 +220,7 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
     `where` as the place that set the value."""
     if setting.name in NEVER_EMPTY and isinstance(value, str) and not value.strip():
-        raise UserError(f"{setting.name} is empty: {where}. Give a data file, a folder or a hub dataset's name")
+        raise UserError(f"{setting.name} is empty", where, "Give a data file, a folder or a hub dataset's name")
     if setting.optional and is_unset(value):
         return None
     if setting.is_list:
@@ -253,10 +253,10 @@ def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
         result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
     except (ValueError, TypeError, ArithmeticError):
         expects = expects or (f"one of {', '.join(setting.choices)}" if setting.choices else "text")
-        raise UserError(f"{setting.name} is {_shown(value)}: {where}. Give {expects}") from None
+        raise UserError(f"{setting.name} is {_shown(value)}", where, f"Give {expects}") from None
     problem = _out_of_range(setting, result)
     if problem:
-        raise UserError(f"{setting.name} is {_shown(value).strip(chr(39))}: {where}. {problem}")
+        raise UserError(f"{setting.name} is {_shown(value).strip(chr(39))}", where, problem)
     return result
 
 

@@ -22,7 +22,7 @@ from rlhf.settings.fields import (
 from rlhf.settings.translate import hint
 from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import Problem, UserError
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
 NEGATIVE = "no_"  # prefix of a boolean flag that sets false
@@ -45,7 +45,7 @@ class CommandLine:
     def settings(self) -> dict[str, Setting]:
         return {name: s for name, s in settings_of(self.config_class).items() if s.group not in self.foreign}
 
-    def read(self, argv: list[str]) -> tuple[Layer, list[str]]:
+    def read(self, argv: list[str]) -> tuple[Layer, list[Problem]]:
         """Return the given flags as a layer, typed name -> (text, flag), and a list of errors: unknown flags, flags of
         other commands, words without a flag."""
         parser = self._parser({})
@@ -54,7 +54,9 @@ class CommandLine:
             given, unknown = parser.parse_known_args(argv)
         except UnicodeEncodeError as error:
             wrong = error.object[error.start]
-            return {}, [f"not valid text: command line, {wrong!a}. Use only characters of this system's encoding"]
+            return {}, [
+                Problem("not valid text", f"command line, {wrong!a}", "Use only characters of this system's encoding")
+            ]
         except UserError as error:
             return {}, list(error.problems)
         layer = given.layer if "layer" in given else {}
@@ -65,28 +67,28 @@ class CommandLine:
         flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
         return layer, self._wrong_flags(flags, parser) or self._wrong_words(words, parser)
 
-    def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[Problem]:
         """Return one error line for each flag that the command does not have."""
         known, foreign = _flags_of(parser), self._foreign_flags()
 
-        def line(flag: str) -> str:
+        def problem(flag: str) -> Problem:
             if flag in foreign:
                 fix = "Remove it here (a shared --config file may set it)"
-                return f"{flag} belongs to {foreign[flag]}: command line. {fix}"
-            return f"unknown flag {flag}: command line. {hint(flag, known)}"
+                return Problem(f"{flag} belongs to {foreign[flag]}", "command line", fix)
+            return Problem(f"unknown flag {flag}", "command line", hint(flag, known))
 
-        return [line(flag) for flag in flags]
+        return [problem(flag) for flag in flags]
 
-    def _wrong_words(self, words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    def _wrong_words(self, words: list[str], parser: argparse.ArgumentParser) -> list[Problem]:
         """Return one error line for each word that is neither a flag nor a value. For `NAME=VALUE`, as in verl, it
         contains the flag."""
-        lines = []
+        problems = []
         for word in words:
             name, equals, _ = word.partition("=")
             fix = hint(f"--{name.lstrip('+')}", _flags_of(parser)) if equals else ""
-            fix = fix or "--help-all prints them"
-            lines.append(f"unexpected word {word!r}: command line. Settings are given as flags. {fix}")
-        return lines
+            fix = f"Settings are given as flags. {fix or '--help-all prints them'}"
+            problems.append(Problem(f"unexpected word {word!r}", "command line", fix))
+        return problems
 
     def _foreign_flags(self) -> dict[str, str]:
         """Return the flags of the settings that only other commands use -> these commands."""
@@ -177,7 +179,7 @@ class _Help(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}: command line. --help-all prints all flags")
+        raise UserError(message, "command line", "--help-all prints all flags")
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

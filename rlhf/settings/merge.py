@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.settings.fields import Layer, Setting, convert, name_table, settings_of, unmet
@@ -13,16 +13,16 @@ from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
 from rlhf.settings.yaml_file import read_settings
-from rlhf.utils.errors import UserError, print_line, raise_if
+from rlhf.utils.errors import Problem, UserError, print_line, raise_if
 
-Check = Callable[[Any], list[str]]  # takes a configuration and returns its errors, one line each
+Check = Callable[[Any], list[Problem]]  # takes a configuration and returns its errors
 
 
 class Command:
     """Base class of the configurations of all commands: groups of settings."""
 
-    def validate(self) -> list[str]:
-        """Return the errors in combinations of settings, one line each."""
+    def validate(self) -> list[Problem]:
+        """Return the errors in combinations of settings."""
         return []
 
     def resolved(self) -> Command:
@@ -37,14 +37,13 @@ class Values(dict[str, Any]):
         super().__init__(values)
         self.places = places
 
-    def with_places(self, problem: str) -> str:
-        """Return an error message with file and line after the flag of each setting that was set in a file."""
+    def with_places(self, problem: Problem) -> Problem:
+        """Return an error with file and line after the flag of each setting that was set in a file."""
 
         def flag_and_place(match: re.Match) -> str:
             return match[0] + self.file_of(match[0].lstrip("-").replace("-", "_"))
 
-        head, dot, fix = problem.partition(". ")
-        return re.sub(r"--[a-zA-Z][\w-]*", flag_and_place, head) + dot + fix
+        return replace(problem, place=re.sub(r"--[a-zA-Z][\w-]*", flag_and_place, problem.place))
 
     def file_of(self, name: str) -> str:
         """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
@@ -52,7 +51,7 @@ class Values(dict[str, Any]):
         return "" if place.startswith("--") or ":" not in place else f" ({place})"
 
 
-def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[str] = ()) -> Values:
+def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[Problem] = ()) -> Values:
     """Return the values of all settings: the declared defaults, replaced by `layers`, the lowest first. Raises
     UserError with the errors of all layers, after the `problems` found earlier."""
     settings, merged, problems = settings_of(config_class), {}, list(problems)
@@ -105,7 +104,7 @@ def build(
 
 def without_effect(
     settings: Mapping[str, Setting], values: Values, given: Collection[str], assumed: Collection[str] = ()
-) -> list[str]:
+) -> list[Problem]:
     """Return one error for each setting that has no effect because of another one, such as lora_r without use_lora.
 
     Args:
@@ -125,8 +124,11 @@ def without_effect(
         as_flags = not place.startswith("make_config")
         fix = "Add" if not condition.unset else "Change" if wanted else "Remove"
         problems.append(
-            f"{name} has no effect {condition.text(as_flags)}{values.file_of(other)}: {place}. "
-            f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}"
+            Problem(
+                f"{name} has no effect {condition.text(as_flags)}{values.file_of(other)}",
+                place,
+                f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}",
+            )
         )
     return problems
 
@@ -138,7 +140,7 @@ class Given:
     layers: tuple[Layer, Layer]
     recipe: str  # the default recipe if none is given
     recipe_place: str = ""  # the flag or file:line that sets the recipe
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
@@ -154,7 +156,7 @@ def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
             problems += error.problems
     recipe, place = {**from_file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
     if not isinstance(recipe, str):
-        problems.append(f"recipe is {recipe!r}: {place}. Give the name or the file of a recipe")
+        problems.append(Problem(f"recipe is {recipe!r}", place, "Give the name or the file of a recipe"))
         recipe = DEFAULT_RECIPE
     layers = tuple({k: v for k, v in layer.items() if k not in ("recipe", "config")} for layer in (from_file, flags))
     return Given(layers, normal_name(recipe), place, tuple(problems))

@@ -17,7 +17,7 @@ import yaml
 
 from rlhf.settings.fields import Layer
 from rlhf.settings.yaml_file import ALGORITHMS, KIND, PUBLISHED, RECIPE_KEYS, REWARD_MODEL, read_tree, settings_in
-from rlhf.utils.errors import UserError, did_you_mean, raise_if
+from rlhf.utils.errors import Problem, UserError, did_you_mean, raise_if
 from rlhf.utils.paths import is_path, resolve_path
 
 DEFAULT_RECIPE = "smollm2-orca"
@@ -75,18 +75,21 @@ def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str
     if its file has errors, or if it has settings for an algorithm that is not in `algorithms` (None: not checked)."""
     known = shipped_recipes()
     if not isinstance(name, str):
-        raise UserError(f"recipe is {name!r}: {where}. Give the name or the file of a recipe")
+        raise UserError(f"recipe is {name!r}", where, "Give the name or the file of a recipe")
     if name in known:
         return _shipped(name)
     path = resolve_path(name)
     if not (path.is_file() or path.suffix in (".yaml", ".yml") or is_path(name)):
-        raise UserError(f"unknown recipe {name!r}: {where}. {did_you_mean(name, known)}Known: {', '.join(known)}")
+        raise UserError(f"unknown recipe {name!r}", where, f"{did_you_mean(name, known)}Known: {', '.join(known)}")
     recipe = _read(name)
     unknown = [] if algorithms is None else [key for key in recipe.algorithms if key not in algorithms]
     raise_if(
         [
-            f"unknown algorithm {key}: {recipe.places[key]}. {did_you_mean(key, algorithms)}Known: "
-            f"{', '.join(algorithms)}"
+            Problem(
+                f"unknown algorithm {key}",
+                recipe.places[key],
+                f"{did_you_mean(key, algorithms)}Known: {', '.join(algorithms)}",
+            )
             for key in unknown
         ]
     )
@@ -103,7 +106,7 @@ def _read(path: str) -> Recipe:
     top = _by_key(tree, path)
     if getattr(top.get(KIND), "value", None) != "recipe":
         raise UserError(
-            f"not a recipe: {path}. Add a line `kind: recipe`, or pass the file with --config if it has only settings"
+            "not a recipe", path, "Add a line `kind: recipe`, or pass the file with --config if it has only settings"
         )
     per_algorithm = _block(top, ALGORITHMS, path)
     blocks = _by_key(per_algorithm, path)
@@ -126,7 +129,9 @@ def _published(block: yaml.MappingNode, path: str) -> Published | None:
     if wrong:
         where = f"{path}:{block.start_mark.line + 1}"
         raise UserError(
-            f"{', '.join(wrong)}: {PUBLISHED}, {where}. Give metric (text), start and end (numbers) and source (text)"
+            ", ".join(wrong),
+            f"{PUBLISHED}, {where}",
+            "Give metric (text), start and end (numbers) and source (text)",
         )
     return Published(**given)
 
@@ -143,7 +148,7 @@ def _by_key(tree: yaml.MappingNode, path: str) -> dict[str, yaml.Node]:
     found: dict[str, yaml.Node] = {}
     for key, value in tree.value:
         if str(key.value) in found:
-            raise UserError(f"{key.value} appears twice: {path}:{key.start_mark.line + 1}. Keep one")
+            raise UserError(f"{key.value} appears twice", f"{path}:{key.start_mark.line + 1}", "Keep one")
         found[str(key.value)] = value
     return found
 
@@ -155,6 +160,6 @@ def _block(top: dict[str, yaml.Node], key: str, path: str) -> yaml.MappingNode:
         return yaml.MappingNode("tag:yaml.org,2002:map", [])
     if not isinstance(node, yaml.MappingNode):
         raise UserError(
-            f"{key} is not a block of settings: {path}:{node.start_mark.line + 1}. Write settings under it"
+            f"{key} is not a block of settings", f"{path}:{node.start_mark.line + 1}", "Write settings under it"
         )
     return node

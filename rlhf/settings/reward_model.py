@@ -17,6 +17,7 @@ from rlhf.settings.translate import translate
 from rlhf.settings.types import PathName, Renaming, Split, StopText
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
+from rlhf.utils.errors import Problem
 from rlhf.utils.paths import local_path
 
 
@@ -129,7 +130,7 @@ class RewardModelConfig(Command):
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     sampling: CalibrationSampling = field(default_factory=CalibrationSampling)
 
-    def validate(self) -> list[str]:
+    def validate(self) -> list[Problem]:
         return renaming_problems(self.data.columns)
 
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_unset, name_table
 from rlhf.settings.types import bare_targets, is_bare_number
-from rlhf.utils.errors import did_you_mean
+from rlhf.utils.errors import Problem, did_you_mean
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exactly one of them is in effect
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
 FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
 
 
-def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
+def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[Problem]]:
     """Return a layer with the first names of its settings, and the errors in its names, one line each.
 
     A name of another trainer keeps its meaning there, and can set more than one setting. A setting that replaces
@@ -45,7 +45,7 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[s
             add(other, None, length)
     if is_set("minibatches") and is_set("gradient_accumulation_steps"):
         places = " and ".join(known[name][1] for name in ("minibatches", "gradient_accumulation_steps"))
-        problems.append(f"minibatches and gradient_accumulation_steps exclude each other: {places}. Keep one")
+        problems.append(Problem("minibatches and gradient_accumulation_steps exclude each other", places, "Keep one"))
     elif is_set("minibatches"):
         add("gradient_accumulation_steps", None, "minibatches")
     elif is_set("gradient_accumulation_steps"):
@@ -61,7 +61,7 @@ def only(layer: Layer, settings: dict[str, Setting], names: Collection[str]) -> 
     return {name: found for name, found in layer.items() if first.get(name) in names}
 
 
-def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
+def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[Problem]]:
     """Return the layer with the first name of each setting instead of the written name, and the errors in the names,
     one line each."""
     names, problems, known = name_table(settings), [], {}
@@ -72,14 +72,17 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
             problems.append(value)
         elif name not in names:
             helper = ". Start the names of helper variables with _" if ".py" in where and not removed(name) else ""
-            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
+            problems.append(Problem(f"unknown setting {name}", where, f"{hint(name, names)}{helper}"))
         elif names[name] in known:
-            problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+            problems.append(Problem(f"{name} is set twice", f"{where} and {known[names[name]][1]}", "Keep one"))
         elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
             number = as_text(value)
             problems.append(
-                f"target_kl {number} has no unit: {where}. Give {number}/token as in verl, or {number}/sequence as in "
-                "TRL before 0.12"
+                Problem(
+                    f"target_kl {number} has no unit",
+                    where,
+                    f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12",
+                )
             )
         else:
             known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from rlhf.settings.fields import Layer
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import local_path
 
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
@@ -26,7 +26,7 @@ def read_settings(path: str, flag: str = "--config") -> Layer:
     for key in [key for key, _ in tree.value if key.value in RECIPE_KEYS]:
         where = f"{path}:{key.start_mark.line + 1}"
         raise UserError(
-            f"{key.value} is allowed in recipes only: {where}. Remove it, or pass the file with --recipe {path}"
+            f"{key.value} is allowed in recipes only", where, f"Remove it, or pass the file with --recipe {path}"
         )
     return settings_in(tree, path)
 
@@ -42,59 +42,65 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 where = f"{path}:{event.start_mark.line + 1}"
-                raise UserError(f"not a file of settings (nested too deeply): {where}. Write lines such as `gamma: 1`")
+                raise UserError("not a file of settings (nested too deeply)", where, "Write lines such as `gamma: 1`")
             if isinstance(event, yaml.AliasEvent):  # it can contain itself, or expand without limit
                 where = f"{path}:{event.start_mark.line + 1}"
-                raise UserError(f"an alias (*{event.anchor}): {where}. Write the value instead")
+                raise UserError(f"an alias (*{event.anchor})", where, "Write the value instead")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check {flag}") from None
+        raise UserError("cannot read the configuration file", f"{path} ({error.strerror})", f"Check {flag}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {path}, byte {error.start}. Save the file as UTF-8") from None
+        raise UserError("not UTF-8", f"{path}, byte {error.start}", "Save the file as UTF-8") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise UserError(
-            f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
+            f"not YAML ({error.problem})", f"{path}:{mark.line + 1}:{mark.column + 1}", "Correct that line"
         ) from None
     except yaml.YAMLError as error:  # for example a control character: the error has no line
-        raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
+        raise UserError(f"not YAML ({str(error).splitlines()[0]})", path, "Save it as plain text") from None
     if tree is None:
         return yaml.MappingNode(_PLAIN_MAPPING, [])
     if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"not a mapping of names to values: {path}:1. Write lines such as `learning_rate: 1e-5`")
+        raise UserError("not a mapping of names to values", f"{path}:1", "Write lines such as `learning_rate: 1e-5`")
     return tree
 
 
 def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) -> Layer:
     """Return the settings in a mapping, at any depth, without the top-level keys in `without`."""
     found: Layer = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     kept = [(key, value) for key, value in tree.value if key.value not in without]
     _collect(yaml.MappingNode(tree.tag, kept, tree.start_mark), path, found, problems)
     raise_if(problems)
     return found
 
 
-def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[str]) -> None:
+def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[Problem]) -> None:
     if tree.tag != _PLAIN_MAPPING:
-        problems.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
+        problems.append(
+            Problem(
+                f"a mapping is not plain data ({tree.tag})", f"{path}:{tree.start_mark.line + 1}", "Remove its tag"
+            )
+        )
         return
     for key_node, value_node in tree.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"a name is not text: {where}. Write lines such as `gamma: 1`")
+            problems.append(Problem("a name is not text", where, "Write lines such as `gamma: 1`"))
             continue
         key = str(key_node.value).replace("-", "_")
         if isinstance(value_node, yaml.MappingNode) and key not in MAPPINGS:
             found.setdefault(f"{key}:", (None, where))
             _collect(value_node, path, found, problems)
         elif key in found:
-            problems.append(f"{key} is set twice: {where} and {found[key][1]}. Keep one")
+            problems.append(Problem(f"{key} is set twice", f"{where} and {found[key][1]}", "Keep one"))
         else:
             try:
                 found[key] = (yaml_value(value_node), where)
             except yaml.constructor.ConstructorError as error:
-                problems.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+                problems.append(
+                    Problem(f"{key} is not plain data ({error.problem})", where, "Write plain text or numbers")
+                )
 
 
 def yaml_value(node: yaml.Node) -> Any:

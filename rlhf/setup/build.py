@@ -81,8 +81,9 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     if reward_model is not None:
         if m.rm_text not in (None, reward_model.text):
             raise UserError(
-                f"its {METRICS_FILE} has the text {reward_model.text}: --rm-text {m.rm_text}, --rm-model "
-                f"{m.rm_model}. Remove --rm-text"
+                f"its {METRICS_FILE} has the text {reward_model.text}",
+                f"--rm-text {m.rm_text}, --rm-model {m.rm_model}",
+                "Remove --rm-text",
             )
         pairs = [prompt.example for prompt in sets.evaluation]
         check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)

@@ -135,10 +135,14 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     chosen = choose(config, estimate, room, has_targets)
     if estimate(chosen).peak > room:
         raise UserError(
-            f"no settings fit: --fit {config.speed.fit}. The smallest predicted peak is {gib(estimate(chosen).peak)} "
-            f"GiB ({changed_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin of a tenth"
-            f"{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a smaller start model, "
-            "--max-new-tokens or --batch-size"
+            "no settings fit",
+            f"--fit {config.speed.fit}",
+            (
+                f"The smallest predicted peak is {gib(estimate(chosen).peak)} GiB "
+                f"({changed_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin "
+                f"of a tenth{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a "
+                "smaller start model, --max-new-tokens or --batch-size"
+            ),
         )
     _show(config, chosen, estimate, f"{adapters:,} of {parameters_in(tensors):,}", screen)
     return chosen

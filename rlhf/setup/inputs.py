@@ -16,7 +16,7 @@ from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.settings.types import CriticName
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.files import check_folder
 from rlhf.utils.paths import exists, is_on_hub, is_path, missing_path
 from rlhf.utils.processes import is_first
@@ -65,9 +65,9 @@ def check_fills_a_batch(config: Config, prompts: int) -> None:
     """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
     if prompts < config.batch.batch_size:
         raise UserError(
-            f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size}): "
-            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller "
-            "--batch-size"
+            (f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size})"),
+            f"--prompts {config.data.prompts}",
+            "Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size",
         )
 
 
@@ -76,8 +76,9 @@ def check_warmup(config: Config, updates: int) -> None:
     warmup = config.critic.critic_warmup
     if warmup >= updates:
         raise UserError(
-            f"only the critic is trained in all {updates} updates of the run: --critic-warmup {warmup}. "
-            "Give a smaller number, or train longer"
+            f"only the critic is trained in all {updates} updates of the run",
+            f"--critic-warmup {warmup}",
+            "Give a smaller number, or train longer",
         )
 
 
@@ -116,8 +117,12 @@ def _check_missing(config: Config, built: Container[str]) -> None:
             problems += _missing(flag, name)
         else:
             problems.append(
-                f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}, or use only reward "
-                "functions: --rm-model none --reward-func ..."
+                Problem(
+                    "no reward model",
+                    f"{flag} {name}",
+                    f"Train one with: {reward_model_command(config)}, or use only reward functions: "
+                    "--rm-model none --reward-func ...",
+                )
             )
     raise_if(problems)
 
@@ -140,7 +145,7 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
     return load_examples(DataSource.of(config.data), pairs=True, say=say)
 
 
-def _missing(flag: str, name: str) -> list[str]:
+def _missing(flag: str, name: str) -> list[Problem]:
     """Return the error line for a missing input."""
     if flag in ("--actor-model", "--base-model"):
         what, hint = "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
@@ -166,8 +171,9 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
     known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
     if model.use_lora and not config.export.merge_lora and not known:
         raise UserError(
-            f"other users could not load this adapter, because its base model is not on the hub: {PUSH} {name}, "
-            f"--actor-model {model.actor_model}. Add --merge-lora"
+            "other users could not load this adapter, because its base model is not on the hub",
+            f"{PUSH} {name}, --actor-model {model.actor_model}",
+            "Add --merge-lora",
         )
     require_push(name, PUSH)
 

@@ -35,7 +35,7 @@ from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.setup.run_critic import check_critic_of_run
 from rlhf.setup.shape import is_packable, weights_of
 from rlhf.utils.console import Screen, counted
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.libraries import pip_install
 
 if TYPE_CHECKING:
@@ -92,18 +92,22 @@ def load_inputs(
         selection: the rows of the settings' data, if they were read already.
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
-        raise UserError(f"bitsandbytes is not installed: --optim adamw_8bit. Install it with: {pip_install('4bit')}")
+        raise UserError(
+            "bitsandbytes is not installed", "--optim adamw_8bit", f"Install it with: {pip_install('4bit')}"
+        )
     if config.speed.rollout_engine == "vllm":
         require_vllm()
     if rewards is None and config.model.rm_model is None and not config.reward.reward_func:  # make_config() accepts it
         raise UserError(
-            "no reward model and no reward function: rewards. Pass rewards= to make_trainer(), or set rm_model or "
-            "reward_func in make_config()"
+            "no reward model and no reward function",
+            "rewards",
+            "Pass rewards= to make_trainer(), or set rm_model or reward_func in make_config()",
         )
     if rewards is None and reward_weights is not None:
         raise UserError(
-            "reward_weights without rewards: reward_weights=. Weights of the configured rewards are those of "
-            "make_config(reward_weights=)"
+            "reward_weights without rewards",
+            "reward_weights=",
+            "Weights of the configured rewards are those of make_config(reward_weights=)",
         )
     weights = given_weights(reward_weights)
     given = [] if rewards is None else find_given(rewards, config, "rewards")
@@ -162,26 +166,28 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
     m = config.model
     place = f"--critic reward-model, --rm-model {m.rm_model}"
     if folder is None:
-        raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")
+        raise UserError("no reward model to start from", "--critic reward-model", "Use --critic separate")
     tensors = weights_of(folder)
     tokenizer = load_tokenizer(folder, date=date_of(start.tokenizer))
     if len(tensors.get("score.weight", ())) != 2:
-        raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
+        raise UserError("the head is not one linear layer on a causal model", place, "Use --critic separate")
     own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
     same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
     some, shots = prompts.train[:PROMPTS_TO_COMPARE], worked_examples(config.data.few_shot)
     if not same or any(encode_prompt(tokenizer, p.example.messages, shots) != list(p.ids) for p in some):
         raise UserError(
-            f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
-            "model that was trained from the start model's family, or --critic separate"
+            "the reward model's tokenizer or chat template differs from the start model's",
+            place,
+            "Use a reward model that was trained from the start model's family, or --critic separate",
         )
     if m.use_lora and not {ALL_LINEAR, *linear_modules(tensors)} & {*m.lora_targets}:
         raise UserError(
-            f"the reward model has no module named {', '.join(m.lora_targets)}: {place}, --lora-targets. Give modules "
-            "that both models have, or all-linear"
+            f"the reward model has no module named {', '.join(m.lora_targets)}",
+            f"{place}, --lora-targets",
+            "Give modules that both models have, or all-linear",
         )
     if config.speed.packed and start.packs and not is_packable(folder):
-        raise UserError(f"the reward model's attention cannot be replaced: {place}. Add --no-packed")
+        raise UserError("the reward model's attention cannot be replaced", place, "Add --no-packed")
 
 
 def _load_prompt_sets(
@@ -243,8 +249,11 @@ def check_prompts(
     if start.tokenizer.chat_template is None:
         if chats:
             problems.append(
-                f"{chats} prompts are chats of several messages, and the start model has no chat template: {source}, "
-                f"start model {start.name}. Use a chat model, or prompts that are one text each"
+                Problem(
+                    (f"{chats} prompts are chats of several messages, and the start model has no chat template"),
+                    f"{source}, start model {start.name}",
+                    "Use a chat model, or prompts that are one text each",
+                )
             )
         else:
             why = "--plain-prompts was given" if plain else f"{start.name} has no chat template"

@@ -21,6 +21,7 @@ from rlhf.rollout.graph_trial import graph_problem
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT
 from rlhf.utils.console import gib
+from rlhf.utils.errors import Problem
 
 COPIES = 3  # a checkpoint holds the trained weights and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
@@ -38,8 +39,8 @@ class Check:
     hint: str = ""
 
     @property
-    def problem(self) -> str:
-        return f"{self.found}: {self.name}. {self.hint}"
+    def problem(self) -> Problem:
+        return Problem(self.found, self.name, self.hint)
 
 
 def disk_has_room(

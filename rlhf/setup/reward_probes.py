@@ -30,7 +30,7 @@ from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.preflight import Check
 from rlhf.setup.start_samples import drawn
 from rlhf.utils.console import Screen, counted, number
-from rlhf.utils.errors import RunError, raise_if
+from rlhf.utils.errors import Problem, RunError, raise_if
 from rlhf.utils.processes import alone
 
 MOST, FEW = 16, 4  # prompts: of --check-reward; of --check and of a run
@@ -69,7 +69,7 @@ class RewardReport:
     formula: str  # the weighted sum
     prompts: int = 0
     scores: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)  # function -> its first error
+    failures: dict[str, Problem] = field(default_factory=dict)  # function -> its first error
 
     def mean(self, probe: str, function: str = TOTAL) -> float | None:
         """Return the mean over the prompts with a score; None if there is none, and NaN if the function fails."""
@@ -93,11 +93,11 @@ class RewardReport:
                 found.append(probe)
         return found
 
-    def problems(self, every: bool = False) -> list[str]:
+    def problems(self, every: bool = False) -> list[Problem]:
         """Return one line per function that fails, and one with the hacks."""
         hacks = ", ".join(self.hacks(every))
-        line = f"hacks are paid at least as much as the right answer ({hacks}): {self.formula}. Change the reward"
-        return [*self.failures.values(), *([line] if hacks else [])]
+        found = f"hacks are paid at least as much as the right answer ({hacks})"
+        return [*self.failures.values(), *([Problem(found, self.formula, "Change the reward")] if hacks else [])]
 
 
 def right_answer(example: Example) -> str | None:
@@ -166,7 +166,7 @@ def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: 
         return one.score(*zip(*probes, strict=True)).total
     except RunError as error:
         if len(probes) == 1 or time.monotonic() > end:
-            report.failures.setdefault(one.names[0], str(error))
+            report.failures.setdefault(one.names[0], error.problems[0])
             return [math.nan] * len(probes)
     return [score for probe in probes for score in scores_of(one, [probe], report, end)]
 
@@ -203,7 +203,7 @@ def reward_is_checked(
     """Check that no function fails with a probe. Hacks are named, but are no failure: a reward may be intended so."""
     report = probe_rewards(config, rewards, prompts, tokenizer, FEW)
     fine = f"no function fails with the probes of {counted(report.prompts, 'prompt')}"
-    found = "; ".join(report.problems(every=True)) or fine + (", no hack found" if report.best else "")
+    found = "; ".join(map(str, report.problems(every=True))) or fine + (", no hack found" if report.best else "")
     return Check("reward", found, not report.failures, "Fix it; --check-reward prints the scores")
 
 

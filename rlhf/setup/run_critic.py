@@ -21,15 +21,21 @@ def check_critic_of_run(config: Config, run: str, start: str) -> None:
     """
     folder, place = Path(run), f"--critic {run}, --actor-model {config.model.actor_model}"
     if not (folder / VALUE_HEAD_FILE).is_file():
-        raise UserError(f"no {VALUE_HEAD_FILE} in this folder: --critic {run}. Give the folder of a run with a critic")
+        raise UserError(
+            f"no {VALUE_HEAD_FILE} in this folder", f"--critic {run}", "Give the folder of a run with a critic"
+        )
     if config.separate_critic:
         _check_backbone(config.model.use_lora, folder / CRITIC_FILE, start, place)
     elif not same_weights(run, start):
         # no run can start from an adapter, and merged weights would be rounded
         policy = "" if (folder / ADAPTER_FILE).is_file() else f"--actor-model {folder}, "
         raise UserError(
-            "the value head was trained on the hidden states of that run's policy, and this run starts from other "
-            f"weights: {place}. Use {policy}a run with --critic separate, or a new critic"
+            (
+                "the value head was trained on the hidden states of that run's policy, and this run "
+                "starts from other weights"
+            ),
+            place,
+            f"Use {policy}a run with --critic separate, or a new critic",
         )
 
 
@@ -39,14 +45,15 @@ def _check_backbone(use_lora: bool, file: Path, start: str, place: str) -> None:
         with safe_open(file, "numpy") as tensors:
             names, base = list(tensors.keys()), (tensors.metadata() or {}).get("base", "unknown")
     except SafetensorError as error:
-        raise UserError(f"not a complete file ({error}): {file}. Use another folder of that run") from None
+        raise UserError(f"not a complete file ({error})", file, "Use another folder of that run") from None
     adapters = any("lora_" in name for name in names)
     if adapters != use_lora:
         kind, fix = ("adapters only", "Add --use-lora") if adapters else ("all weights", "Remove --use-lora")
-        raise UserError(f"that run trained {kind} of its critic: {place}. {fix}, or use --critic separate")
+        raise UserError(f"that run trained {kind} of its critic", place, f"{fix}, or use --critic separate")
     recorded = (read_json(file.parent) or {}).get("data", {}).get("start_model_files")
     if adapters and not (same_weights(base, start) and same_weights(base, start, recorded)):
         raise UserError(
-            f"the critic's adapters belong to another base model ({base} at that time): {place}. Use a run whose "
-            "critic started from this start model, or --critic separate"
+            f"the critic's adapters belong to another base model ({base} at that time)",
+            place,
+            "Use a run whose critic started from this start model, or --critic separate",
         )

@@ -99,8 +99,9 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
     if not complete:
         raise RunError(
-            f"no prompt has {size} completions with a score: --scan. Use prompts to which a reward function applies, "
-            "or another function"
+            f"no prompt has {size} completions with a score",
+            "--scan",
+            "Use prompts to which a reward function applies, or another function",
         )
     group = config.compared if config.compared > 1 else min(len(one.shaped) for one in complete)
     topics: dict[str, list[Sampled]] = {}

@@ -68,7 +68,9 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
     failed = [check.name for check in found if not check.ok]
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. See the FAILED lines above"
+            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)})",
+            "--check",
+            "See the FAILED lines above",
         )
 
 

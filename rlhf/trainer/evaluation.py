@@ -225,11 +225,11 @@ class PolicyEvaluator:
         longest = self.config.data.prompt_length
         examples = examples_of(given)
         if not examples:
-            raise UserError("an empty list: evaluate(). Pass texts or chats")
+            raise UserError("an empty list", "evaluate()", "Pass texts or chats")
         shots = worked_examples(self.config.data.few_shot)
         kept, _ = encode_prompts(self.tokenizer, examples, longest, shots)
         if not kept:
-            raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
+            raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
         return kept
 
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
@@ -270,8 +270,9 @@ class PolicyEvaluator:
         if not scored(given.total):
             names = ", ".join(collector.rewards.names)
             raise RunError(
-                f"no completion has a score, because every reward function returned None ({names}): the evaluation "
-                f"after update {update}. Use prompts to which a reward function applies, or another function"
+                f"no completion has a score, because every reward function returned None ({names})",
+                f"the evaluation after update {update}",
+                "Use prompts to which a reward function applies, or another function",
             )
         values = {}
         if self.functions is not None:

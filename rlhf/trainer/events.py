@@ -102,16 +102,18 @@ def check_callback(callback: Any) -> None:
         return
     if isinstance(callback, type):
         name = callback.__name__
-        raise UserError(f"a class and not an object: callbacks, {name}. Give an object of it, such as {name}()")
+        raise UserError("a class and not an object", f"callbacks, {name}", f"Give an object of it, such as {name}()")
     if any(hasattr(callback, event) for event in EVENTS):
         return
     if not callable(callback):
-        raise UserError(f"no event method: callbacks, {callback!r:.60}. Define at least one of {', '.join(EVENTS)}")
+        raise UserError(
+            "no event method", f"callbacks, {callback!r:.60}", f"Define at least one of {', '.join(EVENTS)}"
+        )
     try:
         inspect.signature(callback).bind(1, {})
     except TypeError:
         raise UserError(
-            f"not a function of (epoch, metrics): callbacks, {callback!r:.60}. Give it these two parameters"
+            "not a function of (epoch, metrics)", f"callbacks, {callback!r:.60}", "Give it these two parameters"
         ) from None
     except ValueError:  # a function in C without a signature
         return

@@ -175,7 +175,7 @@ class OnPolicyLoop:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
         training fails."""
         if self.trained:
-            raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
+            raise RunError(f"already trained, {self.state.global_step} updates", "train()", "Create a new trainer")
         with self.session.opened(self), advise_on_bad_logits(self.state, self.session.advice):
             self.trained = True
             return agree(self._run)
@@ -270,8 +270,9 @@ class OnPolicyLoop:
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update} ({why}). "
-                f"{self.session.advice(why.by_score)}"
+                f"{self.progress.skipped_in_a_row} updates in a row were skipped",
+                f"update {update} ({why})",
+                self.session.advice(why.by_score),
             )
         self.kl.after_skipped_update()
         self.end_update(update, None)
@@ -355,7 +356,7 @@ class OnPolicyLoop:
             start = "Check the start model, --temperature and --eval-text"
             advice = self.session.advice(by_score=False) if update else start
             raise RunError(
-                f"{result.not_finite}: the evaluation after update {update}. The model is not saved. {advice}"
+                result.not_finite, f"the evaluation after update {update}", f"The model is not saved. {advice}"
             )
         return result
 

@@ -153,7 +153,7 @@ class ForwardPasses:
                 reason = str(error).splitlines()[0]
             largest = max(map(len, parts))
             if largest == 1:
-                raise RunError(f"out of memory with one completion at a time: {phase} ({reason}). {self.oom_hint()}")
+                raise RunError("out of memory with one completion at a time", f"{phase} ({reason})", self.oom_hint())
             self.max_rows = -(-largest // 2)
             free_and_warn(phase, f"micro-batch size to {self.max_rows}", "The optimizer steps do not change")
 
@@ -204,6 +204,6 @@ class ForwardPasses:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            failed = RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}")
+            failed = RunError("out of memory", f"{phase} ({str(error).splitlines()[0]})", self.oom_hint())
             failed.by_all = getattr(error, "by_all", False)
             raise failed from None

@@ -39,13 +39,13 @@ def check_finite(**tensors: Tensor | None) -> None:
         f"{name.replace('_', ' ')} ({n} of {known[name].numel()})" for name, n in zip(known, bad, strict=True) if n
     ]
     if found:
-        raise SkipUpdate(f"NaN or infinity: {', '.join(found)}")
+        raise SkipUpdate("NaN or infinity", ", ".join(found))
 
 
 def checked_beta(beta: Any) -> float:
     """Return beta. Raises RunError for a value that --kl-coef refuses."""
     if not (isinstance(beta, Real) and 0 <= beta < math.inf):  # NaN fails the comparison
-        raise RunError(f"beta is {beta!r:.60}: set_kl_coef(). Give a finite number of at least 0")
+        raise RunError(f"beta is {beta!r:.60}", "set_kl_coef()", "Give a finite number of at least 0")
     return float(beta)
 
 
@@ -70,8 +70,7 @@ def advise_on_bad_logits(state: TrainerState, recovery: Callable[[bool], str]) -
         yield
     except BadLogits as error:
         advice = recovery(False) if state.global_step else "Check the start model and --temperature"
-        problem, _, _ = error.problems[0].partition(": ")
-        failed = RunError(f"{problem}: sampling after update {state.global_step}. {advice}")
+        failed = RunError(error.problems[0].what, f"sampling after update {state.global_step}", advice)
         failed.by_all = error.by_all
         raise failed from None
 
@@ -82,6 +81,7 @@ def require_finite_weights(model: nn.Module, update: int, recovery: Callable[[bo
     bad = bad_weights(model)
     if bad:
         raise RunError(
-            f"{len(bad)} weights are not finite, the first is {bad[0]}: after update {update}. They are not saved. "
-            f"{recovery(False)}"
+            f"{len(bad)} weights are not finite, the first is {bad[0]}",
+            f"after update {update}",
+            f"They are not saved. {recovery(False)}",
         )

@@ -128,7 +128,7 @@ def _check_optimizer(trainer: OnPolicyLoop, saved: dict[int, dict[str, Any]]) ->
     """Raise UserError if the saved state is that of another optimizer, after --resume-anyway with another --optim."""
     optim = trainer.config.optimizer.optim
     if any(("state1" in state) != (optim == "adamw_8bit") for state in saved.values()):
-        raise UserError(f"its optimizer state is not that of {optim}: --optim. Use the optimizer of the run")
+        raise UserError(f"its optimizer state is not that of {optim}", "--optim", "Use the optimizer of the run")
 
 
 def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:

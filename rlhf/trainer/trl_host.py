@@ -106,7 +106,7 @@ def second_network(
             load_critic(value_head, critic, Path(run))
         return critic
     if rewards.learned is None:
-        raise UserError("no reward model among the rewards: critic reward-model. Use critic separate")
+        raise UserError("no reward model among the rewards", "critic reward-model", "Use critic separate")
     model, weight = rewards.learned
     set_value_head(value_head, model.model, model.calibration.mean, model.calibration.std, weight)
     return critic_of_reward_model(config, model.model)

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,25 +55,42 @@ def print_in_handler(text: str) -> None:
         os.write(2, f"{visible_line(text)}\n".encode())
 
 
-class UserError(Exception):
-    """One or more problems found before a run starts (exit status 2).
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, where, how to fix it, and the settings that are the reason. As text it is one line,
+    `<what>: <place>. <fix>`, without its empty parts."""
 
-    The text of a problem is `<what is wrong>: <where>. <how to fix it>`.
-    """
+    what: str
+    place: str | os.PathLike[str] = ""
+    fix: str = ""
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.what}: {self.place}" if self.place else self.what
+        return visible_line(f"{where}. {self.fix}" if self.fix else where)
+
+
+class UserError(Exception):
+    """One or more problems found before a run starts (exit status 2): a list, or the fields of one."""
 
     exit_status = 2
     by_all = False  # True if all processes of the run raise it (rlhf.distributed.group)
     at_once = False  # True if another process than the first one prints it without waiting for the first one
 
-    def __init__(self, problems: str | Iterable[str]):
-        self.problems = [visible_line(p) for p in ([problems] if isinstance(problems, str) else problems)]
+    def __init__(self, problem: str | Problem | Iterable[Problem], place: str | os.PathLike[str] = "", fix: str = ""):
+        one = Problem(problem, place, fix) if isinstance(problem, str) else problem
+        self.problems = [one] if isinstance(one, Problem) else list(one)
         super().__init__(*self.problems)
 
     def __reduce__(self):  # Exception's own passes each problem as an argument
         return type(self), (self.problems,), vars(self)
 
     def __str__(self) -> str:
-        return "\n".join(self.problems)
+        return "\n".join(map(str, self.problems))
+
+    def append(self, text: str) -> None:
+        """Add text to the last problem."""
+        self.problems[-1] = replace(self.problems[-1], fix=self.problems[-1].fix + text)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and notebooks print instead of a traceback."""
@@ -91,8 +109,10 @@ class RunError(UserError):
 
     exit_status = 1
 
-    def __init__(self, problems: str | Iterable[str], inputs: Any = None):
-        super().__init__(problems)
+    def __init__(
+        self, problem: str | Iterable[Problem], place: str | os.PathLike[str] = "", fix: str = "", inputs: Any = None
+    ):
+        super().__init__(problem, place, fix)
         self.inputs = inputs
 
 
@@ -103,7 +123,7 @@ class RLHFWarning(UserWarning):
         super().__init__(visible_line(message))
 
 
-def raise_if(problems: list[str]) -> None:
+def raise_if(problems: Collection[Problem]) -> None:
     """Raise one UserError with all `problems`, if there are any."""
     if problems:
         raise UserError(problems)

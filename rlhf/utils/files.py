@@ -112,17 +112,21 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(
-            f"the path is too long ({longest} with the files inside it; the limits are {LONGEST_PATH}, and "
-            f"{LONGEST_NAME} for a name): {flag} {output}. Give a shorter one"
+            (
+                f"the path is too long ({longest} with the files inside it; the limits are "
+                f"{LONGEST_PATH}, and {LONGEST_NAME} for a name)"
+            ),
+            f"{flag} {output}",
+            "Give a shorter one",
         )
     link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
     if link is not None:
-        raise UserError(f"a broken link: {flag} {output} ({link}). Remove it, or give another folder")
+        raise UserError("a broken link", f"{flag} {output} ({link})", "Remove it, or give another folder")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise UserError(f"not a folder: {flag} {output} ({nearest} is a file). Give another folder")
+        raise UserError("not a folder", f"{flag} {output} ({nearest} is a file)", "Give another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"no permission to write: {flag} {output} ({nearest} is read-only). Give another folder")
+        raise UserError("no permission to write", f"{flag} {output} ({nearest} is read-only)", "Give another folder")
     return folder
 
 

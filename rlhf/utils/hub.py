@@ -36,19 +36,20 @@ def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -
         return name
     except GatedRepoError:
         raise UserError(
-            f"{kind} is gated: {place}. Accept its terms on the hub and run `hf auth login`, or use {hint}"
+            f"{kind} is gated", place, f"Accept its terms on the hub and run `hf auth login`, or use {hint}"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{kind} not found: {place} is neither a local folder nor on the hub. Check the name, or use {hint}"
+            f"{kind} not found", f"{place} is neither a local folder nor on the hub", f"Check the name, or use {hint}"
         ) from None
     except Exception as error:  # exception classes of the HTTP library change between releases
         reason = _reason(error)
     folder = cached_folder(name, kind)
     if folder is None:
         raise UserError(
-            f"cannot download the {kind}: {place} (not in the local cache, and the hub cannot be reached: {reason}). "
-            f"Go online, or use {hint}"
+            f"cannot download the {kind}",
+            f"{place} (not in the local cache, and the hub cannot be reached: {reason})",
+            f"Go online, or use {hint}",
         )
     return str(folder)
 
@@ -88,21 +89,22 @@ def require_push(name: str, flag: str) -> None:
     """Raise UserError if the user cannot write to the repository `name` (owner/name), as far as a check can show
     it."""
     if get_token() is None:
-        raise UserError(f"not logged in to the hub: {flag} {name}. {LOG_IN}")
+        raise UserError("not logged in to the hub", f"{flag} {name}", LOG_IN)
     api = HfApi()
     try:
         with contextlib.suppress(RepositoryNotFoundError):  # it will be created
             api.repo_info(name, timeout=TIMEOUT_S)  # first, because whoami has no timeout
         me = api.whoami()
     except HfHubHTTPError as error:
-        raise UserError(f"the hub rejects the request ({_reason(error)}): {flag} {name}. {LOG_IN}") from None
+        raise UserError(f"the hub rejects the request ({_reason(error)})", f"{flag} {name}", LOG_IN) from None
     except Exception as error:  # as in require_hub
         raise UserError(
-            f"the hub cannot be reached ({_reason(error)}): {flag} {name}. Go online, or remove {flag} and upload "
-            f"afterwards: --resume {flag} {name}"
+            f"the hub cannot be reached ({_reason(error)})",
+            f"{flag} {name}",
+            f"Go online, or remove {flag} and upload afterwards: --resume {flag} {name}",
         ) from None
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"the token has read access only: {flag} {name}. {LOG_IN}")
+        raise UserError("the token has read access only", f"{flag} {name}", LOG_IN)
 
 
 def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str], message: str) -> str:
@@ -125,6 +127,7 @@ def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str
 def push_failed(error: Exception, name: str, flag: str, folder: Path, again: str) -> RunError:
     """Return the error for a failed upload after a run. The run itself is complete."""
     return RunError(
-        f"the upload failed ({_reason(error)}): {flag} {name}. The run is finished and its weights are in {folder}; "
-        f"upload them with: {again}"
+        f"the upload failed ({_reason(error)})",
+        f"{flag} {name}",
+        f"The run is finished and its weights are in {folder}; upload them with: {again}",
     )

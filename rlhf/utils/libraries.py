@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.utils.command_lines import CHECKOUT, is_checkout
 from rlhf.utils.console import Screen, quiet_libraries
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, raise_if
 
 LIBRARIES = ("torch", "transformers.modeling_utils", "peft", "trl")
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
@@ -33,7 +33,7 @@ def project() -> dict[str, Any]:
         found = importlib.metadata.distribution(NAME)
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
-            f"no pyproject.toml, and {NAME} is not installed: {CHECKOUT}. Copy the whole project, or install it"
+            f"no pyproject.toml, and {NAME} is not installed", CHECKOUT, "Copy the whole project, or install it"
         ) from None
     every: dict[str, list[str]] = {"": []}
     for line in found.requires or []:  # for example: bitsandbytes<1,>=0.49; extra == "4bit"
@@ -63,8 +63,11 @@ def check_libraries(*names: str) -> None:
     problems = []
     if sys.flags.optimize > 1 and not names:
         problems.append(
-            "Python removes docstrings, which transformers reads: PYTHONOPTIMIZE=2 or python -OO. Unset the variable, "
-            "or start python without -OO"
+            Problem(
+                "Python removes docstrings, which transformers reads",
+                "PYTHONOPTIMIZE=2 or python -OO",
+                "Unset the variable, or start python without -OO",
+            )
         )
     for line in requirements():
         name = re.match(r"[\w.-]+", line)[0]
@@ -73,11 +76,17 @@ def check_libraries(*names: str) -> None:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f'{name} is not installed: {NAME} requires it. Install it with: pip install "{line}"')
+            problems.append(
+                Problem(f"{name} is not installed", f"{NAME} requires it", f'Install it with: pip install "{line}"')
+            )
             continue
         if name == "trl" and line != f"trl=={version}":
             problems.append(
-                f'wrong version of trl ({version}): {NAME} requires {line}. Fix it with: pip install "{line}"'
+                Problem(
+                    f"wrong version of trl ({version})",
+                    f"{NAME} requires {line}",
+                    f'Fix it with: pip install "{line}"',
+                )
             )
     raise_if(problems)
 
@@ -97,7 +106,9 @@ def check_trackers(names: Iterable[str]) -> None:
     missing = [name for name in names if not is_installed(name)]  # a folder with this name could be imported, too
     raise_if(
         [
-            f'{name} is not installed: --report-to {name}. Install it with: pip install "{line_of[name]}"'
+            Problem(
+                f"{name} is not installed", f"--report-to {name}", f'Install it with: pip install "{line_of[name]}"'
+            )
             for name in missing
         ]
     )

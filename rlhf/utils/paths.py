@@ -71,7 +71,7 @@ def local_path(name: str | os.PathLike[str]) -> str:
     this function. Other names are unchanged. Raises UserError if `~NAME` is not a user of this machine."""
     path = os.path.expanduser(name)
     if path.startswith("~"):
-        raise UserError(f"no home folder for {Path(path).parts[0]}: {name}. Write ./{name} for a folder of this name")
+        raise UserError(f"no home folder for {Path(path).parts[0]}", name, f"Write ./{name} for a folder of this name")
     return path
 
 
@@ -82,7 +82,7 @@ def resolve_path(name: str) -> Path:
     try:
         return path.resolve()
     except (RuntimeError, OSError, ValueError) as error:
-        raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
+        raise UserError(f"not a valid path ({error})", name, "Give another one") from None
 
 
 def new_name(path: Path) -> Path:
@@ -106,15 +106,16 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
     resolve_path(path)  # raises for invalid paths
     target = Path(local_path(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
-        return UserError(f"not a regular file: {path}. Write the content into a file first. {hint}")
+        return UserError("not a regular file", path, f"Write the content into a file first. {hint}")
     if saved := interrupted_saves(target):
         return UserError(
-            f"{what} not found: {path}, but an interrupted save left {saved[-1]}. If it has a file run.json, it is "
-            f"complete: rename it to {target.name}. Otherwise remove it"
+            f"{what} not found",
+            f"{path}, but an interrupted save left {saved[-1]}",
+            (f"If it has a file run.json, it is complete: rename it to {target.name}. Otherwise remove it"),
         )
     names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
     siblings = sorted(name for name in names if name != target.name)
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
     near = [str(target.parent / name) for name in close]
     nearest = f"Did you mean {', '.join(near)}? " if near else ""
-    return UserError(f"{what} not found: {path}. {nearest}{hint}")
+    return UserError(f"{what} not found", path, f"{nearest}{hint}")

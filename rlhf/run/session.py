@@ -127,14 +127,11 @@ class RunSession(Session):
         ]
 
     def _begin(self, trainer: OnPolicyLoop) -> None:
-        """Store the pass rates of --keep-pass-rate, and load the checkpoint of a resumed run. In Python, store the
-        prompts and print the length of the run: a script has printed its plan."""
+        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script has
+        printed its plan."""
         config = self.config
         if self.folder is not None:
             self.log.check_place()
-            if self.pass_rates is not None and not config.run.resume:
-                on_first(lambda: self.pass_rates.write(self.folder))
-                self.log.add(pass_rates=self.pass_rates.counts)
             self.log.add(processes=size(), threads=torch.get_num_threads())
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))

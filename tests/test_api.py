@@ -189,7 +189,7 @@ def test_settings_that_only_the_scripts_use_are_refused(config, settings, user_e
     given = config(**settings)
     with user_error() as refused:
         make_trainer(given, ["a cat?"], [words])
-    assert [line.split(":")[0].split()[-1] for line in refused.value.problems] == [
+    assert [line.split(":")[0].split()[-1] for line in map(str, refused.value.problems)] == [
         name for name in OF_THE_SCRIPTS if name in settings
     ]
 

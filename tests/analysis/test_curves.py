@@ -198,7 +198,7 @@ def test_run_without_logs_is_a_one_line_error(tmp_path, status, hint):
         prepare()
         with pytest.raises(UserError) as caught:
             read_curves(run)
-        assert caught.value.problems == [caught.value.problems[0]] and "\n" not in str(caught.value)
+        assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
         assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {hint}")
     if lock is not None:
         lock.close()
@@ -218,8 +218,10 @@ def test_error_lists_every_unreadable_run(tmp_path):
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
     starts = ["no scalars yet: ", "folder not found: ", "the same run is given twice: "]
-    assert [problem[: len(start)] for problem, start in zip(caught.value.problems, starts, strict=True)] == starts
-    assert str(empty) in caught.value.problems[0] and "nowhere" in caught.value.problems[1]
+    assert [
+        problem[: len(start)] for problem, start in zip(map(str, caught.value.problems), starts, strict=True)
+    ] == starts
+    assert str(empty) in str(caught.value.problems[0]) and "nowhere" in str(caught.value.problems[1])
 
 
 def test_run_json_without_a_plan_is_a_one_line_error(tmp_path):

@@ -120,7 +120,7 @@ def test_all_missing_models_are_reported_in_one_error(tmp_path, settings):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
         find_models([str(tmp_path / n) for n in ("nowhere", "empty", "empty")], settings, "--model-path")
-    twice, nowhere, empty = error.value.problems
+    twice, nowhere, empty = map(str, error.value.problems)
     assert "given twice" in twice and "model not found" in nowhere and "no model in this folder" in empty
 
 

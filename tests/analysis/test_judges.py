@@ -237,7 +237,7 @@ def test_code_of_evaluation_functions_needs_permission(runs, tmp_path, user_erro
     same = [with_settings(m, eval_func=[rule]) for m in (one, other)]
     with user_error() as error:
         require_trusted_code(same, MeasureSettings())
-    assert [f"--eval-func {rule}" in problem for problem in error.value.problems] == [True, True]
+    assert [f"--eval-func {rule}" in problem for problem in map(str, error.value.problems)] == [True, True]
     for allowed in ({"eval_func": (rule,)}, {"eval_func": ("exact_match",)}, {"trust_reward_code": True}):
         require_trusted_code(same, MeasureSettings(**allowed))
     require_trusted_code([one, same[1]], MeasureSettings())

@@ -38,7 +38,7 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "trackio"))
     assert len(raised.value.problems) == 2
-    for name, problem in zip(("wandb", "trackio"), raised.value.problems, strict=True):
+    for name, problem in zip(("wandb", "trackio"), [*map(str, raised.value.problems)], strict=True):
         start = f'{name} is not installed: --report-to {name}. Install it with: pip install "{name}>='
         assert problem.startswith(start), problem
     check_trackers(())

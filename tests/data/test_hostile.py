@@ -337,7 +337,7 @@ WRONG = {
 def test_rows_of_the_wrong_type_are_reported_with_their_line(tmp_path, case):
     with pytest.raises(UserError) as caught:
         read(tmp_path, '{"prompt": "fine"}\n' + WRONG[case])
-    for problem in caught.value.problems:
+    for problem in map(str, caught.value.problems):
         assert re.search(r"rows\.jsonl:[2-9]", problem) and "\n" not in problem and len(problem) < 500
 
 
@@ -399,7 +399,7 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
     try:
         found = read(folder, content, pairs=pairs)
     except UserError as error:
-        for problem in error.problems:
+        for problem in map(str, error.problems):
             assert re.search(
                 r"rows\.jsonl(:\d+|, byte \d+| row \d+)|^(a|an|not) .*: .*rows\.jsonl\. ", problem
             ) or problem.startswith("no rows: "), problem

@@ -163,7 +163,7 @@ def test_bad_files_are_reported_in_one_line_each(tmp_path, case, user_error):
     file = write(tmp_path / name, content)
     with user_error(*parts.split()) as caught:
         load_examples(str(tmp_path if "folder" in case else file))
-    assert all("\n" not in problem and len(problem) < 500 for problem in caught.value.problems)
+    assert all("\n" not in problem and len(problem) < 500 for problem in map(str, caught.value.problems))
 
 
 JSON_VALUES = st.recursive(
@@ -242,7 +242,10 @@ def test_all_broken_files_of_a_folder_are_reported(tmp_path):
         write(tmp_path / name, "{oops}\n")
     with pytest.raises(UserError) as caught:
         load_examples(str(tmp_path))
-    assert [re.search(r"[ab]\.jsonl:1", problem)[0] for problem in caught.value.problems] == ["a.jsonl:1", "b.jsonl:1"]
+    assert [re.search(r"[ab]\.jsonl:1", problem)[0] for problem in map(str, caught.value.problems)] == [
+        "a.jsonl:1",
+        "b.jsonl:1",
+    ]
 
 
 @pytest.mark.parametrize(("name", "split"), [

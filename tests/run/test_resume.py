@@ -259,10 +259,10 @@ def test_without_a_valid_checkpoint_the_problem_of_each_is_listed(interrupted, t
         (place / MANIFEST).unlink()
     with user_error("--overwrite") as raised:
         train_ppo.main(["--resume", "--output", str(output)])
-    assert [problem.split(",")[1].split(":")[0].strip() for problem in raised.value.problems] == [
+    assert [problem.split(",")[1].split(":")[0].strip() for problem in map(str, raised.value.problems)] == [
         "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
-    assert all("--overwrite" in problem for problem in raised.value.problems)
+    assert all("--overwrite" in problem for problem in map(str, raised.value.problems))
 
 
 def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, tmp_path, capsys, user_error, snapshot):
@@ -304,7 +304,7 @@ def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, c
     with user_error() as raised:
         train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--seed", "7"])
     for problem, parts in zip(
-        raised.value.problems, (("learning_rate", "0.001", "0.5"), ("seed", "42", "7")), strict=True
+        map(str, raised.value.problems), (("learning_rate", "0.001", "0.5"), ("seed", "42", "7")), strict=True
     ):
         assert all(part in problem for part in (*parts, "--resume-anyway")), problem
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])

@@ -139,7 +139,7 @@ def errors(parse, words: list[str]) -> list[str]:
     try:
         parse(words)
     except UserError as error:
-        return error.problems
+        return [*map(str, error.problems)]
     return []
 
 

@@ -61,7 +61,7 @@ def test_a_removed_name_gets_its_advice_wherever_it_is_written(name, tmp_path):
     for place, way in ways.items():
         with pytest.raises(UserError) as caught:
             way()
-        (problem,) = caught.value.problems
+        (problem,) = map(str, caught.value.problems)
         assert place in problem and problem.endswith(f". It was removed. {advice}")
 
 

@@ -169,7 +169,7 @@ def test_hacks_of_hand_made_scores():
     assert report.hacks() == ["prompt copied", "markup only", "repeated word"]
     assert report.hacks(every=True) == ["markup only", "repeated word"]
     assert report.mean("another row's answer") is None and math.isnan(report.mean(CUT_OFF))
-    (line,) = report.problems()
+    (line,) = map(str, report.problems())
     assert "prompt copied, markup only, repeated word" in line and "1 x f" in line
 
 

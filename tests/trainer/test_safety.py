@@ -127,7 +127,7 @@ def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, upd
         diverge()
     with pytest.raises(RunError) as error:
         trainer.train()
-    (line,) = error.value.problems
+    (line,) = map(str, error.value.problems)
     assert f"update {update}. " in line and ("learning_rate" in line) == bool(update)
     snapshot(line, varying=r"\d of \d")
 

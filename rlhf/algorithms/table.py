@@ -59,8 +59,8 @@ class Algorithm:
             return [
                 Problem(
                     f"K is {config.batch.K or 'unset'}",
-                    "--K",
-                    "Set it to at least 2: the completions of a prompt are compared with each other",
+                    fix="Set it to at least 2: the completions of a prompt are compared with each other",
+                    settings=("K",),
                 )
             ]
         return []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, convert, name_table, settings_of, unmet
+from rlhf.settings.fields import Layer, Setting, as_text, convert, name_table, settings_of, unmet
 from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
@@ -37,13 +36,17 @@ class Values(dict[str, Any]):
         super().__init__(values)
         self.places = places
 
-    def with_places(self, problem: Problem) -> Problem:
-        """Return an error with file and line after the flag of each setting that was set in a file."""
-
-        def flag_and_place(match: re.Match) -> str:
-            return match[0] + self.file_of(match[0].lstrip("-").replace("-", "_"))
-
-        return replace(problem, place=re.sub(r"--[a-zA-Z][\w-]*", flag_and_place, problem.place))
+    def located(self, problem: Problem, settings: Mapping[str, Setting]) -> Problem:
+        """Return a problem of settings with its place: their flags, values, and the file and line that set them."""
+        if not problem.settings:
+            return problem
+        flags = [
+            settings[name].flag
+            + ("" if settings[name].is_bool or self[name] in (None, ()) else f" {as_text(self[name], ' ')}")
+            + self.file_of(name)
+            for name in problem.settings
+        ]
+        return replace(problem, place=", ".join(flags))
 
     def file_of(self, name: str) -> str:
         """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
@@ -94,7 +97,7 @@ def build(
         groups.setdefault(setting.group, {})[name] = values[name]
     hints = typing.get_type_hints(config_class)
     config = config_class(**top, **{g: hints[g](**leaves) for g, leaves in groups.items() if g not in foreign})
-    problems = [values.with_places(problem) for check in checks for problem in check(config)]
+    problems = [values.located(problem, settings) for check in checks for problem in check(config)]
     if checks:
         read = {name: setting for name, setting in settings.items() if setting.group not in foreign}
         problems += without_effect(read, values, given, assumed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhf.settings.training import (
     BEST_RULES,
@@ -29,7 +30,9 @@ def renaming_problems(columns: Sequence[Renaming]) -> list[Problem]:
     problems = []
     for kind, names in (("renamed", [c.old for c in columns]), ("the new name of a column", [c.new for c in columns])):
         twice = sorted({name for name in names if names.count(name) > 1})
-        problems += [Problem(f"{name!r} is {kind} twice", "--columns", "Give each name once") for name in twice]
+        problems += [
+            Problem(f"{name!r} is {kind} twice", fix="Give each name once", settings=("columns",)) for name in twice
+        ]
     return problems
 
 
@@ -42,27 +45,29 @@ def _batch(config: Config) -> list[Problem]:
         problems.append(
             Problem(
                 f"{of} micro-batches per optimizer step do not divide the {episodes} episodes of an update",
-                "--gradient-accumulation-steps",
-                "Give a divisor, or use --minibatches and --micro-batch-size",
+                fix="Give a divisor, or use --minibatches and --micro-batch-size",
+                settings=("gradient_accumulation_steps",),
             )
         )
     if episodes % parts:
         nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
         of = "batch_size" if config.group_size == 1 else "batch_size x K ="
         problems.append(
-            Problem(f"minibatches {parts} does not divide {of} {episodes}", "--minibatches", f"Try {nearest}")
+            Problem(
+                f"minibatches {parts} does not divide {of} {episodes}", fix=f"Try {nearest}", settings=("minibatches",)
+            )
         )
     if config.run.episodes is not None and config.run.episodes < episodes:
         problems.append(
             Problem(
                 f"episodes {config.run.episodes} is less than one update of {episodes}",
-                "--episodes",
-                f"Try {episodes}, or a smaller --batch-size",
+                fix=f"Try {episodes}, or a smaller --batch-size",
+                settings=("episodes",),
             )
         )
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
-        problems.append(Problem("a seed appears twice", "--seeds", "Give each seed once"))
+        problems.append(Problem("a seed appears twice", fix="Give each seed once", settings=("seeds",)))
     return problems
 
 
@@ -72,16 +77,19 @@ def _clip(config: Config) -> list[Problem]:
         problems.append(
             Problem(
                 (f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio"),
-                "--delta",
-                f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it",
+                fix=f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it",
+                settings=("delta",),
             )
         )
     if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.compared == 1:
         problems.append(
             Problem(
                 "the penalty is for completions that are left out of the loss",
-                "--missing-eos-penalty with --mask-truncated-completions",
-                "Remove one of them",
+                fix="Remove one of them",
+                settings=(
+                    "missing_eos_penalty",
+                    "mask_truncated_completions",
+                ),
             )
         )
     return problems
@@ -91,7 +99,12 @@ def _dropout(config: Config) -> list[Problem]:
     if config.model.has_adapter_dropout and "lm_head" in config.model.lora_targets:
         return [
             Problem(
-                "the head's adapter has no dropout", "--lora-dropout, --lora-targets lm_head", "Remove one of them"
+                "the head's adapter has no dropout",
+                fix="Remove one of them",
+                settings=(
+                    "lora_dropout",
+                    "lora_targets",
+                ),
             )
         ]
     return []
@@ -102,8 +115,8 @@ def _processes(config: Config) -> list[Problem]:
         return [
             Problem(
                 f"vLLM samples in one process only, but a launcher started {size()}",
-                "--rollout-engine vllm",
-                "Remove it",
+                fix="Remove it",
+                settings=("rollout_engine",),
             )
         ]
     return []
@@ -114,8 +127,12 @@ def _speed(config: Config) -> list[Problem]:
         return [
             Problem(
                 "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed",
-                "--rollout-engine vllm with --top-k or --top-p",
-                "Remove one of them",
+                fix="Remove one of them",
+                settings=(
+                    "rollout_engine",
+                    "top_k",
+                    "top_p",
+                ),
             )
         ]
     return []
@@ -127,8 +144,8 @@ def _warmup(config: Config) -> list[Problem]:
         return [
             Problem(
                 f"warmup_steps {steps:g} is not a number of updates",
-                "--warmup-steps",
-                "Give a whole number, or a share of the run below 1",
+                fix="Give a whole number, or a share of the run below 1",
+                settings=("warmup_steps",),
             )
         ]
     rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
@@ -136,8 +153,8 @@ def _warmup(config: Config) -> list[Problem]:
         return [
             Problem(
                 f"the learning rate would rise for {rising} of {updates} updates and never reach its value",
-                "--warmup-steps",
-                "Give a smaller number",
+                fix="Give a smaller number",
+                settings=("warmup_steps",),
             )
         ]
     return []
@@ -149,8 +166,11 @@ def _kl(config: Config) -> list[Problem]:
         problems.append(
             Problem(
                 "beta starts at 0 and is changed by factors, so it would stay 0",
-                f"--kl-coef 0, kl_schedule {kl.kl_schedule}",
-                "Add --kl-schedule fixed, or give a --kl-coef above 0",
+                fix="Add --kl-schedule fixed, or give a --kl-coef above 0",
+                settings=(
+                    "kl_coef",
+                    "kl_schedule",
+                ),
             )
         )
     count = len(kl.targets)
@@ -158,13 +178,17 @@ def _kl(config: Config) -> list[Problem]:
         problems.append(
             Problem(
                 f"{count} KL target{'s' if count > 1 else ''} with kl_schedule {kl.kl_schedule}",
-                "--kl-target",
-                "Give several for phased, otherwise one",
+                fix="Give several for phased, otherwise one",
+                settings=("kl_target",),
             )
         )
     if len({target.per for target in kl.targets}) > 1:
         problems.append(
-            Problem("KL targets per sequence and per token in one run", "--kl-target", "Use the same unit for all")
+            Problem(
+                "KL targets per sequence and per token in one run",
+                fix="Use the same unit for all",
+                settings=("kl_target",),
+            )
         )
     if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
         problems.append(
@@ -173,8 +197,8 @@ def _kl(config: Config) -> list[Problem]:
                     "a KL in the reward would be divided by the standard deviation of the "
                     f"{config.grpo.scale_rewards}, and beta would have no fixed unit"
                 ),
-                f"--scale-rewards {config.grpo.scale_rewards}",
-                "Add --kl-placement loss, or --scale-rewards none",
+                fix="Add --kl-placement loss, or --scale-rewards none",
+                settings=("scale_rewards",),
             )
         )
     return problems
@@ -189,8 +213,12 @@ def _rollback(config: Config) -> list[Problem]:
                     f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them "
                     "are deleted"
                 ),
-                f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}",
-                "Raise one of the last two",
+                fix="Raise one of the last two",
+                settings=(
+                    "rollback_on_kl",
+                    "keep",
+                    "save_every",
+                ),
             )
         ]
     return []
@@ -207,54 +235,72 @@ def _rewards(config: Config) -> list[Problem]:
         problems.append(
             Problem(
                 "no reward model to start from",
-                "--critic reward-model, --rm-model none",
-                "Give a reward model, or use --critic separate",
+                fix="Give a reward model, or use --critic separate",
+                settings=(
+                    "critic",
+                    "rm_model",
+                ),
             )
         )
     if config.critic_from_reward_model and config.model.load_in_4bit:
         problems.append(
             Problem(
                 "the reward model is not loaded in 4 bits",
-                "--critic reward-model with --load-in-4bit",
-                "Remove one of them, or use --critic separate",
+                fix="Remove one of them, or use --critic separate",
+                settings=(
+                    "critic",
+                    "load_in_4bit",
+                ),
             )
         )
     if not learned and not rules and not config.in_python:  # make_trainer() may receive them
         problems.append(
             Problem(
                 "no reward model and no reward function",
-                "--rm-model none",
-                "Give one of them (--rm-model, --reward-func)",
+                fix="Give one of them (--rm-model, --reward-func)",
+                settings=("rm_model",),
             )
         )
     if config.reward.control != "none" and config.batch.batch_size == 1:
         problems.append(
             Problem(
                 "the scores of one prompt cannot be exchanged with those of others",
-                "--control with --batch-size 1",
-                "Give a larger --batch-size",
+                fix="Give a larger --batch-size",
+                settings=(
+                    "control",
+                    "batch_size",
+                ),
             )
         )
     if weights is not None and len(weights) != learned + len(rules):
         named = [*(["reward model"] if learned else []), *rules]
         fix = f"Give one for each, in this order: {', '.join(named)}" if named else "Remove it: there are no rewards"
-        problems.append(Problem(f"{len(weights)} weights for {len(named)} rewards", "--reward-weights", fix))
+        problems.append(
+            Problem(f"{len(weights)} weights for {len(named)} rewards", fix=fix, settings=("reward_weights",))
+        )
     return problems
 
 
 def _evaluation(config: Config) -> list[Problem]:
     names = [function_name(rule) for rule in config.reward.eval_func]
-    problems, rules = name_problems(names, "--eval-func"), (*BEST_RULES, *names)
+    problems, rules = [replace(p, settings=("eval_func",)) for p in name_problems(names, "")], (*BEST_RULES, *names)
     if config.run.best_rule not in rules:
         problems.append(
-            Problem(f"best_rule is {config.run.best_rule!r}", "--best-rule", f"Give one of {', '.join(rules)}")
+            Problem(
+                f"best_rule is {config.run.best_rule!r}",
+                fix=f"Give one of {', '.join(rules)}",
+                settings=("best_rule",),
+            )
         )
     if config.run.eval_temperature == 0 and config.run.eval_samples > 1:
         problems.append(
             Problem(
                 "greedy completions of one prompt are all equal",
-                "--eval-samples with --eval-temperature 0",
-                "Remove one of them",
+                fix="Remove one of them",
+                settings=(
+                    "eval_samples",
+                    "eval_temperature",
+                ),
             )
         )
     return problems
@@ -278,17 +324,13 @@ def name_problems(names: Sequence[str], source: str) -> list[Problem]:
 
 def _scan(config: Config) -> list[Problem]:
     run = config.run
-    others = {
-        "--dry-run": run.dry_run,
-        "--check": run.check,
-        "--resume": run.resume,
-    }
-    looks = {"--check-reward": run.check_reward, "--scan": run.scan}
-    look = next((flag for flag, given in looks.items() if given), None)  # if both are given, the other one is refused
+    others = {"dry_run": run.dry_run, "check": run.check, "resume": run.resume}
+    looks = {"check_reward": run.check_reward, "scan": run.scan}
+    look = next((name for name, given in looks.items() if given), None)  # if both are given, the other one is refused
     return [
-        Problem("this command stops before a run", f"{look} with {flag}", "Remove one of them")
-        for flag, given in (others | looks).items()
-        if given and look not in (None, flag)
+        Problem("this command stops before a run", fix="Remove one of them", settings=(look, name))
+        for name, given in (others | looks).items()
+        if given and look not in (None, name)
     ]
 
 
@@ -298,8 +340,11 @@ def _export(config: Config) -> list[Problem]:
         return [
             Problem(
                 "several runs and one repository",
-                f"--seeds, --push-to-hub {name}",
-                f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
+                fix=f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
+                settings=(
+                    "seeds",
+                    "push_to_hub",
+                ),
             )
         ]
     return []

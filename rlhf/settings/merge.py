@@ -40,13 +40,11 @@ class Values(dict[str, Any]):
         """Return a problem of settings with its place: their flags, values, and the file and line that set them."""
         if not problem.settings:
             return problem
-        flags = [
-            settings[name].flag
-            + ("" if settings[name].is_bool or self[name] in (None, ()) else f" {as_text(self[name], ' ')}")
-            + self.file_of(name)
-            for name in problem.settings
-        ]
-        return replace(problem, place=", ".join(flags))
+        places = []
+        for name in problem.settings:
+            value = "" if settings[name].is_bool else " none" if self[name] is None else f" {as_text(self[name], ' ')}"
+            places.append(settings[name].flag + value + self.file_of(name))
+        return replace(problem, place=", ".join(places))
 
     def file_of(self, name: str) -> str:
         """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""

@@ -358,7 +358,7 @@ def test_columns_as_flags_and_in_yaml_and_python(tmp_path, user_error):
     assert make_config(columns={"prompt": "question", "answer": "solution"}).data.columns == words
     for bad, parts in (
         ("prompt", ("columns is 'prompt': --columns. ", "NEW=OLD")),
-        ("a=b,c=b", ("'b' ", ": --columns. ")),
+        ("a=b,c=b", ("'b' ", ": --columns a=b c=b. ")),
         ("a=b,a=c", ("'a' ", ": --columns")),
     ):
         for parse in (parse_cli, parse_reward_cli):

@@ -162,7 +162,7 @@ REWARD_ERRORS = {
     "no reward": (["--rm-model", "none"], "no reward model and no reward function: --rm-model none"),
     "too few weights": (
         ["--reward-func", "length_penalty", "--reward-weights", "1"],
-        "1 weights for 2 rewards: --reward-weights. Give one for each, in this order: reward model, length_penalty",
+        "1 weights for 2 rewards: --reward-weights 1.0. Give one for each, in this order: reward model, length_penalty",
     ),
     "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
 }
@@ -219,7 +219,7 @@ BAD_FLAGS = {
     "unknown choice": ("--kl-schedule adaptiv", ["adaptive"]),
     "minibatches": ("--batch-size 8 --minibatches 3", ["3", "batch_size", "8", "--minibatches", "2"]),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", ["2", "kl_schedule"]),
-    "adaptive beta that starts at 0": ("--kl-coef 0", ["--kl-coef 0", "kl_schedule"]),
+    "adaptive beta that starts at 0": ("--kl-coef 0", ["--kl-coef 0", "--kl-schedule"]),
     "a bad split": ("--split 50/50/50", ["'50/50/50'", "--split"]),
     "a stray word": ("demo", ["'demo'"]),
 }

@@ -29,7 +29,7 @@ PAGE = "docs/coming_from_trl.md lists other trainers' names"
 )
 def test_an_unknown_name_gets_the_nearest_one(name, answer):
     _, (problem,) = command_line(ALGORITHMS["ppo"]).read([f"--{name}", "1"])
-    assert problem == f"unknown flag --{name}: command line. {answer}"
+    assert (problem.what, problem.place, problem.fix) == (f"unknown flag --{name}", "command line", answer)
 
 
 def test_unknown_names_in_files_and_in_python_have_no_dashes(tmp_path, user_error):

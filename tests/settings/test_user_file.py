@@ -110,7 +110,7 @@ BAD = {
     "a helper": ("base = './x'\n", ["base: ", "config.py:1", "with _"]),
     "settings that do not fit": (
         "kl_schedule = 'fixed'\nseed = 2\nkl_target = ['6/sequence', '3/sequence']\n",
-        ["2 KL targets", "kl_schedule fixed: --kl-target (", "config.py:3)"],
+        ["2 KL targets", "--kl-target 6/sequence 3/sequence (", "config.py:3)"],
     ),
 }
 

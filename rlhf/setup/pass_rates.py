@@ -79,7 +79,7 @@ def key_of(prompt: Prompt) -> str:
 
 
 def keep_by_pass_rate(
-    config: Config, components: Components, screen: Screen, folder: Path | None = None
+    config: Config, components: Components, screen: Screen, folder: Path | None
 ) -> tuple[Components, PassRates | None]:
     """With --keep-pass-rate, return the components with only the kept training prompts, and the pass rates. Otherwise
     return the components, and None.

@@ -117,8 +117,11 @@ def test_a_forked_process_can_be_ended(name):
     """A reward function ends its own processes: Process.terminate sends SIGTERM."""
     which = signal.Signals[name]
     with quiet_stop() as stop:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        started = context.Event()
+        process = context.Process(target=lambda: (started.set(), time.sleep(60)))
         process.start()
+        started.wait(20)  # Python drops a signal that arrives before the new process has begun
         os.kill(process.pid, which)
         process.join(20)
         status = process.exitcode

@@ -18,7 +18,6 @@ The numbers of details are those of docs/how_it_works.md, which also lists the c
 
 import argparse
 import copy
-import os
 import random
 import re
 from pathlib import Path
@@ -179,8 +178,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--model", default=START_MODEL, help="folder of a causal LM with chat template and pad token")
     parser.add_argument("--updates", type=int, default=40)
     args = parser.parse_args(argv)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # with a model this small, threads wait for each other
+    torch.set_num_threads(1)  # with a model this small, threads wait for each other
     torch.manual_seed(42)
     rng, group, means = random.Random(42), GROUP[args.algorithm], []
     # eval(), also during the optimizer steps: with dropout, the first ratio would not be 1 (detail 37)

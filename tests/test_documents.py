@@ -136,7 +136,8 @@ def test_every_flag_that_a_page_names_exists():
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
                "--chat_template_path", "--x", "--no-x", "--no-index", "--find-links", "--check", "--dist",
                "--nproc-per-node", "--num_processes", "--nnodes", "--node-rank", "--master-addr", "--master-port",
-                "--shutdown-timeout", "--nodes", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
+                "--shutdown-timeout", "--nodes", "--time", "--signal", "--requeue", "--open-mode",
+                "--signals-to-handle", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
                 "--no-build-isolation", "--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size",
                 "--gen_kwargs", "--include_path", "--outfile", "--outtype", "--merge", "--jinja", "--upgrade",
                "--rewrite-sentences", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip

@@ -21,6 +21,7 @@ from plot_training_progress import main
 from rlhf.analysis.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
 from rlhf.callbacks.logging import TensorBoardLog
 from rlhf.checkpoints import run_log
+from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import make_config
 from rlhf.settings.types import KLTarget
@@ -192,12 +193,15 @@ def test_session_resumed_after_an_incomplete_file_is_read(tmp_path):
 )
 def test_run_without_logs_is_a_one_line_error(tmp_path, status, hint):
     run = make_run(tmp_path / "run", status=status)
+    lock = RunLock(run) if status == "running" else None  # without it, the run was killed
     for prepare in (lambda: None, (run / "logs").mkdir, lambda: write_events(run / "logs", "1", 0, [])):
         prepare()
         with pytest.raises(UserError) as caught:
             read_curves(run)
         assert caught.value.problems == [caught.value.problems[0]] and "\n" not in str(caught.value)
         assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {hint}")
+    if lock is not None:
+        lock.close()
 
 
 def test_error_reports_the_unreadable_event_file(tmp_path):

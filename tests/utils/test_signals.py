@@ -39,6 +39,12 @@ def handled():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def default_hangup(handled):
+    """The tests may run under nohup, which ignores SIGHUP."""
+    handled(signal.SIGHUP, signal.SIG_DFL)
+
+
 def quiet_stop() -> GracefulStop:
     return GracefulStop(say=lambda _: None)
 
@@ -118,10 +124,10 @@ def test_a_forked_process_can_be_ended(name):
     which = signal.Signals[name]
     with quiet_stop() as stop:
         context = multiprocessing.get_context("fork")
-        started = context.Event()
-        process = context.Process(target=lambda: (started.set(), time.sleep(60)))
+        ready = context.Event()
+        process = context.Process(target=lambda: (ready.set(), time.sleep(60)))
         process.start()
-        started.wait(20)  # Python drops a signal that arrives before the new process has begun
+        assert ready.wait(20)  # Python drops signals that arrive while it forks
         os.kill(process.pid, which)
         process.join(20)
         status = process.exitcode

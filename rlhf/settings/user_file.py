@@ -56,7 +56,7 @@ def edits_line(
     without: Sequence[Layer],
     with_file: Sequence[Layer],
     unused_because: str | None,
-    foreign: Collection[str],
+    foreign: Collection[str] = (),
 ) -> str | None:
     """Return one line with the changes that config.py makes, and whether they are used; None if there are none.
 

@@ -127,8 +127,8 @@ class RunSession(Session):
         ]
 
     def _begin(self, trainer: OnPolicyLoop) -> None:
-        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script has
-        printed its plan."""
+        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script
+        has printed its plan."""
         config = self.config
         if self.folder is not None:
             self.log.check_place()

@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 from benchmarks.against_trl import alternate
-from benchmarks.techniques import spread
 from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, prompt_lengths, work_of
 from benchmarks.worker import Worker
 from rlhf.utils.errors import RunError, UserError, run_command
@@ -127,6 +126,10 @@ def summarize_epoch(
     if "stock" in names:
         found["ratio"] = spread([t["stock"]["seconds"] / t["ours"]["seconds"] for t in timings[1:]])
     return found
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": median(values), "lowest": min(values), "highest": max(values), "pairs": list(values)}
 
 
 def completion_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> int:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.constants import ROOT
 from benchmarks.gpu_measures import make_shared_models, work_for
 from benchmarks.gpu_section import OutOfTime, Section
 from benchmarks.work import letter, random_rows
-from benchmarks.worker import ROOT
 from rlhf.utils.system import WINDOWS, stop_signals
 
 NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # otherwise Ctrl-Break would also reach this process

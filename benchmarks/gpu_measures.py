@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from benchmarks.constants import ROOT
 from benchmarks.gpu_limits import decoding_bytes, gpu_named
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import gib, seconds
@@ -30,7 +31,7 @@ from benchmarks.work import (
     rule_out_special,
     varied,
 )
-from benchmarks.worker import ROOT, Worker
+from benchmarks.worker import Worker
 from rlhf.models.device import autocast
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
@@ -284,7 +285,7 @@ def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     predicted = estimator_of(trainer)(trainer.config)
     section.figure(
         f"PPO, {kind}, measured / predicted", measured / predicted.peak, "",
-        f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "
+        f"measured {gib(measured)}, predicted {gib(predicted.peak)}; "
         + "".join(f"{one}; " for one in outside)
         + f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
         measured_bytes=measured, predicted_bytes=predicted.peak,

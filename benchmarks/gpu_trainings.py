@@ -11,6 +11,7 @@ from statistics import median
 
 import psutil
 
+from benchmarks.constants import SEEDS
 from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
 from rlhf.algorithms.table import ALGORITHMS as TABLE
@@ -21,7 +22,6 @@ from rlhf.settings.training import FITTED
 
 ALGORITHMS = tuple(TABLE)
 REAL = ("grpo", "ppo", "rloo")  # the shortest first
-SEEDS = (42, 123, 777)
 TOGETHER = "all algorithms at the same time"
 RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
 START_SD = "standard deviations of the start model's scores"

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,20 +127,3 @@ def busy_line(facts: dict[str, Any]) -> str:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def tensor_peak(device: str, run: Callable[[], Any]) -> tuple[Any, int]:
-    """Return the result of `run`, and the peak memory of torch's tensors during it minus that before, in bytes."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = run()
-        return result, torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    current = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return result, peak

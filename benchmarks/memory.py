@@ -63,8 +63,7 @@ def compare(work: Work) -> dict[str, Any]:
         "predicted": predicted.peak,
         "measured": measured,
         "ratio": predicted.peak / measured,
-        "phase": predicted.largest.name,
-        "parts": {**predicted.held, **predicted.largest.parts},
+        "parts": predicted.parts,
     }
 
 
@@ -72,7 +71,7 @@ def compare(work: Work) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], screen) -> None:
-    """Print the peak with its parts, then the phases, then the machine."""
+    """Print the peak with its parts, then the machine."""
     from benchmarks.machine import machine_line
 
     settings = found["settings"]

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds o
 
 import psutil
 
+from benchmarks.constants import ROOT
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number, one_line
 from benchmarks.gpu_section import Plan
 from benchmarks.work import choose_device
@@ -50,7 +51,6 @@ from rlhf.utils.errors import UserError, run_command
 from rlhf.utils.files import check_folder
 from rlhf.utils.system import WINDOWS
 
-ROOT = Path(__file__).resolve().parent.parent
 MINUTES = 9  # of a call
 # Largest number of minutes of each section. What shows that results are correct comes first, and CUDA graphs after the
 # other engines: after a failed capture, nothing works in that process.
@@ -187,7 +187,7 @@ def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending
     deadline = time.monotonic() + plan.seconds + TO_END
     with log.open("a", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu_section", plan.as_json()],
+            [sys.executable, "-m", "benchmarks.run_section", plan.as_json()],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
             start_new_session=not WINDOWS,
         )  # fmt: skip

@@ -31,17 +31,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
-from benchmarks.demo_runs import PROJECT
+from benchmarks.constants import KINDS, ROOT
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import RunError, UserError, run_command
 from rlhf.utils.files import write_json
 from rlhf.utils.intervals import over_prompts
 
-RESULTS = PROJECT / "benchmarks" / "results" / "real_smollm2"
-CONTROL = ("--control", "shuffled")
-# name in the tables -> algorithm, flags
-KINDS = {"ppo": ("ppo", ()), "grpo": ("grpo", ()), "rloo": ("rloo", ()), "control": ("grpo", CONTROL)}
+RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
 SWEEP = "learning_rate=1e-5,2e-5,5e-5,1e-4"
 STORED_SETTINGS = (
     *("learning_rate", "lr_schedule", "warmup_steps", "num_iterations", "episodes", "batch_size", "K", "ppo_epochs"),
@@ -120,7 +117,7 @@ def trainings_of(kinds: Sequence[str], seeds: Sequence[int]) -> list[Training]:
 def sweep_of(axes: Sequence[str], seeds: Sequence[int], updates: int) -> list[Training]:
     """Return a short GRPO training per combination of values, evaluated before and after.
 
-    An axis is `NAME=VALUE,VALUE`, as of `--sweep` of the training command. Raises UserError for other texts.
+    An axis is `NAME=VALUE,VALUE`. Raises UserError for other texts.
     """
     axes = axes or [SWEEP]
     for axis in axes:
@@ -199,7 +196,7 @@ def train(words: Sequence[str], log: Path, environment: dict[str, str] | None = 
     with log.open("a", encoding="utf-8") as opened:
         opened.write(f"\n{SESSION}{json.dumps(session)}\n")
         opened.flush()
-        words = [sys.executable, str(PROJECT / words[0]), *words[1:]]
+        words = [sys.executable, str(ROOT / words[0]), *words[1:]]
         with subprocess.Popen(words, stdout=opened, stderr=subprocess.STDOUT, env=environment) as process:
             try:
                 status = process.wait()
@@ -284,13 +281,10 @@ def topics_of(before: Samples, after: Samples) -> dict[str, dict[str, float]]:
 
 def values_of(rule: str, before: Samples, after: Samples) -> dict[str, dict[str, Any]]:
     """Return the value of each question, before and after: 1 if the completion is right, or the score."""
+    from benchmarks.real_smollm2_probe import digits
+
     both = {"before": [value for value, _ in before], "after": [value for value, _ in after]}
     return {"scores": both} if rule == "score" else {"right": {name: digits(values) for name, values in both.items()}}
-
-
-def digits(values) -> str:
-    """Return one digit per question: how many of its completions are right."""
-    return "".join(str(round(value)) for value in values)
 
 
 def first_updates(folder: Path) -> dict[str, Any]:

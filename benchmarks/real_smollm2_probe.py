@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.constants import KINDS
 from benchmarks.machine import machine
-from benchmarks.real_smollm2 import KINDS, digits
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, find_start, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
@@ -179,3 +179,8 @@ def with_examples(questions: Sequence[Prompt], training: Sequence[Prompt], token
     ]
     prompts, _ = encode_prompts(tokenizer, chats, tokenizer.model_max_length)
     return prompts
+
+
+def digits(values) -> str:
+    """Return one digit per question: how many of its completions are right."""
+    return "".join(str(round(value)) for value in values)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds o
 
 from scipy.stats import binomtest
 
-from benchmarks.demo_runs import PROJECT, SEEDS
+from benchmarks.constants import ROOT, SEEDS
 from benchmarks.real_smollm2 import measure, sessions_of, train
 from benchmarks.reference_pipeline_data import MODEL, REWARD_MODELS, pairs_file, prepare
 from benchmarks.reference_pipeline_runs import ARMS, RECIPE, recipe_trainings, trainings
@@ -37,7 +37,7 @@ from rlhf.utils.errors import RunError, UserError, run_command
 from rlhf.utils.files import write_json
 
 Facts = dict[str, Any]  # the content of a JSON file
-RESULTS = PROJECT / "benchmarks" / "results" / "reference_pipeline"
+RESULTS = ROOT / "benchmarks" / "results" / "reference_pipeline"
 DPO = (  # adapters as in RL
     *("dpo", "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--learning_rate", "3e-4"),
     *("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),

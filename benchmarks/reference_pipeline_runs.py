@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from benchmarks.demo_runs import PROJECT, SEEDS
+from benchmarks.constants import ROOT, SEEDS
 from benchmarks.real_smollm2 import Training
 from benchmarks.reference_pipeline_data import MODEL, SPLIT, pairs_file
 
-RECIPE = os.path.relpath(PROJECT / "benchmarks" / "reference_pipeline.yaml")  # relative: JSON files have the command
+RECIPE = os.path.relpath(ROOT / "benchmarks" / "reference_pipeline.yaml")  # relative: JSON files have the command
 ALL_WEIGHTS = ("--no-use-lora", "--learning-rate", "3e-5")
 # kind -> algorithm, flags
 KINDS = {

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import Any
 
 import psutil
 import torch
@@ -15,8 +16,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.constants import EPISODES, GOAL
 from benchmarks.machine import busy, machine
-from benchmarks.stock_sums import EPISODES, GOAL, Facts, reached
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import environment
@@ -26,6 +27,7 @@ from rlhf.utils.console import quiet_libraries
 from rlhf.utils.system import resident_peak
 
 K, PASSES, MINIBATCHES, TOKENS, EVERY = 8, 2, 2, 24, 6  # the recipe's; EVERY: updates between evaluations
+Facts = dict[str, Any]  # the content of a JSON file
 STEPS = PASSES * MINIBATCHES  # optimizer steps per update
 SETTINGS = {
     "per_device_train_batch_size": EPISODES // MINIBATCHES,
@@ -74,7 +76,6 @@ def measure(arguments: argparse.Namespace) -> Facts:
             "busy_before_percent": busy_before,
         },
         "peak_memory_bytes": resident_peak(),
-        "reached": reached(curve.evaluations),
         "evaluations": curve.evaluations,
         "updates": curve.updates,
     }

@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.constants import ROOT
 from benchmarks.work import Work
 
-ROOT = Path(__file__).resolve().parent.parent
 GO = "go"
 LINES_SHOWN = 12  # last lines of a failed worker's log
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import folders_of
-from rlhf.checkpoints.run_record import OF_EVALUATIONS, RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, flat_settings
-from rlhf.settings.fields import Layer, at_commas, name_table, settings_of
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
+from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.translate import LENGTHS, hint, only
+from rlhf.settings.translate import only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
@@ -131,9 +130,8 @@ def parse_cli(
     return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, user)
 
 
-def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: Layer | None = None) -> Config:
-    """Return the result of `parse_cli` if config.py contains the layer `user`. With --sweep it has the values of a
-    `combination` (None: of the first one)."""
+def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
+    """Return the result of `parse_cli` if config.py contains the layer `user`."""
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
 
     def lower(recipe: str) -> tuple[list[Layer], str | None]:
@@ -143,30 +141,23 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: L
     show_help(line, argv, lower)
     given = read_given(line, argv)
     layers, recipe = lower_layers(given.recipe, row, user, given.recipe_place), given.recipe
-    if combination is None:
-        swept = values_of(Config, [only(one, settings_of(Config), ("sweep",)) for one in (*layers, *given.layers)])
-        combination = next(iter(combinations(row, swept["sweep"], given.layers[1])), {})
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
     stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
         layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
-    named = {*given.layers[1], *combination}
-    first = name_table(settings_of(Config))
-    varied = {first[name] for name in combination}  # another combination may meet a condition on them
-    return _built(row, [*layers, *given.layers, combination], recipe, user, given.problems, named, varied)
+    return _built(row, [*layers, *given.layers], recipe, user, given.problems, given.layers[1])
 
 
 # settings of the command that resumes a run, which are not restored from the run
 OF_THE_COMMAND = (
     "seeds",
-    "parallel",
     "ddp_timeout",
     "output",
     "overwrite",
     "dry_run",
+    "memory",
     "resume",
     "resume_anyway",
-    "sweep",
 )
 CODE = ("reward_func", "eval_func")  # settings that may name Python files
 
@@ -179,7 +170,7 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     """
     settings = settings_of(Config)
     run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, *CODE)) for layer in layers])
-    if not run["resume"] or run["sweep"]:  # a sweep repeats the command that started it
+    if not run["resume"]:
         return None
     folders = folders_of(run["output"], run["seeds"])
     found = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), None)
@@ -211,65 +202,6 @@ def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> s
     contains the declared defaults."""
     without, with_file = (lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user))
     return edits_line(Config, without, with_file, unused_because, row.foreign)
-
-
-# --- sweeps ----------------------------------------------------------------------------------------------------------
-
-NOT_SWEPT = ("seed", "seeds", "output", "recipe", "config")  # they have flags of the whole sweep
-
-
-def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = None) -> list[Layer]:
-    """Return one layer for each combination of the values of --sweep; the last setting changes fastest. Empty without
-    --sweep. Raises UserError with all errors in the names.
-
-    Args:
-        row: the algorithm.
-        words: the value of --sweep.
-        flags: the flags of the command line, which may not set the same settings.
-    """
-    settings = settings_of(Config)
-    names, foreign = name_table(settings), foreign_settings(row.name)
-    given = {_set_by(names.get(name)): place for name, (_, place) in (flags or {}).items()}
-    problems, axes = [], {}
-    for word in _joined(words):
-        name, equals, text = word.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        first, where = names.get(name), f"--sweep {word}"
-        values = [value.strip() for value in at_commas(text)]
-        if not equals or not all(values):
-            problems.append(f"{word!r} is not NAME=VALUE,VALUE: --sweep. Write for example learning_rate=1e-5,3e-5")
-        elif first in (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS) or name in NOT_SWEPT:
-            fix = "Give it once, as a flag" if name in NOT_SWEPT else "It does not change what is learned: remove it"
-            problems.append(f"{name} cannot be swept: {where}. {fix}")
-        elif first is None:
-            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
-        elif name in foreign:
-            problems.append(f"{name} belongs to {foreign[name]}: {where}. Remove it")
-        elif _set_by(first) in given:
-            problems.append(f"{_set_by(first, name)} is set twice: {where} and {given[_set_by(first)]}. Keep one")
-        else:
-            several = settings[first].is_list  # its values are separated by spaces
-            given[_set_by(first)] = f"--sweep {name}"
-            axes[first] = [(name, (v.split() if several else v, f"--sweep {name}={v}")) for v in values]
-    raise_if(problems)
-    return [dict(chosen) for chosen in product(*axes.values())] if axes else []
-
-
-def _set_by(first: str | None, name: str | None = None) -> str | None:
-    """Return what a setting sets: the setting (`name`: as it was written), or the length of a run, which several
-    settings set."""
-    return "the length of a run" if first in LENGTHS else name or first
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """Return the words of --sweep, with values that PowerShell has split from their name."""
-    joined: list[str] = []
-    for word in words:
-        if joined and "=" not in word:
-            joined[-1] += f",{word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 # --- from a run.json -------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from packaging.utils import canonicalize_name
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.commands import cli
 from rlhf.config import parse_cli
-from rlhf.utils import libraries
 from tests.documents import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -156,68 +155,6 @@ def test_the_version_is_the_same_everywhere():
     assert newest[1].strip(":,") == version
 
 
-# --- the check at the start of every command -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def metadata(monkeypatch):
-    """Return a function that makes the package an installed one with this metadata. None: it is not installed."""
-
-    original = importlib.metadata.distribution
-
-    def install(requires: list[str] | None):
-        class Distribution:
-            version = "3.1.4"
-
-            def __init__(self):
-                self.requires = requires
-
-        def find(name):
-            if name != libraries.NAME:
-                return original(name)
-            if requires is None:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return Distribution()
-
-        libraries.project.cache_clear()
-        monkeypatch.setattr(libraries, "is_checkout", lambda: False)
-        monkeypatch.setattr(importlib.metadata, "distribution", find)
-
-    yield install
-    libraries.project.cache_clear()
-
-
-def test_an_installed_package_reads_its_metadata(metadata):
-    metadata(["trl==1.12.0", "rich<16,>=13.9", 'bitsandbytes<1,>=0.49; extra == "4bit"',
-              "trl[vllm]==1.12.0; sys_platform == 'linux' and extra == 'vllm'"])  # fmt: skip
-    assert libraries.project()["version"] == "3.1.4"
-    assert libraries.requirements() == ["trl==1.12.0", "rich<16,>=13.9"]
-    assert libraries.pip_install("4bit") == 'pip install "bitsandbytes<1,>=0.49"'
-    assert libraries.pip_install("vllm") == 'pip install "trl[vllm]==1.12.0"'
-    libraries.check_libraries()
-
-
-def test_matplotlib_is_required_by_the_commands_that_draw(metadata, monkeypatch, user_error):
-    metadata(["trl==1.12.0", "matplotlib>=3.9"])
-    installed = importlib.metadata.version
-
-    def version(name):
-        if name == "matplotlib":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    libraries.check_libraries()
-    with user_error('pip install "matplotlib>=3.9"'):
-        libraries.check_libraries("matplotlib")
-
-
-def test_neither_checkout_nor_installation_is_an_error(metadata, user_error):
-    metadata(None)
-    with user_error("pyproject.toml", "rlhf-workstation"):
-        libraries.check_libraries()
-
-
 # --- the wheel, built and installed without an index -----------------------------------------------------------------
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -321,11 +258,11 @@ def test_the_installed_command_in_the_folder_of_another_project(programs, foreig
 
 @pytest.mark.ci
 def test_the_installed_command_trains_and_plots(programs, foreign, start_model, reward_folder, pairs_file):
-    """Two seeds in parallel, which start separate processes, and the commands that are printed after a run."""
+    """Two seeds, and the commands that are printed after them."""
     flags = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
              "--num-iterations", 1, "--max-new-tokens", 8, "--eval-prompts", 4, "--allow-weak-reward-model",
              "--output", "./run"]  # fmt: skip
-    printed = python(foreign, programs / "rlhf", DEFAULT_ALGORITHM, *flags, "--seeds", 1, 2, "--parallel")
+    printed = python(foreign, programs / "rlhf", DEFAULT_ALGORITHM, *flags, "--seeds", 1, 2)
     (command,) = re.findall(r"rlhf plot .*", printed)
     assert "rlhf compare ./" in printed or "rlhf compare run" in printed
     assert not re.search(r"\w\.py\b", printed), "no name of a script"

@@ -156,7 +156,6 @@ TRAINING = [
     ["--resume", "--output", "none"],
     ["--actor-model", "tests", "--rm-model", "none", "--reward-func", "length_penalty", "--prompts", "x.csv"],
     ["--reward-func", "none.py:f"],
-    ["--sweep", "learning_rate=1e-5,-1"],
 ]
 
 

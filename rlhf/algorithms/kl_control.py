@@ -26,34 +26,26 @@ class KLController:
     another.
     """
 
-    def __init__(
-        self,
-        beta: float,
-        targets: Sequence[KLTarget],
-        horizon: int | None,
-        updates: int,
-        boundaries: Sequence[float] | None = None,
-    ):
+    def __init__(self, beta: float, targets: Sequence[KLTarget], horizon: int | None, updates: int):
         """
         Args:
             beta: initial KL coefficient, score units per nat.
             targets: KL targets, one per phase.
             horizon: number of episodes over which the controller reacts; None: beta is fixed.
             updates: number of updates in the run.
-            boundaries: fractions of the run at which the next phase starts; None: phases of equal length.
         """
         self.beta = beta
         self.floor = min(LOWEST_BETA, beta)
         self.targets = tuple(targets)
         self.horizon = horizon
         self.updates = updates
-        self.boundaries = tuple(boundaries or (i / len(self.targets) for i in range(1, len(self.targets))))
         self.done = 0
 
     @property
     def phases(self) -> list[tuple[int, int, KLTarget]]:
-        """First update, last update and target of each phase."""
-        ends = [round(share * self.updates) for share in (0.0, *self.boundaries, 1.0)]
+        """First update, last update and target of each phase. The phases have equal lengths."""
+        count = len(self.targets)
+        ends = [round(number / count * self.updates) for number in range(count + 1)]
         return [(a + 1, b, target) for (a, b), target in zip(pairwise(ends), self.targets, strict=True)]
 
     @property
@@ -110,7 +102,7 @@ class KLController:
 def kl_controller(config: Config, updates: int) -> KLController:
     """Return the controller for a run of `updates` updates under these settings."""
     kl = config.kl
-    controller = KLController(kl.kl_coef, kl.targets, None, updates, kl.kl_boundaries)
+    controller = KLController(kl.kl_coef, kl.targets, None, updates)
     if kl.steered:
         own = default_horizon(controller.shortest_phase, config.episodes_per_update)
         controller.horizon = kl.kl_horizon or own

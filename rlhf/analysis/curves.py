@@ -88,7 +88,7 @@ class RunCurves:
     def aim(self) -> tuple | None:
         """What the KL targets are, equal for runs with the same targets; None as in `targets`."""
         held = self.targets
-        return held and (held.targets, held.boundaries, held.horizon is None)
+        return held and (held.targets, held.horizon is None)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:

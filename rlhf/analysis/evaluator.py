@@ -38,7 +38,7 @@ from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Completions, padded
+from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
@@ -395,22 +395,6 @@ class ModelEvaluator:
         passes = ForwardPasses(Actor(policy), reference, self.config.sampling.temperature, self.dtype)
         logprobs, ref_logprobs, _ = passes.logprobs(completions)
         return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
-
-    def log_ratios(
-        self, model: ModelRef, rows: Sequence[Prompt], ids: Sequence[list[int]], screen: Screen
-    ) -> list[float]:
-        """Returns log pi / pi_start of given completions, in nats/sequence. They must have ended or be equally
-        long."""
-        policy, size = self.load(model), budget_of(self.device, self.config).rollout_slots  # then micro-batches
-        end = stopping_criterion(self.tokenizer, self.config.sampling.stops)
-        found, vocabulary = [], policy.get_input_embeddings().num_embeddings
-        for at in range(0, len(rows), size):
-            given, pad = padded(ids[at : at + size], end.eos, self.device), self.tokenizer.pad_token_id
-            batch = Completions.of(rows[at : at + size], given, eos=end, pad=pad, vocabulary=vocabulary)
-            found += self._kl(policy, self.reference, batch)
-            done = len(found)
-            screen.progress(f"{model.label}: {done} of {len(rows)} log-ratios for the limit", last=done == len(rows))
-        return found
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)

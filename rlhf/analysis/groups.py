@@ -151,9 +151,9 @@ def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _compared(run: RunRecord) -> dict[str, Any]:
     """Return the settings of a run: name -> value, and hashes of its models, if it recorded them: one path can have
-    had two models. Prompts that were given in Python have a hash of them instead of a name. With --keep-pass-rate it
-    is that of the evaluation prompts, because the seeds keep different ones. A run of a version without --control is
-    no control."""
+    had two models. Prompts that were given in Python have a hash of them instead of a name. In a run of an older
+    version with keep_pass_rate it is that of the evaluation prompts, because the seeds kept different ones. A run of a
+    version without --control is no control."""
     models = {name: _short_hash(str(run.data[name])) for name in IDENTITIES if run.data.get(name)}
     settings = run.flat_settings | {CONTROL: control_of(run)} | models
     if settings.get("prompts") != IN_PYTHON:

@@ -19,8 +19,7 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLD
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
-from rlhf.settings.fields import settings_of
-from rlhf.settings.next_commands import code_words, flag_words, names_code, resume_command
+from rlhf.settings.next_commands import code_words, names_code, resume_command
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
@@ -237,17 +236,6 @@ def _flag_of(name: str) -> str | None:
     """Returns the evaluation setting that replaces the setting `name` of runs; None if there is none."""
     flag = "baseline" if name == "actor_model" else name
     return flag if flag in {f.name for f in fields(MeasureSettings)} else None
-
-
-def measuring_flags(config: Config, names: Sequence[str]) -> list[str] | None:
-    """Returns the arguments that evaluate all runs with the values of `config` of the settings `names`; None if there
-    is no flag for one of them."""
-    flags = {name: None if name in OF_THE_FILE else _flag_of(name) for name in names}
-    if None in flags.values():
-        return None
-    settings = settings_of(Config)
-    values = {name: getattr(getattr(config, settings[name].group), name) for name in names}
-    return [word for name, flag in flags.items() for word in flag_words(flag, values[name])]
 
 
 def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSettings) -> ModelRef | None:

@@ -7,12 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import ModelRef
-from rlhf.analysis.statistics import scored
 from rlhf.checkpoints.model_folder import model_files
 from rlhf.data.prompts import Prompt, fingerprint
 from rlhf.rollout.sampling import uniform_noise
@@ -48,40 +45,6 @@ def sample_start(
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
     return evaluator.rated("start model", evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
-
-
-@torch.no_grad()
-def with_proposals(
-    evaluator: ModelEvaluator,
-    samples: GenerationResults,
-    arms: Sequence[tuple[ModelRef, GenerationResults]],
-    screen: Screen,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the scores (P, M) of the start model's completions and of the arms', and their log weights (P, M): log
-    of start model / mixture of all proposals, in nats (deterministic mixture weights, Owen and Zhou 2000).
-
-    A tilted start model at a high KL has completions that the start model rarely samples, but trained arms often do.
-    Only the start model's scores, and None, if all scores are 0 or 1 (the limit is exact in the pass rates), or if
-    completions were not sampled from the whole distribution (top-k, top-p). Arms with another chat template or
-    vocabulary are no proposals.
-    """
-    sampling, prompts = evaluator.config.sampling, evaluator.encoded(evaluator.tokenizer)
-    arms = [
-        (m, r) for m, r in arms if r.kl is not None and evaluator.encoded(evaluator.tokenizers[m.source]) == prompts
-    ]
-    if not arms or np.isin(scored(samples.scores), (0, 1)).all() or sampling.top_p < 1 or sampling.top_k:
-        return samples.scores, None
-    every = [samples, *(results for _, results in arms)]
-    pool = [row for i in range(len(prompts)) for results in every for row in results.ids_of(i)]
-    counts = [results.scores.shape[1] for results in every]
-    rows = [prompt for prompt in prompts for _ in range(sum(counts))]
-    parts = [np.full(len(pool), np.log(counts[0] / sum(counts)))]
-    for (model, _), count in zip(arms, counts[1:], strict=True):
-        ratios = evaluator.log_ratios(model, rows, pool, screen)
-        parts.append(np.log(count / sum(counts)) + np.array(ratios))
-    weights = -np.logaddexp.reduce(parts, axis=0)
-    scores = np.concatenate([results.scores for results in every], axis=1)
-    return scores, weights.reshape(scores.shape)
 
 
 def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:

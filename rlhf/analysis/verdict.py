@@ -10,10 +10,10 @@ from statistics import fmean
 import numpy as np
 
 from rlhf.analysis.audit import OF_THE_NUMBER, figures
+from rlhf.analysis.best_of_n import BestOf, best_of_blocks
 from rlhf.analysis.equal_budget import at_equal_kl, result_over
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
-from rlhf.analysis.limit import BestOf, Limit, best_of_blocks
 from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import (
     LEVEL,
@@ -128,7 +128,6 @@ class Evidence:
     score_name: str = "the training reward"
     independent: bool = True  # False: RL training used the judge, too
     equal: Sequence[dict] = ()  # rows of `at_equal`
-    limit: Limit | None = None
     best: BestOf | None = None
 
     @property
@@ -219,8 +218,8 @@ def _budget(arms: Sequence[Arm]) -> str:
 
 
 def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) -> str:
-    """The sentence on an arm and the start model: the difference, KL, perplexity, and what the limit and best-of-n
-    tell about it."""
+    """The sentence on an arm and the start model: the difference, KL, perplexity, and what best-of-n
+    tells about it."""
     name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
     outcome = f"is {RESULTS[found.result]}" if found.result in ("better", "worse") else f"has {RESULTS[found.result]}"
     if found.result == "unknown":
@@ -230,27 +229,18 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) ->
     kl, perplexity, before = arm.mean("kl"), arm.mean("perplexity"), start.mean("perplexity")
     parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
     parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
-    return f"{', '.join(parts)}.{_possible(arm, start, evidence) if arm.trained and not arm.is_control else ''}"
+    return f"{', '.join(parts)}.{_worth(arm, evidence) if arm.trained and not arm.is_control else ''}"
 
 
-def _possible(arm: Arm, start: Arm, evidence: Evidence) -> str:
-    """Compares an arm with the limit of the score at its KL, and with best-of-n."""
-    kl, score, before = arm.mean("kl"), arm.mean("score"), start.mean("score")
-    parts = []
-    if evidence.limit is not None and None not in (kl, score, before):
-        share, end = evidence.limit.share(before, score, kl), evidence.limit.kl[-1]
-        if kl > end:
-            parts.append(f"its KL is beyond {end:.2f}, up to which the limit is known")
-        elif share is not None:
-            parts.append(f"at KL {kl:.2f} it reached {share:.0%} of the gain in score that is possible there")
-    value = arm.mean("judge" if evidence.judge else "score")
-    if evidence.best is not None and value is not None:
-        measure = "score" if evidence.judge is None else "judge"
-        worth, most = evidence.best.worth(measure, value), evidence.best.n[-1]
-        what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {most}"
-        parts.append(f"it {what} {evidence.by}")
-    text = "; ".join(parts)
-    return f" {text[0].upper()}{text[1:]}." if parts else ""
+def _worth(arm: Arm, evidence: Evidence) -> str:
+    """Compares an arm with best-of-n of the start model."""
+    measure = "score" if evidence.judge is None else "judge"
+    value = arm.mean(measure)
+    if evidence.best is None or value is None:
+        return ""
+    worth = evidence.best.worth(measure, value)
+    what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {evidence.best.n[-1]}"
+    return f" It {what} {evidence.by}."
 
 
 def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]], evidence: Evidence) -> list[str]:
@@ -277,11 +267,6 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
-        )
-    if evidence.limit is not None:
-        notes.append(
-            f"the limit ({evidence.limit.samples} samples of each prompt) tilts the start model for each of these "
-            "prompts separately, so it is an upper bound: no model has to generalize for it"
         )
     prompts = len(arms[0].measured[0].scores)
     if prompts < FEW_PROMPTS:

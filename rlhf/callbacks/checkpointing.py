@@ -50,7 +50,7 @@ class BestCheckpoint(Callback):
         memory = self.trainer.progress.peak_memory / 2**30
         self.costs.append({"episodes": self.trainer.episodes, "peak_memory_gib": memory})
         learned, by_start = self.trainer.rewards.has_model, self.trainer.evaluator.text.by_start
-        limit = perplexity_limit(run.perplexity_gate, learned, by_start, self.config.kl.steered)
+        limit = perplexity_limit(learned, by_start, self.config.kl.steered)
         best, why = choose(self.candidates, run.best_rule, limit)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.model, f"update {evaluation.update}")

@@ -17,6 +17,9 @@ from rlhf.checkpoints.token_record import write_tokens
 from rlhf.data.prompts import Prompt
 from rlhf.settings.training import Config
 
+UPDATES = 50  # between records; the first update is always recorded
+PROMPTS = 2  # in each record, with all of their completions
+
 
 def token_rows(
     update: int,
@@ -86,9 +89,8 @@ class TokenRecord(Callback):
         self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def on_batch(self, update, batch, scores):
-        record = self.config.record
-        if update == 1 or update % record.record_every == 0:
-            count = record.record_prompts * self.config.group_size  # a group's completions are adjacent
+        if update == 1 or update % UPDATES == 0:
+            count = PROMPTS * self.config.group_size  # a group's completions are adjacent
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
             gamma = self.config.critic.gamma
             rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, gamma)

@@ -32,25 +32,21 @@ class PerplexityLimit:
     """The largest perplexity of the best checkpoint, and why it is this one."""
 
     ratio: float | None  # times the start model's; None: no limit
-    why: str  # completes a sentence about the limits; "" if the user gave the limit
+    why: str  # completes a sentence about the limits; "" if there is one
 
 
-def perplexity_limit(given: float | None, learned: bool, by_start: bool, kl_limited: bool) -> PerplexityLimit:
+def perplexity_limit(learned: bool, by_start: bool, kl_limited: bool) -> PerplexityLimit:
     """Return the limit of the rules that choose a highest value.
 
-    A limit that the user gives always applies. Otherwise only learned scores have one: they can rise while the text
-    gets worse. A checker's score cannot, and with a checker the perplexity rises while answers change as they should.
-    The perplexity of the start model's own sample measures the distance from the start model, as the KL does, and no
-    damage. So it is the limit only if there is no other.
+    Only learned scores have one: they can rise while the text gets worse. A checker's score cannot, and with a checker
+    the perplexity rises while answers change as they should. The perplexity of the start model's own sample measures
+    the distance from the start model, as the KL does, and no damage. So it is the limit only if there is no other.
 
     Args:
-        given: the setting `perplexity_gate`.
         learned: a reward model or a module gives scores.
         by_start: the start model sampled the text of the perplexity.
         kl_limited: there is a KL target, so there is a KL limit.
     """
-    if given is not None:
-        return PerplexityLimit(given, "")
     if not learned:
         return PerplexityLimit(None, "no limit of perplexity, because reward functions give all scores")
     if by_start and kl_limited:

@@ -18,6 +18,7 @@ from rlhf.utils.files import UPDATE, check_folder, remove_path
 from rlhf.utils.paths import ANY_NUMBER
 
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
+reserved: dict[Path, RunLock] = {}  # the locks of folders in which this process is about to start a run
 BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
 METRICS_LOG = "metrics.jsonl"
 PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
@@ -95,7 +96,8 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[Ru
     Raises UserError as `check_output`. The older run is moved to FOLDER_1, FOLDER_2.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
-    lock = claim_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(folder)
     try:
         with lock.closed_after_error():
             _check_content(folder, overwrite, is_default)  # again: another run may have started before the lock
@@ -152,7 +154,7 @@ def folders_of(output: str, seeds: Sequence[int] | None) -> list[str]:
 
 def require_unused(folder: Path) -> None:
     """Raise UserError if a live process has a run in `folder`."""
-    if (folder / LOCK_FILE).exists():
+    if (folder / LOCK_FILE).exists() and folder not in reserved:
         _lock(folder).close()
 
 
@@ -167,6 +169,27 @@ def is_in_use(folder: Path) -> bool:
 
 class FolderMoved(RunError):
     """The folder of a run is no longer at its path."""
+
+
+def reserve(folder: Path) -> bool:
+    """Lock a run's folder before its models are loaded, until `lock_run` takes the lock over or `release` gives it
+    back. Returns False if a live process has locked it."""
+    try:
+        reserved[folder] = claim_folder(folder)
+    except UserError:
+        return False
+    return True
+
+
+def release(folder: Path) -> None:
+    """Give the lock of `reserve` back, if no run has taken it over."""
+    if folder in reserved:
+        reserved.pop(folder).close()
+
+
+def lock_run(folder: Path) -> RunLock:
+    """Lock a run's folder, or take over the lock of `reserve`. Raises UserError if a live process has locked it."""
+    return reserved.pop(folder) if folder in reserved else RunLock(folder)
 
 
 class RunLock(AbstractContextManager):

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock
+from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock, lock_run
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
@@ -31,7 +31,7 @@ class RunLog:
             resume: continue the existing record, and add an entry to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
-        self._lock = lock or RunLock(folder)
+        self._lock = lock or lock_run(folder)
         self.folder = folder
         self._start_clocks()
         self._found: RunRecord | None = None  # a resumed run's record before this session

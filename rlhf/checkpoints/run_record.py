@@ -22,8 +22,8 @@ from rlhf.utils.paths import note_names, same_value
 RUN_FILE = "run.json"
 FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
-    *("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
-    *("resume_anyway", "record_tokens", "record_every", "record_prompts", "sweep"),
+    *("seeds", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
+    *("memory", "resume_anyway", "record_tokens", "record_every", "record_prompts"),  # the last two: of older versions
     *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
     "threads",  # changes rounding only; `choose_threads` prints a warning
 )
@@ -101,7 +101,6 @@ class RunRecord:
     plan: Plan
     prompts: dict  # rows and split of the data file
     on_hub: list  # names of the start model and the dataset, if they are from the Hugging Face Hub
-    pass_rates: dict | None = None  # of --keep-pass-rate: numbers of sampled prompts, their episodes and kept prompts
     best: Best | None = None
     figures: dict | None = None  # results of a finished run: name -> value; None for a value that is not finite
     spent: Spent | None = None

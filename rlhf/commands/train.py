@@ -30,28 +30,6 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     `user_file` is the user's config.py. Installed commands have none.
     """
     config = parse_cli(argv, algorithm, user_file)
-    if config.run.sweep:
-        run_sweep_command(config, argv)
-    else:
-        run_training_command(config)
-
-
-def run_sweep_command(config: Config, argv: list[str] | None) -> None:
-    """Train the combinations of a sweep. With --dry-run, print them and the plan of the first run."""
-    from rlhf.run.sweep import first_run, points_of, show_grid, train_sweep
-
-    points = points_of(config, argv)
-    quiet_imports()
-    screen = Screen()
-    show_grid(points, screen)
-    if not config.run.dry_run:
-        return train_sweep(points, config, argv, screen)
-    screen.say("the plan of the first run:")
-    run_training_command(first_run(points))
-
-
-def run_training_command(config: Config) -> None:
-    """Run a command without --sweep."""
     quiet_imports()
     if config.run.only_looks and leave_others():
         return None
@@ -62,10 +40,6 @@ def run_training_command(config: Config) -> None:
     if (config.run.dry_run or config.run.check) and is_to_be_built(config):
         return note_missing_parts(config, screen)
     check_libraries()
-    if config.run.parallel and not config.run.only_looks:
-        from rlhf.run.parallel_seeds import train_in_parallel
-
-        return train_in_parallel(config, screen)
     if config.run.dry_run:
         quiet_libraries()
         from rlhf.run.dry_run import dry_run as one_run

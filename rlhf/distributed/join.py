@@ -69,14 +69,6 @@ def select_gpu(number: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = names[number]
 
 
-def visible_gpus() -> list[str]:
-    """Return the names of the GPUs that torch can use, as CUDA_VISIBLE_DEVICES takes them. Imports torch."""
-    import torch
-
-    count, names = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(number) for number in range(count)] if names is None else names.split(",")[:count]
-
-
 def cpu_is_selected() -> bool:
     """True if ACCELERATE_USE_CPU is true, in one of the spellings that accelerate accepts."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")

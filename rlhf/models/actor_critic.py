@@ -142,14 +142,13 @@ class Actor(nn.Module):
         temperature: float,
         allowed: Tensor | None,
         entropy: str,
-        fused: bool = True,
     ) -> PolicyOutputs:
         """Computes the outputs, as `forward` does, from hidden states (M, H).
 
         `tokens` (M,) and `mask` (R, T) are those of the micro-batch; the other arguments are as in `token_logprobs`.
         """
         states = self.policy_hidden(hidden)
-        found = *token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused), self.values(hidden)
+        found = *token_logprobs(self.policy, states, tokens, temperature, allowed, entropy), self.values(hidden)
         places = places_of(mask, len(tokens))
         return PolicyOutputs(*(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found))
 

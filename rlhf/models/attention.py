@@ -15,10 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from rlhf.utils.errors import UserError
-
 ATTENTION = "packed"  # name of `attend` in transformers' registry of attention functions
-VARLEN = "RLHF_VARLEN_ATTENTION"  # environment variable; 1: `VarlenLayout` on a GPU
 
 
 def packable(model: PreTrainedModel) -> bool:
@@ -187,49 +184,6 @@ class PackedLayout(Layout):
             parts.append(given.transpose(1, 2).flatten(0, 1))  # (R * Q, heads, D)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return packed if self.inverse_index is None else packed.index_select(0, self.inverse_index)
-
-
-@dataclass
-class Varlen:
-    """The queries and keys of R episodes of a packed row, one episode after another."""
-
-    queries: Tensor | None  # (all Q,) indices into the row; None: the whole row in order
-    keys: Tensor | None  # (all K,)
-    starts: tuple[Tensor, Tensor]  # (R + 1,) int32: first query and first key of each episode, and the end
-    longest: tuple[int, int]  # Q, K
-
-
-@dataclass
-class VarlenLayout(Layout):
-    """Episodes in one row of N tokens, without rectangles: torch's flash attention for texts of different lengths.
-
-    Its causal mask lets the last query of an episode attend to the last key, as a completion after a shared prompt
-    needs it. Needs a GPU and bfloat16 or float16.
-    """
-
-    segments: list[Varlen]
-    inverse_index: Tensor | None  # as in `PackedLayout`
-
-    def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if kernel.softcap is not None:
-            raise UserError(f"no soft-capped scores in flash attention: {VARLEN}=1. Remove this variable")
-        if torch.__version__ < (2, 12):
-            raise UserError(
-                f"torch {torch.__version__} is too old for this flash attention: {VARLEN}=1. Install torch 2.12 or "
-                "newer, or remove this variable"
-            )
-        more = {"scale": kernel.scaling, "window_size": (-1 if window is None else window - 1, 0)}
-        more["enable_gqa"] = query.shape[1] > key.shape[1]
-        parts = []
-        for segment in self.segments:
-            taken = query, key, value
-            if segment.queries is not None:
-                indices = segment.queries, segment.keys, segment.keys
-                taken = [row.index_select(0, index) for row, index in zip(taken, indices, strict=True)]
-            parts.append(varlen_attn(*taken, *segment.starts, *segment.longest, **more))
-        return parts[0] if self.inverse_index is None else torch.cat(parts).index_select(0, self.inverse_index)
 
 
 def _gather(row: Tensor, gather_index: Tensor | None, episodes: int, tokens: int) -> Tensor:

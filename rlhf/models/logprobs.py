@@ -57,7 +57,6 @@ def token_logprobs(
     temperature: float,
     allowed: Tensor | None = None,
     entropy: str = "none",
-    fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each token and the entropy of its distribution, both (N,) in nats.
 
@@ -68,14 +67,14 @@ def token_logprobs(
         temperature: sampling temperature; the distribution is computed at this temperature.
         allowed: (N, V) bool, tokens that could be sampled; the distribution is renormalized to them. None: all.
         entropy: "none" (zeros), "value" (no gradient) or "gradient".
-        fused: store only the probabilities for the backward pass, if the head is a matrix without bias or soft cap.
 
-    Without gradients, the logits are computed chunk by chunk.
+    With gradients, only the probabilities are stored for the backward pass, if the head is a matrix without bias or
+    soft cap, and the entropy has no gradient. Without gradients, the logits are computed chunk by chunk.
     """
     head = base_of(policy).get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None and _softcap(policy) is None
     if torch.is_grad_enabled():
-        if fused and plain and entropy != "gradient":
+        if plain and entropy != "gradient":
             return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
         return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
     weight = stored(head.weight).to(forward_dtype(hidden)) if plain else None  # once, not once per block

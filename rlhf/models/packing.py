@@ -6,17 +6,16 @@ completion, because nothing is predicted from it. `PaddedMicroBatch` is the refe
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhf.models import llama
-from rlhf.models.attention import VARLEN, Layout, PackedLayout, Segment, Varlen, VarlenLayout, use_packed_attention
+from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_attention
 
 
 @dataclass
@@ -150,8 +149,6 @@ class _Plan:
     segments: list[tuple[list[np.ndarray], list[np.ndarray], list[int] | None]]  # queries, keys, keys before
 
     def layout(self, device: torch.device) -> Layout:
-        if device.type == "cuda" and os.environ.get(VARLEN) == "1":
-            return self.varlen_layout(device)
         segments, rectangles = [], []
         for queries, keys, before in self.segments:
             query_index, starts = _rectangle(queries)
@@ -174,18 +171,6 @@ class _Plan:
                 inverse_index[gather_index] = offset + start + np.arange(len(gather_index))
             offset += segment.shape[0] * width
         return PackedLayout(segments, on_device(device, inverse_index))
-
-    def varlen_layout(self, device: torch.device) -> VarlenLayout:
-        segments = []
-        for queries, keys, _ in self.segments:
-            lengths = [[len(row) for row in rows] for rows in (queries, keys)]
-            starts = tuple(on_device(device, np.cumsum([0, *sizes])).int() for sizes in lengths)
-            taken = [on_device(device, np.concatenate(rows)) for rows in (queries, keys)]
-            segments.append(Varlen(*taken, starts, tuple(map(max, lengths))))
-        if len(segments) == 1:  # its episodes are the row
-            return VarlenLayout([replace(segments[0], queries=None, keys=None)], None)
-        order = np.concatenate([row for queries, _, _ in self.segments for row in queries])
-        return VarlenLayout(segments, on_device(device, np.argsort(order)))
 
 
 def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:

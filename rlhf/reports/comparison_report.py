@@ -1,4 +1,4 @@
-"""The report of a comparison, as console output, Markdown, page, JSON and pictures."""
+"""The report of a comparison, as console output, page, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
+from rlhf.analysis.best_of_n import best_of_n
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.limit import best_of_n, limit_of
-from rlhf.analysis.start_samples import with_proposals
 from rlhf.analysis.verdict import Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.reports.evaluation_report import completions_by_model
@@ -29,7 +28,7 @@ from rlhf.utils.rng import rng_for
 SAMPLES = 8  # prompts with completions in the report
 PICTURES = {
     "forest": "Differences between the arms, with their intervals and the smallest visible difference",
-    "score_against_kl": "Evaluation score over KL to the start model, with best-of-n and the highest possible score",
+    "score_against_kl": "Evaluation score over KL to the start model, with best-of-n",
 }
 
 
@@ -47,22 +46,20 @@ def make_comparison(
 
     Args:
         evaluator: has evaluated the arms and the start model.
-        samples: n completions of each prompt by the start model; None: there is no limit and no best-of-n.
+        samples: n completions of each prompt by the start model; None: there is no best-of-n.
         best_of: n of each best-of-n that is an arm.
         eval_points: name of an arm -> the evaluations during training of each of its runs.
         notes: more caveats.
     """
     seed, judge = evaluator.settings.seed, evaluator.judge_name
-    best, limit = None, None
+    best = None
     if samples is not None:
         best = best_of_n(samples.scores, {m: values for m, values in samples.measures.items() if m != "score"})
-        first = [(arm.models[0], arm.measured[0]) for arm in arms]
-        limit = limit_of(*with_proposals(evaluator, samples, first, screen))
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
     independent = judge is None or evaluator.judges[0].independent
-    verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, limit, best))
+    verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, best))
     everyone = [results for arm in (start, *arms) if arm.trained or arm is start for results in arm.measured]
     report = {
         "made": now(),
@@ -75,7 +72,6 @@ def make_comparison(
         "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
         "figures": {"start": start.figures[0]} | {arm.name: by_seed(arm, arm.figures) for arm in arms},
         "contrasts": [asdict(c) for c in verdict.contrasts],
-        "limit": limit and asdict(limit),
         "best_of": best and asdict(best),
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
@@ -160,9 +156,7 @@ def _pictures(
     runs = [run for _, run in curves]
     return {
         "forest": forest(report["contrasts"], report["judges"]),
-        "score_against_kl": score_against_kl(
-            runs, names, report["limit"], report["best_of"], ends, *report["judges"][:1]
-        ),
+        "score_against_kl": score_against_kl(runs, names, report["best_of"], ends, *report["judges"][:1]),
     }
 
 
@@ -174,25 +168,24 @@ def write_comparison(
     folder: Path,
     screen: Screen,
 ) -> None:
-    """Writes comparison.html, comparison.md with its pictures, and comparison.json, or after an error none of them.
-    `curves`: (name of the arm, its curves) of each run."""
+    """Writes comparison.html, comparison.json and the pictures, or after an error none of them. `curves`: (name of the
+    arm, its curves) of each run."""
     pictures = _pictures(report, arms, curves)
-    shared = {
-        "title": f"Comparison of {listed([arm.name for arm in arms])}",
-        "report": report,
-        "facts": list(report["facts"].items()),
-        "tables": made,
-        "captions": PICTURES,
-    }
-    embedded = {name: as_data_url(figure) for name, figure in pictures.items()}
-    page = render("comparison.html", **shared, pictures=embedded)
+    page = render(
+        "comparison.html",
+        title=f"Comparison of {listed([arm.name for arm in arms])}",
+        report=report,
+        facts=list(report["facts"].items()),
+        tables=made,
+        captions=PICTURES,
+        pictures={name: as_data_url(figure) for name, figure in pictures.items()},
+    )
 
     def write(staging: Path) -> None:
         for name, figure in pictures.items():
             save_picture(figure, staging / f"{name}.png")
         write_json(staging / "comparison.json", report)
-        write_text(staging / "comparison.md", render("comparison.md", **shared))
         write_text(staging / "comparison.html", page)
 
     update_dir_atomically(folder, write)
-    screen.say(f"saved: {folder / 'comparison.html'}, with the same in comparison.md and comparison.json")
+    screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")

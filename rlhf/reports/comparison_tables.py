@@ -1,4 +1,4 @@
-"""The tables of a comparison, as rows of text for console, Markdown and page."""
+"""The tables of a comparison, as rows of text for console and page."""
 
 from __future__ import annotations
 

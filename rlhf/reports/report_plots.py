@@ -1,4 +1,4 @@
-"""Pictures of the pages: contrasts, and score over KL with what is possible."""
+"""Pictures of the pages: contrasts, and score over KL with best-of-n."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def _draw_contrast(axes: Axes, contrast: dict[str, Any], at: float, height: floa
 def score_against_kl(
     runs: Sequence[RunCurves],
     arms: Sequence[str] = (),
-    limit: dict[str, Any] | None = None,
     best_of: dict[str, Any] | None = None,
     ends: Sequence[dict[str, Any]] = (),
     judge: str = "",
@@ -86,7 +85,6 @@ def score_against_kl(
     Args:
         runs: one thin line each, and a thick line for the mean of a group.
         arms: name of the arm of each run; without them, runs are grouped by their settings.
-        limit: {"kl", "score", "low", "high"} of the best policies of each KL, "exact" and "samples" per prompt.
         best_of: {"n", "kl", "measures": {"score"}} of best-of-n. Without "exact", "kl" is the upper bound.
         ends: {"name", "kl", "score", "judge"} of arms that have no curve.
         judge: the name of the judge whose ratings are "judge" in `best_of` and `ends`.
@@ -94,7 +92,7 @@ def score_against_kl(
     groups = groups_of(runs, arms) if runs else []
     tags = {"eval/score": "score", **judges_of(runs)}
     kl = np.concatenate([*(run.scalars[KL].finite for run in runs if KL in run.scalars), [arm["kl"] for arm in ends]])
-    kl = kl[np.isfinite(kl)] if np.isfinite(kl).any() else np.array((best_of or limit or {"kl": [1]})["kl"])
+    kl = kl[np.isfinite(kl)] if np.isfinite(kl).any() else np.array((best_of or {"kl": [1]})["kl"])
     end = 1.15 * np.max(kl, where=kl <= FAR * np.quantile(kl, 0.9), initial=0) or 1
     notes = ["Evaluations during training over their KL", "thick lines: means of groups; thin lines: their runs"]
     if kl.max() > end:
@@ -108,11 +106,9 @@ def score_against_kl(
             axes.set_ylabel(textwrap.fill(name, 34))
             for group in groups:
                 _draw_group(axes, group, tag, end)
-        if limit is not None:
-            _draw_limit(panels[0], limit, end)
-        _draw_possible(panels[0], "score", best_of, ends, end)
+        _draw_points(panels[0], "score", best_of, ends, end)
         if (decides := f"eval/{'gold' if judge == 'gold quality' else judge}") in tags:
-            _draw_possible(panels[list(tags).index(decides)], "judge", best_of, ends, end)
+            _draw_points(panels[list(tags).index(decides)], "judge", best_of, ends, end)
         panels[-1].set_xlabel("KL to the start model (nats/sequence)")
         panels[-1].set_xlim(min(0, *kl) - 0.03 * end, end)
         finish(figure, "\n".join(notes))
@@ -141,17 +137,7 @@ def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
     return np.stack([run.scalars[of].values[points] for of, points in zip((KL, tag), at, strict=True)])
 
 
-def _draw_limit(axes: Axes, limit: dict[str, Any], end: float) -> None:
-    """Draws the limit up to a KL of `end`."""
-    kl = np.array(limit["kl"])
-    x = np.append(kl[kl < end], min(end, kl[-1]))
-    y, low, high = (np.interp(x, kl, np.array(limit[key], float)) for key in ("score", "low", "high"))
-    of = "exact" if limit["exact"] else "estimate"
-    axes.plot(x, y, color=COLOURS["target"], lw=2, label=f"limit ({of}, {limit['samples']} samples per prompt)")
-    axes.fill_between(x, low, high, color=COLOURS["target"], alpha=0.15, lw=0)
-
-
-def _draw_possible(
+def _draw_points(
     axes: Axes, measure: str, best_of: dict[str, Any] | None, ends: Sequence[dict[str, Any]], end: float
 ) -> None:
     """Draws best-of-n and the arms without a curve by a measure, up to a KL of `end`."""

@@ -23,7 +23,6 @@ from rlhf.setup.build import load_models
 from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights, load_inputs
-from rlhf.setup.pass_rates import keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
@@ -33,7 +32,7 @@ from rlhf.utils.errors import UserError, raise_if
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
 
-OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "scan", "seeds", "sweep", "parallel")
+OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "memory", "scan", "seeds")
 OF_A_FOLDER = ("resume", "overwrite", "rollback_on_kl", "record_tokens", "merge_lora", "push_to_hub")
 
 
@@ -125,9 +124,9 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
         used = from_first(lambda: prepared(asked, screen))
     inputs = load_inputs(used, screen, **given)
     used = choose_settings(used, inputs, device, screen)
-    components, pass_rates = keep_by_pass_rate(used, load_models(used, inputs, device, screen), screen, folder)
+    components = load_models(used, inputs, device, screen)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
-    return RunSession(used, components, screen, pass_rates, folder, progress).build_trainer()
+    return RunSession(used, components, screen, folder, progress).build_trainer()
 
 
 def scan_of(config: Config, **given: Any) -> Scan:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf.checkpoints.run_record import (
     RESUME_MAY_CHANGE,
@@ -16,11 +16,10 @@ from rlhf.checkpoints.run_record import (
 )
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, FROM_FREE_MEMORY, Config
+from rlhf.settings.translate import removed_from
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.system import threads_variable
-
-T = TypeVar("T")
 
 
 def check_resume(config: Config) -> None:
@@ -48,27 +47,21 @@ def with_choices_of(config: Config, run: RunRecord) -> Config:
     return replaced(config, **{name: run.flat_settings[name] for name in names if name in run.flat_settings})
 
 
-def in_one_precision(
-    configs: dict[T, Config], choose: Callable[[Config], bool | None] = lambda config: None
-) -> dict[T, Config]:
-    """Return the configurations of a command's runs, with one precision for all runs of a start model if --bf16 is
-    unset: that of a run that was started before, otherwise what `choose` returns (None: unset). New runs also get the
-    number of threads of a run that was started before, unless the user sets it."""
-    found: dict[str, bool | None] = {}
-    before = [read_json(Path(one.run.output)) or {} for one in configs.values() if not one.run.overwrite]
-    threads = None if threads_variable() else next((run["threads"] for run in before if "threads" in run), None)
-    for key, one in configs.items():
-        if one.speed.threads is None and not one.run.resume:
-            configs = configs | {key: replaced(one, threads=threads)}
-    for run in before:
+def as_other_seeds(config: Config, folders: Iterable[Path]) -> Config:
+    """Return the configuration of a new run with the precision and the number of threads of a run of the same start
+    model in these folders, which was started before, if the user sets none. They are the folders of the command's
+    seeds."""
+    if config.run.resume or config.run.overwrite:
+        return config
+    for run in filter(None, map(read_json, folders)):
         stored = flat_settings(run.get("settings", {}))
-        if stored.get("bf16") is not None:
-            found.setdefault(stored.get("actor_model"), stored["bf16"])
-    unset = {key: one for key, one in configs.items() if one.model.bf16 is None and not one.run.resume}
-    for one in unset.values():
-        if one.model.actor_model not in found:
-            found[one.model.actor_model] = choose(one)
-    return configs | {key: replaced(one, bf16=found[one.model.actor_model]) for key, one in unset.items()}
+        if stored.get("actor_model") != config.model.actor_model:
+            continue
+        if config.model.bf16 is None:
+            config = replaced(config, bf16=stored.get("bf16"))
+        if config.speed.threads is None and not threads_variable():
+            config = replaced(config, threads=run.get("threads"))
+    return config
 
 
 def is_extended(config: Config, run: RunRecord) -> bool:
@@ -95,7 +88,7 @@ def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
 
 def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the settings and package versions that differ between a run and its resumption, one line each."""
-    changed = setting_changes(run, settings)
+    changed = setting_changes(run, settings) + removed_from(run.flat_settings)
     versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
     changed += [
         f"{name} was {versions[0][name]} in this run and is {versions[1][name]} now"

@@ -1,24 +1,23 @@
-"""Trains several seeds in one command: one after another, skips finished ones, and prints a table over seeds."""
+"""Trains several seeds in one command, one after another, also shared by several processes; prints a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import with_horizon
-from rlhf.analysis.models import measuring_flags
-from rlhf.checkpoints.run_folder import is_in_use, read_status, seed_folder
-from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
+from rlhf.checkpoints.run_folder import is_in_use, read_status, release, reserve, seed_folder
+from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, read_json
 from rlhf.distributed.group import from_first
-from rlhf.run.resume_checks import in_one_precision, with_choices_of
+from rlhf.run.resume_checks import as_other_seeds, with_choices_of
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
-from rlhf.utils.command_lines import command, script_words, short_name
+from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
@@ -44,27 +43,55 @@ SHOWN = {
 
 
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
-    """Call `train` with the configuration, or if it has `seeds` once per seed, each with a separate output folder."""
+    """Call `train` with the configuration, or if it has `seeds` once per seed, each with a separate output folder.
+
+    Several processes with the same command share the seeds. The lock of a seed's folder decides who trains it, and a
+    process never touches a run that another one has started since the command began, whatever became of it. The table
+    over seeds is printed if all are finished, so by the process that ends last.
+    """
     if config.run.seeds is None:
         config = from_first(lambda: resumed_config(config, screen))
         return None if config is None else train(config, screen)
-    configs, finished = from_first(lambda: configs_of_seeds(config))
-    for seed, one in configs.items():
-        if finished[seed]:
-            screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
-            continue
-        screen.say(f"seed {seed}: output folder {one.run.output}")
-        resumed = from_first(lambda one=one: resumed_config(one, screen))
-        if resumed is None:  # with --dry-run finished seeds come here, too
-            continue
+    configs, before = from_first(lambda: configs_of_seeds(config))
+    folders = [Path(one.run.output) for one in configs.values()]
+    for (seed, one), folder in zip(configs.items(), folders, strict=True):
         try:
-            train(resumed, screen)
+            skipped = from_first(lambda one=one, seed=seed: reserved_or_why_not(one, before[seed]))
+            if skipped is not None:
+                screen.say(f"seed {seed}: {skipped}")
+                continue
+            screen.say(f"seed {seed}: output folder {folder}")
+            resumed = from_first(lambda one=one: resumed_config(as_other_seeds(one, folders), screen))
+            if resumed is not None:  # with --dry-run finished seeds come here, too
+                train(resumed, screen)
         except TrainingInterrupted as stopped:
             stopped.problems.append(f"Resume this and the other seeds with: {resume_command(config)}")
             raise
+        finally:
+            release(folder)
         free_memory()
     if not config.run.only_looks and is_first():
-        show_results(config, configs, screen)
+        end_seeds(config, configs, screen)
+
+
+def reserved_or_why_not(config: Config, before: dict | None) -> str | None:
+    """Reserve the folder of a seed for this process and return None, or return why this process does not train it.
+    Raises UserError if another process trains it with other settings. `before`: the folder's run.json when the command
+    began."""
+    folder, looks = Path(config.run.output), config.run.only_looks
+    if not looks and not reserve(folder):
+        differ = [] if config.run.overwrite or read_status(folder) != "running" else other_settings(config)
+        if differ:
+            raise UserError(
+                f"another process trains this seed with other settings ({', '.join(differ)}): {folder}. Use another "
+                "folder with --output"
+            )
+        return "another process trains it"
+    if is_finished(config):
+        return f"already finished in {folder} (delete the folder to train it again)"
+    if not looks and read_json(folder) != before:
+        return f"another process has started it after this command, and it is {read_status(folder)}: {folder}"
+    return None
 
 
 def free_memory() -> None:
@@ -76,21 +103,40 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def show_results(config: Config, configs: dict[int, Config], screen: Screen) -> None:
-    """Print and save the table over seeds, from the run.json of each. `configs`: seed -> configuration of its run."""
-    runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
-    show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
+def end_seeds(config: Config, configs: dict[int, Config], screen: Screen) -> None:
+    """Print and save the table over seeds, from the run.json of each; or print which seeds are not finished.
+    `configs`: seed -> configuration of its run."""
+    folders = {seed: Path(one.run.output) for seed, one in configs.items()}
+    used = {seed: is_in_use(folder) for seed, folder in folders.items()}  # first: a run finishes before it unlocks
+    missing = [seed for seed, one in configs.items() if not is_finished(one)]
+    for seed in missing:
+        if used[seed]:
+            screen.say(f"seed {seed}: another process still trains it. The process that ends last prints the table")
+        else:
+            status = read_status(folders[seed]) or "not started"
+            screen.say(
+                f"warning: no table, because seed {seed} is not finished (status: {status}): {folders[seed]}. "
+                f"Continue with: {resume_command(config)}"
+            )
+    if not missing:
+        runs = {seed: RunRecord.require(folder, "--output") for seed, folder in folders.items()}
+        show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
 
 
-def configs_of_seeds(config: Config, with_others: bool = False) -> tuple[dict[int, Config], dict[int, bool]]:
-    """Return the configuration of each seed's run, and whether it is finished. Raises UserError for a folder that
-    cannot be used; `with_others`: folders that a live process uses are accepted."""
+def configs_of_seeds(config: Config) -> tuple[dict[int, Config], dict[int, dict | None]]:
+    """Return the configuration of each seed's run, and the present content of its run.json. Raises UserError for a
+    folder that cannot be used, unless a live process uses it."""
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
-    finished = {seed: is_finished(one) for seed, one in configs.items()}
-    for seed, one in configs.items():
-        if not finished[seed] and not (with_others and is_in_use(Path(one.run.output))):
+    before = {seed: read_json(Path(one.run.output)) for seed, one in configs.items()}
+    for one in configs.values():
+        if is_finished(one):
+            continue
+        try:
             check_run_folder(one)
-    return in_one_precision(configs), finished
+        except UserError:  # before the look at the lock: another process may start the seed at this moment
+            if config.run.only_looks or not is_in_use(Path(one.run.output)):
+                raise
+    return configs, before
 
 
 def resumed_config(config: Config, screen: Screen) -> Config | None:
@@ -108,7 +154,7 @@ def with_seed(config: Config, seed: int) -> Config:
     run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
     if run is not None:  # settings that followed from the length of the run, and those that it chose
         config = with_horizon(with_choices_of(config, run), run.plan.updates)
-    changed = {"seed": seed, "seeds": None, "parallel": False, "output": output, "resume": run is not None}
+    changed = {"seed": seed, "seeds": None, "output": output, "resume": run is not None}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 
@@ -119,20 +165,25 @@ def is_finished(config: Config) -> bool:
     if config.run.dry_run or config.run.check_reward or config.run.scan or read_status(folder) != "finished":
         return False
     try:
-        run = RunRecord.require(folder, "--output")
+        differ = other_settings(config)
     except UserError:
         if config.run.overwrite:
             return False
         raise
-    differ = differences(
-        run.settings, to_dict(with_horizon(with_choices_of(config, run), run.plan.updates)), SEEDS_MAY_DIFFER
-    )
     if differ and not config.run.overwrite:
         raise UserError(
             f"the folder holds a finished run with other settings ({', '.join(differ)}): {config.run.output}. "
             "Add --overwrite to move it aside, or use another folder with --output"
         )
     return not differ
+
+
+def other_settings(config: Config) -> list[str]:
+    """Return the settings in which the run in the output folder differs from this configuration. Raises UserError for
+    a run.json of another format."""
+    run = RunRecord.require(Path(config.run.output), "--output")
+    same_choices = with_horizon(with_choices_of(config, run), run.plan.updates)
+    return differences(run.settings, to_dict(same_choices), SEEDS_MAY_DIFFER)
 
 
 def summary_of(runs: dict[int, dict]) -> dict[str, dict]:
@@ -172,31 +223,12 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
-    show_next([str(Path(with_seed(config, seed).run.output)) for seed in runs], config, screen)
-
-
-def show_next(folders: list[str], config: Config, screen: Screen, unequal: Sequence[str] = ()) -> None:
-    """Print the commands that plot and compare the runs in these folders.
-
-    Args:
-        folders: the run folders.
-        config: the configuration of the first run.
-        screen: prints the commands.
-        unequal: settings in which the runs differ and that decide completions or scores. A comparison needs one value
-            for all runs: the one of the first run.
-    """
-    names, flags = " and ".join(unequal), measuring_flags(config, unequal)
-    if flags is None:
-        last = ("compare", f"not possible: {short_name('compare')} cannot use one value of {names} for all runs")
-    else:
-        rules = () if "reward_func" in unequal else config.reward.reward_func
-        words = [*script_words("compare"), *folders, *code_words(rules, config.reward.eval_func), *flags]
-        equal = f", all with the {names} of the first" if unequal else ""
-        last = (f"compare{equal}; add other runs after these", command(*words))
+    folders = [seed_folder(config.run.output, seed) for seed in runs]
+    code = code_words(config.reward.reward_func, config.reward.eval_func)
     screen.say("next:")
     screen.facts(
         [
             ("plot the training curves", command(*script_words("plot"), *folders)),
-            last,
+            ("compare; add other runs after these", command(*script_words("compare"), *folders, *code)),
         ]
     )

@@ -33,7 +33,6 @@ from rlhf.run.summary import finish_run
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
-from rlhf.setup.pass_rates import PassRates
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
 from rlhf.setup.reward_probes import RewardWarning
@@ -56,7 +55,6 @@ class RunSession(Session):
         config: Config,
         components: Components,
         screen: Screen,
-        pass_rates: PassRates | None = None,
         folder: Path | None = None,
         progress: bool = True,
     ):
@@ -65,11 +63,10 @@ class RunSession(Session):
             config: the settings of the run.
             components: the parts that its trainer is built from.
             screen: prints warnings, and with `progress` the lines of updates, evaluations and results.
-            pass_rates: those of --keep-pass-rate.
             folder: the run's folder; None: nothing is written.
             progress: False: only warnings are printed.
         """
-        self.config, self.components, self.screen, self.pass_rates = config, components, screen, pass_rates
+        self.config, self.components, self.screen = config, components, screen
         self.folder, self.progress = folder, progress
         self.shown = screen if progress else Screen(quiet=True)
         self.trainer: OnPolicyLoop | None = None
@@ -129,14 +126,11 @@ class RunSession(Session):
         ]
 
     def _begin(self, trainer: OnPolicyLoop) -> None:
-        """Store the pass rates of --keep-pass-rate, and load the checkpoint of a resumed run. In Python, store the
-        prompts and print the length of the run: a script has printed its plan."""
+        """Load the checkpoint of a resumed run. In Python, store the prompts and print the length of the run: a script
+        has printed its plan."""
         config = self.config
         if self.folder is not None:
             self.log.check_place()
-            if self.pass_rates is not None and not config.run.resume:
-                on_first(lambda: self.pass_rates.write(self.folder))
-                self.log.add(pass_rates=self.pass_rates.counts)
             self.log.add(processes=size(), threads=torch.get_num_threads())
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))

@@ -20,7 +20,6 @@ from rlhf.setup.build import Components, load_models, prepare_demo_components
 from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import plan_run
 from rlhf.setup.reward_probes import check_reward, show_reward_report
 from rlhf.setup.scan import scan_run
@@ -42,33 +41,26 @@ def load_trainer(config: Config, screen: Screen, selection: Selection | None) ->
     if config.run.check_reward:
         return show_reward_report(check_reward(config, screen, selection), screen)
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    asked, components, pass_rates = load_parts(config, screen, device, selection)
+    asked, components = load_parts(config, screen, device, selection)
     config = with_horizon(asked, planned_updates(asked, components.prompts.train))
     if config.run.check:
         return check_run(config, components, screen)
     if config.run.scan:
         return scan_run(asked, components, screen)
-    return RunSession(config, components, screen, pass_rates, folder=Path(config.run.output)).build_trainer()
+    return RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
 
 
 def load_parts(
     config: Config, screen: Screen, device: torch.device, selection: Selection | None
-) -> tuple[Config, Components, PassRates | None]:
-    """Load the parts of a run, and print its plan. Returns them with the completed configuration, and
-    the pass rates of --keep-pass-rate. Raises UserError."""
+) -> tuple[Config, Components]:
+    """Load the parts of a run, and print its plan. Returns the completed configuration and the parts. Raises
+    UserError."""
     require_equal(environment()["versions"], "Install the same versions everywhere")
     check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
     config = choose_settings(config, inputs, device, screen)
-    filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
-    if not filtered:
-        plan_run(config, inputs, device, screen)
+    plan_run(config, inputs, device, screen)
     components = load_models(config, inputs, device, screen)
-    components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
-    components = replace(components, gold=gold_of(config))
-    if filtered:
-        final = with_horizon(config, planned_updates(config, components.prompts.train))
-        plan_run(final, replace(inputs, prompts=components.prompts), device, screen)
-    return config, components, pass_rates
+    return config, replace(components, gold=gold_of(config))

@@ -219,8 +219,8 @@ class ComparisonSettings:
     )
     limit_minutes: float = setting(
         2.0,
-        "minutes for sampling the start model; the samples give best-of-n and the highest score that is possible at a "
-        "KL, are stored in --output and used again; 0: no sampling",
+        "minutes for sampling the start model; the samples give best-of-n, are stored in --output and used again; 0: "
+        "no sampling",
         ge=0,
     )
     output: PathName = setting(

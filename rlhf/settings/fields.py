@@ -53,7 +53,7 @@ def setting(
         brief: the text in `--help`; True: `help` up to its first semicolon; False: the setting is not in `--help`.
         positional: the value is given on the command line without a flag.
         needs: conditions without which the setting has no effect: `use_lora` (it is set), `kl_placement=reward`,
-            `!seeds` (it is not set), `!kl_schedule=fixed`; `scan or keep_pass_rate` is one condition. A flag whose
+            `!seeds` (it is not set), `!kl_schedule=fixed`; `merge_lora or push_to_hub` is one condition. A flag whose
             conditions are not met is refused. A value in a file is ignored, because commands share files.
         strict: a value in a file is refused, too.
     """
@@ -182,7 +182,7 @@ class Condition:
         return any(is_set(values[name], wanted) for name, wanted in self.others) != self.unset
 
     def words(self, as_flags: bool) -> str:
-        """Return the other settings as text: `--kl-placement reward`, `--scan or --keep-pass-rate`."""
+        """Return the other settings as text: `--kl-placement reward`, `--merge-lora or --push-to-hub`."""
         names = [("--" + name.replace("_", "-") if as_flags else name, value) for name, value in self.others]
         return " or ".join(f"{name} {value}".rstrip() for name, value in names)
 

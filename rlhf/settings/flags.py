@@ -26,7 +26,6 @@ from rlhf.utils.errors import UserError
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
 NEGATIVE = "no_"  # prefix of a boolean flag that sets false
-REPEATABLE = ("sweep",)  # settings whose flag adds to the values of the same flag before it
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,6 @@ class _Given(argparse.Action):
         name = self.dest if option_string is None else option_string.lstrip("-").replace("-", "_")
         if self.nargs == 0:
             name, values = name.removeprefix(NEGATIVE), self.const
-        if name in REPEATABLE and name in layer:
-            values = [*layer[name][0], *values]
         if values != []:  # a positional setting without words
             layer[name] = (values, option_string or "command line")
         namespace.layer = layer
@@ -248,12 +245,6 @@ def _width() -> int:
 def spellings(names: Iterable[str]) -> list[str]:
     """Return each name as a flag with dashes and, if it differs, with underscores."""
     return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
-
-
-def flags_of_booleans(*settings: Setting) -> set[str]:
-    """Return all flags of these boolean settings: --x, --no-x and their other names."""
-    names = [name for s in settings for name in s.names]
-    return set(spellings([*names, *(NEGATIVE + name for name in names)]))
 
 
 def wants_help(argv: Collection[str]) -> str | None:

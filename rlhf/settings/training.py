@@ -24,7 +24,6 @@ from rlhf.settings.types import (
     Renaming,
     Split,
     StopText,
-    SweepWord,
 )
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
@@ -161,14 +160,6 @@ class DataSettings:
         "and evaluations; reward functions receive the prompt without them",
     )
     max_prompts: int = setting(10_000, "largest number of training prompts", ge=1)
-    keep_pass_rate: tuple[float, ...] | None = setting(
-        None,
-        "LOW HIGH: train only on prompts whose pass rate (mean score) with the start model is in this range, measured "
-        "before training with --scan-samples completions per prompt; needs scores from 0 to 1; unset: all prompts "
-        "(Bae et al. 2025, arXiv 2504.03380)",
-        ge=0,
-        le=1,
-    )
     prompt_length: int = setting(
         256, "largest length of a prompt, in tokens; longer prompts are skipped and counted", ge=1
     )
@@ -342,9 +333,6 @@ class SpeedSettings:
     packed: bool = setting(
         True, "sequence packing: no computation on padding, and a prompt is computed once for all of its completions"
     )
-    fused_head: bool = setting(
-        True, "compute logits and gradients of the language-model head in chunks, to use less memory"
-    )
     fit: MemorySize | None = setting(
         None,
         "choose settings whose predicted peak memory fits this size, such as 8GB: the micro-batch, the rollout slots, "
@@ -400,13 +388,6 @@ class CriticSettings:
         "updates at the start of the run in which only the critic is trained: the policy and beta do not change",
         ge=0,
         aliases=("value_warmup", "freezing_actor_steps"),
-    )
-    critic_warmup_patience: int | None = setting(
-        None,
-        "end --critic-warmup early: as soon as the mean explained variance of this number of updates is not above "
-        "that of as many updates before them; unset: --critic-warmup has its full length",
-        ge=1,
-        needs="critic_warmup",
     )
 
     @property
@@ -578,13 +559,6 @@ class KLSettings:
         brief="KL to the start model to aim at, in nats with a unit",
         needs=STEERED,
     )
-    kl_boundaries: tuple[float, ...] | None = setting(
-        None,
-        "shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length",
-        gt=0,
-        lt=1,
-        needs=("kl_schedule=phased", "!kl_placement=none"),
-    )
     kl_horizon: int | None = setting(
         None,
         "episodes over which beta reacts; a smaller number reacts faster; unset: 1/12 of the episodes of the shortest "
@@ -670,7 +644,8 @@ class RunSettings:
     )
     seeds: tuple[int, ...] | None = setting(
         None,
-        "train one run per seed, one after the other, into OUTPUT_seed42 and so on; finished runs are skipped",
+        "train one run per seed, one after the other, into OUTPUT_seed42 and so on. Seeds that are finished, or that "
+        "another process trains, are skipped: the same command, started once per GPU, shares the seeds",
         ge=0,
         le=LARGEST_SEED,
         brief="train one run per seed, one after the other",
@@ -716,16 +691,9 @@ class RunSettings:
     best_rule: str = setting(
         "score",
         "how the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if "
-        "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the "
-        "name of an --eval-func: its highest value within --perplexity-gate",
-    )
-    perplexity_gate: float | None = setting(
-        None,
-        "largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule "
-        "perplexity); unset: 1.15 if a reward model gives scores, and no limit if only reward functions do, or if the "
-        "text is the start model's own and there is a KL target",
-        gt=0,
-        needs="!best_rule=perplexity",
+        "beta is fixed). perplexity: the lowest perplexity; score: the highest score; the name of an --eval-func: its "
+        "highest value. If a reward model gives scores, the last two also need a perplexity of at most 1.15 times the "
+        "start model's, unless the text is the start model's own and there is a KL target",
     )
     output: PathName = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(
@@ -737,17 +705,6 @@ class RunSettings:
         False,
         "resume the run in the output folder from its newest valid checkpoint, with its settings",
         brief="resume the run in --output",
-    )
-    parallel: bool = setting(
-        False,
-        "train the runs of --seeds or --sweep at the same time, one per GPU, or on a CPU one per core",
-        needs="seeds or sweep",
-        strict=True,
-    )
-    sweep: tuple[SweepWord, ...] = setting(
-        (),
-        "train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change "
-        "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
     )
     ddp_timeout: float = setting(
         1800.0,
@@ -764,6 +721,10 @@ class RunSettings:
         False, "accept settings, data or library versions that differ from those of the resumed run", needs="resume"
     )
     dry_run: bool = setting(False, "print the plan and stop", brief=True)
+    memory: MemorySize | None = setting(
+        None, "plan as if the device had this memory, such as 8GB, all of it free; unset: that of this machine",
+        needs="dry_run",
+    )  # fmt: skip
     check: bool = setting(
         False,
         "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
@@ -784,9 +745,9 @@ class RunSettings:
     )
     scan_samples: int = setting(
         8,
-        "completions per prompt of --scan (at least K) and of --keep-pass-rate",
+        "completions per prompt of --scan (at least K)",
         ge=2,
-        needs="scan or keep_pass_rate",
+        needs="scan",
     )
     scan_prompts: int = setting(
         128,
@@ -813,13 +774,8 @@ class RecordSettings:
     )
     record_tokens: bool = setting(
         False,
-        "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",
-    )
-    record_every: int = setting(
-        50, "updates between token records; the first update is always recorded", ge=1, needs="record_tokens"
-    )
-    record_prompts: int = setting(
-        2, "prompts in each token record, with all of their completions", ge=1, needs="record_tokens"
+        "save the log-probabilities, KL, advantage and other values of each token, in RUN/tokens: for all completions "
+        "of 2 prompts, in update 1 and every 50 updates",
     )
 
 

@@ -6,7 +6,7 @@ TRL 1.12, transformers, OpenRLHF, verl, LLaMA-Factory, Unsloth and CleanRL. docs
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_unset, name_table
 from rlhf.settings.types import bare_targets, is_bare_number
@@ -71,7 +71,7 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
         if name == UNREADABLE:
             problems.append(value)
         elif name not in names:
-            helper = ". Start the names of helper variables with _" if ".py" in where else ""
+            helper = ". Start the names of helper variables with _" if ".py" in where and not removed(name) else ""
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
         elif names[name] in known:
             problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
@@ -89,9 +89,47 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
 # --- unknown names ---------------------------------------------------------------------------------------------------
 
 
+class Removed(NamedTuple):
+    """A setting that older versions had."""
+
+    advice: str  # what to use instead
+    default: Any  # as run.json stores it: a run with this value can be resumed
+
+
+REMOVED = {
+    "sweep": Removed("Start one command per value: docs/settings.md has a loop of three lines", []),
+    "parallel": Removed("Start the command with --seeds once per GPU: the processes share the seeds", False),
+    "keep_pass_rate": Removed("--dynamic-sampling replaces groups that teach nothing", None),
+    "kl_boundaries": Removed("The phases of --kl-schedule phased have equal lengths", None),
+    "perplexity_gate": Removed("If a reward model gives scores, --best-rule score has a limit of perplexity", None),
+    "record_prompts": Removed("--record-tokens records the completions of 2 prompts", 2),
+    "record_every": Removed("--record-tokens records update 1 and every 50 updates", 50),
+    "critic_warmup_patience": Removed("--critic-warmup has its full length", None),
+    "fused_head": Removed("The head is always computed in chunks", True),
+}
+
+
+def removed(name: str) -> Removed | None:
+    """Return the removed setting with this name, also if it is written as a flag; None if there is none."""
+    plain = name.lstrip("-").replace("-", "_")
+    return REMOVED.get(plain) or REMOVED.get(plain.removeprefix("no_"))
+
+
+def removed_from(settings: dict[str, Any]) -> list[str]:
+    """Return one line for each removed setting that has another value than its default in the settings of a run."""
+    return [
+        f"{name} was {as_text(settings[name], ' ')} in this run, and only older versions have this setting"
+        for name, one in REMOVED.items()
+        if settings.get(name, one.default) != one.default
+    ]
+
+
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return how to fix an unknown name: the closest name in `known`, or where all names are listed. Of a dotted name,
-    as in verl, the last part counts; its meaning there can differ, so the answer names the page as well."""
+    """Return how to fix an unknown name: the advice for a removed one, otherwise the closest name in `known`, or where
+    all names are listed. Of a dotted name, as in verl, the last part counts; its meaning there can differ, so the
+    answer names the page as well."""
+    if (gone := removed(name)) is not None:
+        return f"It was removed. {gone.advice}"
     page = "docs/coming_from_trl.md lists other trainers' names"
     near = did_you_mean(name.rpartition(".")[-1], known).strip()
     if not near:

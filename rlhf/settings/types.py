@@ -190,20 +190,6 @@ class ArmName(str):
     expects = "NAME=MODEL, start, or best-of-N, such as DPO=./dpo_model best-of-4"
 
 
-class SweepWord(str):
-    """A word of --sweep: NAME=VALUE,VALUE, or more values of the word before it (PowerShell splits at commas)."""
-
-    at_commas = False
-
-    @classmethod
-    def parse(cls, text: str) -> SweepWord:
-        if not str(text).strip(" ,"):
-            raise ValueError(text)
-        return cls(str(text).strip(" ,"))
-
-    expects = "NAME=VALUE,VALUE, such as learning_rate=1e-5,3e-5"
-
-
 class MemorySize(str):
     """An amount of memory, such as 8GB. A GB is 2**30 bytes, as in the names of GPUs."""
 

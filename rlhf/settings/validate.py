@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlhf.settings.fields import as_text
 from rlhf.settings.training import (
     BEST_RULES,
     EVAL_METRICS,
@@ -20,7 +19,7 @@ from rlhf.utils.processes import size
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
     checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
-    checks += (_evaluation, _scan, _export, _whole_commands)
+    checks += (_evaluation, _scan, _export)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -55,10 +54,6 @@ def _batch(config: Config) -> list[str]:
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
         problems.append("a seed appears twice: --seeds. Give each seed once")
-    if config.run.parallel and size() > 1:
-        problems.append(
-            "a launcher has already started several processes: --parallel. Start the command with python, or remove it"
-        )
     return problems
 
 
@@ -105,12 +100,6 @@ def _warmup(config: Config) -> list[str]:
             f"warmup_steps {steps:g} is not a number of updates: --warmup-steps. Give a whole number, or a share of "
             "the run below 1"
         ]
-    patience, longest = config.critic.critic_warmup_patience, config.critic.critic_warmup
-    if patience is not None and 2 * patience >= longest:
-        return [
-            f"a patience of {patience} needs {2 * patience} updates, so a warm-up of {longest} could not end early: "
-            "--critic-warmup-patience, --critic-warmup. Lower the first one or raise the second one"
-        ]
     rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
     if rising and rising >= updates:
         return [
@@ -135,14 +124,6 @@ def _kl(config: Config) -> list[str]:
         )
     if len({target.per for target in kl.targets}) > 1:
         problems.append("KL targets per sequence and per token in one run: --kl-target. Use the same unit for all")
-    marks = kl.kl_boundaries
-    if marks is not None and len(marks) != count - 1:
-        problems.append(f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. Give {count - 1}")
-    elif marks is not None and list(marks) != sorted(set(marks)):
-        problems.append(
-            f"the boundaries {as_text(marks, ' ')} are not in increasing order: --kl-boundaries. Give them in "
-            "increasing order, each once"
-        )
     if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
         problems.append(
             f"a KL in the reward would be divided by the standard deviation of the {config.grpo.scale_rewards}, and "
@@ -223,7 +204,7 @@ def name_problems(names: Sequence[str], source: str) -> list[str]:
 
 
 def _scan(config: Config) -> list[str]:
-    problems, run, limits = [], config.run, config.data.keep_pass_rate
+    run = config.run
     others = {
         "--dry-run": run.dry_run,
         "--check": run.check,
@@ -231,39 +212,18 @@ def _scan(config: Config) -> list[str]:
     }
     looks = {"--check-reward": run.check_reward, "--scan": run.scan}
     look = next((flag for flag, given in looks.items() if given), None)  # if both are given, the other one is refused
-    problems += [
+    return [
         f"this command stops before a run: {look} with {flag}. Remove one of them"
         for flag, given in (others | looks).items()
         if given and look not in (None, flag)
     ]
-    if limits is not None and (len(limits) != 2 or limits[0] > limits[1]):
-        problems.append(
-            f"a lowest and a highest pass rate are needed, got {' '.join(f'{limit:g}' for limit in limits)}: "
-            "--keep-pass-rate. Give two numbers from 0 to 1, such as 0.2 0.8"
-        )
-    return problems
 
 
 def _export(config: Config) -> list[str]:
     name = config.export.push_to_hub
-    if name is not None and (config.run.seeds is not None or config.run.sweep):
-        several = "--sweep" if config.run.sweep else "--seeds"
+    if name is not None and config.run.seeds is not None:
         return [
-            f"several runs and one repository: {several}, --push-to-hub {name}. Push one run afterwards: "
+            f"several runs and one repository: --seeds, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"
         ]
     return []
-
-
-def _whole_commands(config: Config) -> list[str]:
-    run = config.run
-    if not run.sweep:
-        return []
-    others = {"--check": run.check, "--check-reward": run.check_reward, "--scan": run.scan}
-    problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
-    if size() > 1:
-        problems.append(
-            "a launcher has already started several processes: --sweep. Start the command with python; add --parallel "
-            "to use all GPUs"
-        )
-    return problems

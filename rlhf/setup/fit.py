@@ -22,6 +22,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.rollout.choice import WITH_SLOTS, choose_engine
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
+from rlhf.settings.types import MemorySize
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.precision import choose_precision, choose_threads
@@ -32,14 +33,14 @@ from rlhf.utils.errors import UserError
 if TYPE_CHECKING:
     from rlhf.trainer.loop import OnPolicyLoop
 
-MARGIN = 1.1  # times the prediction, which is within 10% of what is measured
+MARGIN = 1.1  # times the prediction
 CONTEXT = {"cpu": 0, "cuda": 2**29}  # bytes on a GPU outside torch's tensors: CUDA's context and its kernels
 # of a GPU, largest first. More tokens than 16,384 do not make a GPU faster; fewer than 1,024 leave it idle
 TOKENS, SLOTS = [2**k for k in range(14, 9, -1)], [2**k for k in range(10, 2, -1)]
 
 
-def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
-    """Return the estimator of the memory of a run with these inputs."""
+def estimator(inputs: RunInputs, updates: int, device: torch.device, memory: MemorySize | None = None) -> Estimator:
+    """Return the estimator of the memory of a run with these inputs. `memory` as in --memory."""
     reward_model = inputs.rewards.folder
     return Estimator(
         policy=shape_of(inputs.start.folder),
@@ -50,6 +51,7 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimato
         updates=updates,
         libraries=0 if device.type == "cuda" else max(IMPORTED, psutil.Process().memory_info().rss),
         packs=inputs.start.packs,
+        memory=None if memory is None else memory.bytes,
     )
 
 
@@ -73,6 +75,11 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
     )
 
 
+def free_memory(config: Config, device: torch.device) -> int:
+    """Return the bytes that a run may use: those of --memory, or those available to this process."""
+    return available(device) if config.run.memory is None else config.run.memory.bytes
+
+
 def choose_settings(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
     """Return the configuration with the settings that a new run chooses for its machine: threads, precision, on a GPU
     the tokens per micro-batch and the slots, and with --fit those that reduce memory. A resumed run has them, and only
@@ -85,7 +92,7 @@ def choose_settings(config: Config, inputs: RunInputs, device: torch.device, scr
         return fit(config, inputs, device, screen)
     if device.type != "cuda":
         return config
-    free = min(gather(available(device)))  # of all processes, so that they choose the same
+    free = min(gather(free_memory(config, device)))  # of all processes, so that they choose the same
     return choose_batches(config, of_longest(config, inputs, device), free, screen)
 
 
@@ -94,7 +101,7 @@ def of_longest(config: Config, inputs: RunInputs, device: torch.device) -> Estim
     longest = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
     one_topic = [Prompt(prompt.ids, replace(prompt.example, topic=None)) for prompt in longest]
     libraries = 0 if device.type == "cuda" else IMPORTED
-    return replace(estimator(inputs, 1, device), train=one_topic, libraries=libraries)
+    return replace(estimator(inputs, 1, device, config.run.memory), train=one_topic, libraries=libraries)
 
 
 def choose_batches(config: Config, estimate: Estimator, free: int, screen: Screen) -> Config:

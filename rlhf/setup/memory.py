@@ -1,9 +1,10 @@
-"""Predicts the peak memory of a run.
+"""Estimates the peak memory of a run.
 
-The forecast is computed before a run from the shapes of its models, the settings and the lengths of the prompts. It
-assumes that every completion has --max-new-tokens tokens. Each phase counts its largest tensors only: weights and
-their copies, gradients, activations, a chunk of logits, the KV cache. On a GPU the peak is the memory that torch
-allocates. On a CPU it is the resident memory of the process. Results and `memory/peak_gib` have the same meaning.
+The estimate is computed before a run from the shapes of its models, the settings and the lengths of the prompts. It
+assumes that every completion has --max-new-tokens tokens, counts the largest tensors (weights, gradients, optimizer,
+activations, logits, KV cache), and is rounded up: it is usually above the measured peak. On a GPU the peak is the
+memory that torch allocates. On a CPU it is the resident memory of the process, which can grow further in a long run,
+because the heap fragments. Results and `memory/peak_gib` have the same meaning.
 """
 
 from __future__ import annotations
@@ -27,60 +28,46 @@ from rlhf.utils.console import gib
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
 LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 IMPORTED = 570 * 2**20  # resident bytes after all imports; --dry-run imports less
-# Heap fragmentation on a CPU: the share of a layer's temporary tensors whose memory is not reused. The free block of a
-# tensor between two that are kept is too small for a tensor of the same size, because glibc's posix_memalign first
-# looks for room to align it. Measured with glibc 2.36: 0.4 to 0.7, for two shapes with all weights and adapters.
-HOLES = 0.57
+# A CPU's heap does not reuse all the memory of a layer's temporary tensors. torch's allocator on a GPU does.
+NOT_REUSED = {"cpu": 0.5, "cuda": 0.0}  # times the activations
+ROUNDED_UP = 1.2  # the estimate of a decoder is at most so many times its size
 UNFUSED = 5  # copies of a chunk's logits if autograd differentiates the softmax
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A part of an update or of an evaluation."""
-
-    name: str
-    parts: dict[str, int]  # purpose -> bytes
-
-    @property
-    def size(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class Forecast:
-    """The predicted memory of a run, in bytes."""
+    """The estimated memory of a run, in bytes."""
 
-    held: dict[str, int]  # held throughout the run
-    phases: list[Phase]  # needed in addition, one phase after another
+    held: dict[str, int]  # purpose -> bytes held throughout the run
+    phases: dict[str, dict[str, int]]  # part of an update or of an evaluation -> purpose -> bytes in addition
     episodes: int  # of the largest micro-batch
     tokens: int  # of the largest micro-batch
 
     @property
-    def largest(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.size)
+    def parts(self) -> dict[str, int]:
+        """Purpose -> bytes at the peak."""
+        return self.held | max(self.phases.values(), key=lambda parts: sum(parts.values()))
 
     @property
     def peak(self) -> int:
-        return sum(self.held.values()) + self.largest.size
+        return sum(self.parts.values())
 
-    def rows(self, device: torch.device) -> list[tuple[str, str]]:
-        """Return the plan's rows: the peak, its parts, and the peak of each phase."""
-        held, parts = sum(self.held.values()), {**self.held, **self.largest.parts}
-        named = sorted(((size, name) for name, size in parts.items() if size >= 2**20), reverse=True)
+    def rows(self, total: int) -> list[tuple[str, str]]:
+        """Return the plan's rows: the peak and its parts. `total` is the device's memory in bytes."""
+        named = sorted(((size, name) for name, size in self.parts.items() if size >= 2**20), reverse=True)
         return [
             (
                 "memory",
-                f"predicted peak {gib(self.peak)} of {gib(installed(device))} GiB (phase: {self.largest.name}); "
-                f"largest micro-batch {self.episodes} episodes, {self.tokens:,} tokens",
+                f"predicted peak {gib(self.peak)} of {gib(total)} GiB; largest micro-batch {self.episodes} episodes, "
+                f"{self.tokens:,} tokens",
             ),
             ("  parts, GiB", ", ".join(f"{name} {gib(size)}" for size, name in named)),
-            ("  phases, GiB", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
         ]
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Predicts the memory of a run for any settings, from its models and prompts."""
+    """Estimates the memory of a run for any settings, from its models and prompts."""
 
     policy: Shape
     reward_model: Shape | None
@@ -90,6 +77,12 @@ class Estimator:
     updates: int
     libraries: int = 0  # bytes in use before the models were loaded
     packs: bool = True  # the policy's episodes can be packed
+    memory: int | None = None  # bytes of the device; None: those of this machine
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device's memory."""
+        return installed(self.device) if self.memory is None else self.memory
 
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
@@ -130,6 +123,16 @@ class _Run:
             return self.given.reward_model
         return self.given.policy if self.config.separate_critic else None
 
+    @property
+    def networks(self) -> list[Shape]:
+        """The backbones that are trained."""
+        return [shape for shape in (self.given.policy, self.critic) if shape is not None]
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Lengths in tokens of the prompts of an evaluation's completions, the shortest first."""
+        return sorted([*self.given.evaluation] * self.config.run.eval_samples)
+
     def trained(self, shape: Shape) -> int:
         """Return the bytes of a network's trained weights."""
         m = self.config.model
@@ -143,18 +146,30 @@ class _Run:
     @property
     def every_trained(self) -> int:
         value_head = FLOAT * (self.given.policy.hidden + 1) if ALGORITHMS[self.config.algorithm].has_critic else 0
-        critic = self.trained(self.critic) if self.critic is not None else 0
-        return self.trained(self.given.policy) + critic + value_head
+        return sum(map(self.trained, self.networks)) + value_head
 
-    def held(self) -> dict[str, int]:
+    def forecast(self, prompts: list[int]) -> Forecast:
+        """Return the forecast for a batch of these prompt lengths."""
+        row = self.micro_batch(prompts)
+        phases = {
+            "sampling": self.sampling(prompts),
+            "evaluation": self.evaluation(),
+            "scoring": self.scoring(prompts),
+            "update": {
+                "gradients": self.every_trained,
+                "activations": self.activations(row),
+                "logits": self.logits(row),
+            },
+        }
+        return Forecast(self.held(len(prompts)), phases, row.episodes, row.tokens)
+
+    def held(self, completions: int) -> dict[str, int]:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
         m, policy, reward_model = self.config.model, self.given.policy, self.given.reward_model
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
-        eight_bit = self.config.optimizer.optim == "adamw_8bit"
-        whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
-        embeddings = sum(FLOAT * (shape.parameters - shape.linear) for shape in whole)  # their moments are float32
-        moments = 2 * (embeddings + (self.every_trained - embeddings) // FLOAT * (1 + FLOAT / 256))  # a scale per 256
+        sampled, evaluated = self.config.sampling, self.config.eval_sampling
+        masks = max(self.token_masks(completions, sampled), self.token_masks(len(self.evaluated), evaluated))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
             "adapters": own if m.use_lora else 0,
@@ -162,43 +177,93 @@ class _Run:
             "reference": 0 if m.use_lora else self.frozen(policy),
             "weight copies": self.cast_weights(),
             "reward model": self.frozen(reward_model) if reward_model is not None else 0,
-            "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
-            "vLLM": int(VLLM_MEMORY_SHARE * installed(self.given.device)) if self.engine == "vllm" else 0,
+            "optimizer": self.moments(),
+            "token masks": masks,
+            "vLLM": int(VLLM_MEMORY_SHARE * self.given.total) if self.engine == "vllm" else 0,
             "libraries": self.given.libraries + LIBRARIES[self.given.device.type],
-            **self.kept(),
+            **(self.decoding() if self.keeps_decoder else {}),
         }
 
-    def forecast(self, prompts: list[int]) -> Forecast:
-        """Return the forecast for a batch of these prompt lengths."""
-        row, m = self.micro_batch(prompts), self.config.model
-        # an optimizer step on the whole batch in one micro-batch uses the forward pass of the log-probs
-        reused = self.config.minibatch_size == row.episodes == len(prompts)
-        kept = self.activations(row) if reused and not (m.gradient_checkpointing or m.has_adapter_dropout) else {}
-        update = {
-            "rollout": self.rollout(prompts, self.config.sampling),
-            "log-probs": self.forward(row.tokens, row.completion) | kept,
-            "scoring": self.scoring(prompts, kept),
-            "backward pass": self.backward(row),
-            "optimizer step": {"gradients": self.every_trained},
-        }
-        every = sorted([*self.given.evaluation] * self.config.run.eval_samples)
-        rows, sampling = every[-self.budget.eval_batch_size :], self.config.eval_sampling
-        length, masked = sampling.max_new_tokens, rows if self.config.run.eval_temperature == 0 else every
-        evaluation = {
-            "evaluation rollout": self.rollout(rows, sampling),
-            "evaluation scoring": self.scoring(every, {}),
-            "evaluation perplexity": self.forward(sum(rows) + len(rows) * length, len(rows) * length),
-        }
-        phases = [
-            Phase(name, parts | {"token masks": self.token_masks(len(sampled), how)})
-            for sampled, how, named in (
-                (prompts, self.config.sampling, update),
-                (masked, sampling, evaluation if every else {}),
-            )
-            for name, parts in named.items()
-            if parts
-        ]
-        return Forecast(self.held(), phases, row.episodes, row.tokens)
+    def moments(self) -> int:
+        """Return the bytes of Adam's moments. 8-bit Adam stores those of embeddings in float32."""
+        if self.config.optimizer.optim != "adamw_8bit":
+            return 2 * self.every_trained
+        whole = [] if self.config.model.use_lora else self.networks
+        embeddings = sum(FLOAT * (shape.parameters - shape.linear) for shape in whole)
+        eight_bit = (self.every_trained - embeddings) // FLOAT * (1 + FLOAT / 256)  # a scale per 256
+        return int(2 * (embeddings + eight_bit))
+
+    def cast_weights(self) -> int:
+        """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
+        policy, lora = self.given.policy, self.config.model.use_lora
+        if self.element == FLOAT:
+            return 0
+        head = policy.vocabulary * policy.hidden * (policy.tied or not lora)
+        read = self.config.speed.packed and self.given.packs and not lora
+        return self.element * (head + read * sum(shape.matrices for shape in self.networks))
+
+    def token_masks(self, completions: int, sampling: SamplingSettings) -> int:
+        """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position."""
+        return completions * sampling.max_new_tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
+
+    # --- sampling and scoring ----------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """Completions sampled at the same time, in training or in an evaluation."""
+        evaluated = min(len(self.evaluated), self.budget.eval_batch_size)
+        most = max(self.config.episodes_per_update, evaluated)
+        if self.engine == "plain":
+            return most
+        if self.engine == "graph":
+            return graph_slots(most, self.budget.rollout_slots)
+        return min(most, self.budget.rollout_slots)
+
+    def decoding(self) -> dict[str, int]:
+        """Return purpose -> bytes of the KV cache and of the decoder's copies of the weights."""
+        policy, config = self.given.policy, self.config
+        longest = max([*(len(prompt.ids) for prompt in self.given.train), *self.given.evaluation])
+        columns = longest + max(config.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
+        cache = policy.layers * self.slots * columns * 2 * policy.kv * self.element
+        head = policy.vocabulary * policy.hidden
+        rotated = policy.layers * policy.hidden * (policy.q + policy.kv)  # once more, with exchanged halves
+        copied = head if self.engine == "plain" or config.model.load_in_4bit else policy.matrices + head + rotated
+        return {"KV cache": cache, "decoder's weights": copied * self.element}
+
+    @property
+    def keeps_decoder(self) -> bool:
+        """True if CUDA graphs keep the decoder between rollouts."""
+        if self.engine != "graph" or self.config.model.load_in_4bit:
+            return False
+        return sum(self.decoding().values()) <= ROUNDED_UP * KEPT_SHARE * self.given.total
+
+    def sampling(self, prompts: list[int]) -> dict[str, int]:
+        """Return purpose -> bytes for sampling one completion per prompt, or those of an evaluation."""
+        if self.engine == "vllm":
+            return {}  # its memory is held throughout the run
+        policy, filters = self.given.policy, self.config.sampling.filters
+        together = sum(sorted(prompts)[-self.slots :]) // self.config.group_size
+        tokens = max(together, sum(self.evaluated[-min(self.slots, self.budget.eval_batch_size) :]))
+        drawing = self.slots * policy.vocabulary * FLOAT * (8 if filters else 3)
+        passed = max(policy.forward_peak(tokens, self.element), drawing)
+        return {"prompt pass or sampling": passed, **({} if self.keeps_decoder else self.decoding())}
+
+    def evaluation(self) -> dict[str, int]:
+        """Return purpose -> bytes for the perplexity of an evaluation."""
+        length = self.config.eval_sampling.max_new_tokens
+        rows = self.evaluated[-self.budget.eval_batch_size :]
+        passed = self.given.policy.forward_peak(sum(rows) + len(rows) * length, self.element)
+        return {"forward pass": passed, "logits": self.chunk(len(rows) * length)}
+
+    def scoring(self, prompts: list[int]) -> dict[str, int]:
+        """Return purpose -> bytes of the reward model's forward pass; {} without a reward model."""
+        if self.given.reward_model is None:
+            return {}
+        longest = max([*prompts, *self.evaluated]) + self.config.sampling.max_new_tokens
+        texts = min(self.budget.scored_together(longest), max(len(prompts), len(self.evaluated)))
+        return {"reward model's forward pass": self.given.reward_model.forward_peak(texts * longest, self.element)}
+
+    # --- the optimizer step ------------------------------------------------------------------------------------------
 
     def micro_batch(self, prompts: list[int]) -> Row:
         """Return the largest micro-batch."""
@@ -214,122 +279,29 @@ class _Run:
                 return row
             size -= 1
 
-    def token_masks(self, completions: int, sampling: SamplingSettings) -> int:
-        """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position."""
-        return completions * sampling.max_new_tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
+    def activations(self, row: Row) -> int:
+        """Return the bytes that the forward pass over a micro-batch keeps until its backward pass."""
+        m, device = self.config.model, self.given.device.type
+        targets = m.lora_targets if m.use_lora else None
+        attention = FLOAT if device == "cpu" else self.element
+        kept = 0
+        for shape in self.networks:
+            layer = shape.saved_by_layer(row, self.element, attention, targets)
+            inputs = FLOAT * row.tokens * shape.hidden
+            kept += shape.layers * inputs + layer if m.gradient_checkpointing else shape.layers * layer
+            kept += int(NOT_REUSED[device] * shape.layers * layer)
+        return kept
 
-    def rollout(self, prompts: list[int], sampling: SamplingSettings) -> dict[str, int]:
-        """Return purpose -> bytes for sampling one completion per prompt."""
-        policy = self.given.policy
-        plain = self.engine == "plain"
-        if self.engine == "vllm" or not prompts:
-            return {}  # vLLM's memory is held throughout the run
-        slots = len(prompts) if plain else min(len(prompts), self.budget.rollout_slots)
-        slots = graph_slots(slots, self.budget.rollout_slots) if self.engine == "graph" else slots
-        prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
-        drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)
-        tokens = max(policy.forward_peak(prompt_tokens, self.element), drawing)
-        decoding = {} if self.kept() else self.decoding(slots, max(prompts) + sampling.max_new_tokens)
-        return {"prompt pass or sampling": tokens, **decoding}
-
-    def decoding(self, slots: int, columns: int) -> dict[str, int]:
-        """Return purpose -> bytes of the decoder and its KV cache."""
-        cache = self.given.policy.layers * slots * columns * 2 * self.given.policy.kv * self.element
-        return {"KV cache": cache, "decoder's weights": self.decoder_copies()}
-
-    def kept(self) -> dict[str, int]:
-        """Return purpose -> bytes that CUDA graphs keep between rollouts; {} if nothing is kept."""
-        config, given, m = self.config, self.given, self.config.model
-        if self.engine != "graph" or m.load_in_4bit:
-            return {}
-        length = max(config.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
-        longest = max([*(len(prompt.ids) for prompt in given.train), *given.evaluation])
-        evaluated = min(self.budget.eval_batch_size, len(given.evaluation) * config.run.eval_samples)
-        rows = max(config.episodes_per_update, evaluated)
-        slots = graph_slots(rows, self.budget.rollout_slots)
-        parts = {**self.decoding(slots, longest + length), "kept masks": self.token_masks(rows, config.sampling)}
-        return parts if sum(parts.values()) <= KEPT_SHARE * installed(given.device) else {}
-
-    def scoring(self, prompts: list[int], kept: dict[str, int]) -> dict[str, int]:
-        """Return purpose -> bytes for scoring a completion per prompt, with what is `kept` meanwhile; {} without a
-        reward model."""
-        reward_model, length = self.given.reward_model, self.config.sampling.max_new_tokens
-        if reward_model is None or not prompts:
-            return {}
-        rows = sorted(prompts)[-self.budget.scored_together(max(prompts) + length) :]
-        tokens = sum(rows) + len(rows) * length
-        return {"reward model's forward pass": reward_model.forward_peak(tokens, self.element), **kept}
-
-    def cast_weights(self) -> int:
-        """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
-        policy, lora = self.given.policy, self.config.model.use_lora
-        read = self.config.speed.packed and self.given.packs and self.element < FLOAT and not lora
-        trained = sum(shape.matrices for shape in filter(None, [policy, self.critic]))
-        return self.head_copy * (policy.tied or not lora) + self.element * trained * read
-
-    @property
-    def head_copy(self) -> int:
-        """Bytes of a head that is stored in 32 bits, in 16 bits; 0 if the forward pass is in float32."""
-        return self.given.policy.vocabulary * self.given.policy.hidden * self.element if self.element < FLOAT else 0
-
-    def decoder_copies(self) -> int:
-        """Return the bytes of the copies of weights that decoding uses."""
-        policy, m, half = self.given.policy, self.config.model, self.element < FLOAT
-        if self.engine == "plain" or m.load_in_4bit:
-            return self.head_copy
-        head, gpu = policy.vocabulary * policy.hidden, self.given.device.type == "cuda"
-        targets = m.lora_targets if m.use_lora else ()
-        apart = policy.adapters(m.lora_r, targets) if half else 0
-        if gpu and (m.use_lora or not half):  # the weights are stored in the precision of the products
-            merged = policy.layers * policy.copied_by_decoder(() if half else targets)
-            return (merged + apart + (head if half and policy.tied else 0)) * self.element
-        exchanged = policy.layers * policy.hidden * (policy.q + policy.kv) if gpu else 0
-        return (policy.matrices + head + exchanged + apart) * self.element
-
-    def logits(self, completion: int) -> int:
+    def chunk(self, completion: int) -> int:
         """Return the bytes of a chunk of logits: in the forward's precision, and a part of them in float32."""
         numbers = completion * self.given.policy.vocabulary
         chunk, masks = min(numbers, self.budget.logits_per_chunk), numbers * self.config.sampling.filters
         return chunk * self.element + min(chunk, self.budget.floats_per_chunk) * FLOAT * 2 + masks
 
-    def forward(self, tokens: int, completion: int) -> dict[str, int]:
-        """Return purpose -> bytes of a pass without gradients."""
-        passed = self.given.policy.forward_peak(tokens, self.element)
-        reference = 0 if self.config.model.use_lora else self.head_copy
-        return {"forward pass or logits": max(passed, self.logits(completion)), "reference's head": reference}
-
-    def activations(self, row: Row) -> dict[str, int]:
-        """Return purpose -> bytes that the forward pass over a micro-batch keeps until its backward pass."""
-        m, parts, on_cpu = self.config.model, {}, self.given.device.type == "cpu"
-        targets, attention = m.lora_targets if m.use_lora else None, FLOAT if on_cpu else self.element
-        for owner, shape in (("", self.given.policy), ("critic's ", self.critic)):
-            if shape is not None:
-                each = shape.saved_by_layer(row, self.element, attention, targets)
-                inputs = FLOAT * row.tokens * shape.hidden
-                kept = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
-                holes = HOLES * shape.layers * row.tokens * shape.temporary(self.element, targets or ())
-                parts |= {f"{owner}activations": kept, f"{owner}heap fragmentation": on_cpu * int(holes)}
-        return parts
-
-    def backward(self, row: Row) -> dict[str, int]:
-        """Return purpose -> bytes at the peak of the backward passes: at the head, in the first micro-batch or in the
-        next one, which finds gradients; or at the policy's first layer, with all gradients and after the critic."""
-        config, policy, saved = self.config, self.given.policy, self.activations(row)
-        numbers = row.completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
-        if config.speed.fused_head:
-            numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
-        head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
-        logits = max(self.logits(numbers // policy.vocabulary), numbers * self.element + head)
-        if not config.speed.fused_head or config.batch.entropy_coef > 0:
-            logits = UNFUSED * numbers * FLOAT
-        at_head = {**saved, "logits": logits}
-        at_head["gradients"] = head * (numbers < row.completion * policy.vocabulary)  # of earlier chunks
-        rest = min(1, self.config.minibatch_size / row.episodes - 1)  # share of the next micro-batch
-        at_next_head = {name: int(rest * size) for name, size in at_head.items()} | {"gradients": self.every_trained}
-        filled = policy.layers if config.model.gradient_checkpointing else 1  # the gradients fill other layers' holes
-        at_first_layer = {
-            "activations": policy.saved_by_layer(row, self.element, FLOAT, None) + 8 * row.tokens * policy.inner,
-            "gradients": self.every_trained + head,
-            "heap fragmentation": saved["heap fragmentation"] // filled,
-        }
-        return max(at_head, at_next_head, at_first_layer, key=lambda parts: sum(parts.values()))
+    def logits(self, row: Row) -> int:
+        """Return the bytes of the logits of a micro-batch in its backward pass."""
+        numbers = row.completion * self.given.policy.vocabulary
+        numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // row.episodes))
+        if self.config.batch.entropy_coef > 0:
+            return UNFUSED * numbers * FLOAT
+        return max(self.chunk(row.completion), numbers * self.element)

@@ -18,10 +18,10 @@ from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.distributed import group
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast_dtype, available
+from rlhf.models.device import autocast_dtype
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import CONTROL_MEANS, Config
-from rlhf.setup.fit import estimator, what_helps
+from rlhf.setup.fit import estimator, free_memory, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
 from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
@@ -48,7 +48,7 @@ def process_rows() -> list[tuple[str, str]]:
 def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
     """Print the plan, warnings about memory and KL control, and the first prompt."""
     m, sets, tensors = config.model, inputs.prompts, weights_of(inputs.start.folder)
-    estimate = estimator(inputs, updates, device)
+    estimate = estimator(inputs, updates, device, config.run.memory)
     total, trained = parameters_in(tensors), adapter_weights(tensors, m.lora_r, m.lora_targets)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
@@ -64,7 +64,6 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
         *date_row(inputs.start.tokenizer),
-        *pass_rate_rows(config),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
@@ -73,7 +72,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
         *process_rows(),
-        *estimate(config).rows(device),
+        *estimate(config).rows(estimate.total),
         ("output", config.run.output),
     ]
     if ALGORITHMS[config.algorithm].has_critic:
@@ -97,12 +96,6 @@ def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]
     return [("reward model", f"{config.model.rm_model}{known}")]
 
 
-def pass_rate_rows(config: Config) -> list[tuple[str, str]]:
-    """Return the plan's row of --keep-pass-rate before the pass rates are sampled; no row otherwise."""
-    waits = config.data.keep_pass_rate is not None and config.run.only_looks
-    return [("pass rates", "not sampled yet, so all prompts are counted")] if waits else []
-
-
 def prompts_line(sets: PromptSets) -> str:
     repeated = f", {sets.repeated:,} repeated" if sets.repeated else ""
     return (
@@ -116,7 +109,7 @@ def prompts_line(sets: PromptSets) -> str:
 def warn_of_memory(config: Config, estimate: Estimator, device: torch.device, screen: Screen) -> None:
     """Warn if less memory is free than predicted. It is not an error, because the forecast is uncertain. On Windows
     nothing else reports it, because the driver moves GPU memory to main memory."""
-    needed, there = estimate(config).peak, available(device)
+    needed, there = estimate(config).peak, free_memory(config, device)
     if needed > there:
         screen.say(
             f"warning: the predicted peak memory is {gib(needed)} GiB, but {device} has only {gib(there)} GiB free. "

@@ -122,7 +122,7 @@ def probes_of(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTo
     """Return the probes of MOST prompts with a right answer that fits in --max-new-tokens; without such prompts, the
     probes that need none. Longer texts are shortened."""
     most = config.sampling.max_new_tokens
-    order = [prompts[i] for i in drawn(prompts, config.run.seed, by_topic=True)[:SEARCHED]]
+    order = [prompts[i] for i in drawn(prompts, config.run.seed)[:SEARCHED]]
     known = [(prompt, right) for prompt in order if (right := right_answer(prompt.example)) is not None]
     known = [(prompt, right) for prompt, right in known if len(encode_completion(tokenizer, right)) <= most]
     found = []

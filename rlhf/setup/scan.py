@@ -23,11 +23,9 @@ from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 from rlhf.setup.scan_figures import (
     FEWEST,
-    IN_REACH,
     Figures,
     Recommendation,
     figures_of,
-    in_unit_range,
     is_binary,
     recommend,
 )
@@ -38,7 +36,7 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
 OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
-OF_A_START = ("dry_run", "check", "check_reward")  # not in any recommended command
+OF_A_START = ("dry_run", "memory", "check", "check_reward")  # not in any recommended command
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
     """Sample and score completions of some training prompts with the start model. Raises RunError if too few of them
     have a score."""
     samples = max(config.run.scan_samples, config.group_size)
-    indices = drawn(components.prompts.train, config.run.seed, by_topic=True)[: config.run.scan_prompts]
+    indices = drawn(components.prompts.train, config.run.seed)[: config.run.scan_prompts]
     began, sampled = time.monotonic(), []
     for part in sample_and_score(config, components, indices, samples):
         sampled += part
@@ -92,11 +90,11 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
             f"scan: {len(sampled):,} of {len(indices):,} prompts, {clock(left)} left",
             last=len(sampled) == len(indices),
         )
-    return results_of(config, sampled, len(components.prompts.train), samples)
+    return results_of(config, sampled, samples)
 
 
-def results_of(config: Config, sampled: Sequence[Sampled], available: int, samples: int) -> Scan:
-    """Return the results of a scan. `available`: number of training prompts; `samples`: completions per prompt."""
+def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan:
+    """Return the results of a scan with `samples` completions per prompt."""
     size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
     if not complete:
@@ -112,11 +110,8 @@ def results_of(config: Config, sampled: Sequence[Sampled], available: int, sampl
     overall = part_of(config, complete, group)
     findings = findings_of(sample_figures(config, complete, overall), config.sampling)
     names = {finding.name for finding in findings}
-    scores, raw = [one.shaped for one in complete], [one.raw for one in complete]
-    limits = config.data.keep_pass_rate or IN_REACH
-    # pass rates of unfinished completions select the wrong prompts
-    rates = raw if in_unit_range(raw) and "cut_off" not in names else None
-    found = recommend(scores, rates, config.compared, config.batch.batch_size, available, limits)
+    scores = [one.shaped for one in complete]
+    found = recommend(scores, config.compared, config.batch.batch_size)
     return Scan(
         overall, parts, config.compared, samples, is_binary(scores), None if "nothing" in names else found, findings,
         [(one.texts[0], one.raw[0]) for one in complete[:EXAMPLES]],
@@ -182,7 +177,7 @@ def show_recommendation(config: Config, scan: Scan, found: Recommendation, scree
             screen.say(f"  {reason}")
     elif not scan.findings:
         screen.say("recommended: the settings as they are")
-    changed = {"K": found.K, "batch_size": found.batch_size, "keep_pass_rate": found.keep_pass_rate}
+    changed = {"K": found.K, "batch_size": found.batch_size}
     screen.say("train with:")
     screen.say(f"  {command_with(config, changed, (*OF_A_START, *OF_A_SCAN))}")
 

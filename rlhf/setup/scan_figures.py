@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean, variance
 
-from rlhf.callbacks.findings import FEWEST_IN_REACH
-
 Scores = Sequence[float]
 
 IN_REACH = (0.2, 0.8)  # pass rates between which a prompt is neither too hard nor too easy
 TARGET = 0.7  # smallest share of groups with a difference: at most 30% of the episodes teach nothing
-WORTH_FILTERING = 1.25  # a filter is recommended if the kept prompts have this many times the signal of all prompts
-FEW_BATCHES = 3  # a recommended filter keeps prompts for as many batches, and FEWEST_IN_REACH of all prompts
 FEWEST = 2  # scores of a prompt from which a variance can be estimated
 
 
@@ -98,30 +94,7 @@ class Recommendation:
 
     K: int | None
     batch_size: int | None
-    keep_pass_rate: tuple[float, float] | None
     reasons: list[str]
-
-
-def cross_fitted(
-    selected_by: Sequence[Scores], scores: Sequence[Scores], limits: tuple[float, float]
-) -> tuple[float, list[Scores]]:
-    """Return the share of prompts that a filter keeps, and scores of kept prompts that were not used to select them.
-
-    The share is that of all samples, as the filter uses them. For the scores, half of each prompt's samples selects,
-    the other half is returned, and the other way round. Figures of the samples that selected would be too good.
-
-    Args:
-        selected_by: the scores whose mean must be within `limits`, per prompt.
-        scores: the scores to return, one for each of `selected_by`.
-        limits: smallest and largest mean of a kept prompt.
-    """
-    kept = []
-    for by, values in zip(selected_by, scores, strict=True):
-        middle = len(by) // 2
-        for here, there in ((slice(middle), slice(middle, None)), (slice(middle, None), slice(middle))):
-            if min(len(by[here]), len(by[there])) >= FEWEST:
-                kept += [values[there]] if in_range(by[here], limits) else []
-    return fmean(in_range(by, limits) for by in selected_by), kept
 
 
 def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple[int, float]:
@@ -148,43 +121,21 @@ def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple
     )
 
 
-def recommend(
-    prompts: Sequence[Scores],
-    pass_rates: Sequence[Scores] | None,
-    K: int,
-    batch_size: int,
-    available: int,
-    limits: tuple[float, float] = IN_REACH,
-) -> Recommendation:
-    """Return the recommended K, batch size and prompt filter.
+def recommend(prompts: Sequence[Scores], K: int, batch_size: int) -> Recommendation:
+    """Return the recommended K and batch size.
 
     Args:
         prompts: shaped scores per prompt.
-        pass_rates: scores in [0, 1] per prompt, of the same completions; None: there are none, or they say little, so
-            no filter.
         K: completions per prompt of the run; 1 without groups.
         batch_size: prompts per update of the run.
-        available: number of training prompts.
-        limits: pass rates that the filter keeps.
     """
-    share, kept = cross_fitted(pass_rates, prompts, limits) if pass_rates is not None else (0.0, [])
-    everywhere, episodes, reasons = fmean(map(learning_signal, prompts)), K * batch_size, []
-    signal = fmean(map(learning_signal, kept)) if kept else 0.0
-    size, differ = best_group_size(kept, K, episodes) if kept and K > 1 else (K, 0.0)
-    needed = max(FEWEST_IN_REACH * available, FEW_BATCHES * max(batch_size, episodes // size))
-    filtered = signal >= WORTH_FILTERING * everywhere and share * available >= needed
-    if not filtered and K > 1:
-        size, differ = best_group_size(prompts, K, episodes)
-    if size != K:
-        reached = f"the smallest K that reaches {TARGET:.0%}" if differ >= TARGET else "more than with a smaller K"
-        reasons.append(f"--K {size}: {differ:.0%} of the groups have scores that differ, {reached}")
-        reasons.append(f"--batch-size {episodes // size}: an update keeps its {episodes} episodes")
-    if filtered:
-        words = " ".join(f"{limit:g}" for limit in limits)
-        reasons.append(
-            f"--keep-pass-rate {words}: the learning signal of these prompts is {signal:.3f}, of all prompts "
-            f"{everywhere:.3f}; about {share:.0%} of the {available:,} training prompts stay"
-        )
-    changed = size != K
-    return Recommendation(size if changed else None, episodes // size if changed else None,
-                          limits if filtered else None, reasons)  # fmt: skip
+    episodes = K * batch_size
+    size, differ = best_group_size(prompts, K, episodes) if K > 1 else (K, 0.0)
+    if size == K:
+        return Recommendation(None, None, [])
+    reached = f"the smallest K that reaches {TARGET:.0%}" if differ >= TARGET else "more than with a smaller K"
+    reasons = [
+        f"--K {size}: {differ:.0%} of the groups have scores that differ, {reached}",
+        f"--batch-size {episodes // size}: an update keeps its {episodes} episodes",
+    ]
+    return Recommendation(size, episodes // size, reasons)

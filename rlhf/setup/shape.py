@@ -25,33 +25,23 @@ FLOAT = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Row:
-    """The tokens of a micro-batch. Attention gathers the episodes of a packed row into rectangles, in which they are
-    padded to the longest one."""
+    """The tokens of a micro-batch."""
 
     episodes: int
     completion: int  # completion tokens
     tokens: int
-    queries: int  # tokens of the rectangles of queries
-    keys: int  # tokens of the rectangles of keys, without those of `masked`
-    masked: int = 0  # the same for completions that share a prompt: they need a mask, and one key per query head
-    pairs: int = 0  # query-key pairs of that mask
-    dense: bool = True  # the row is one rectangle, so nothing is gathered
+    padded: int  # tokens if each episode had the length of the longest one: attention gathers such rectangles
 
     @classmethod
     def of(cls, prompts: Sequence[int], length: int, packed: bool, shared: int = 1) -> Row:
         """Return the row of completions of `length` tokens to prompts with these numbers of tokens, in descending
         order. `shared` neighbours have the same prompt, which is then there once."""
-        count, longest = len(prompts), max(prompts)
+        count = len(prompts)
+        padded = count * (max(prompts) + length)
         if not packed:
-            size = count * (longest + length)
-            return cls(count, count * length, size, size, size)
-        run, distinct = length - 1, prompts[::shared]  # nothing is predicted from a completion's last token
-        tokens = sum(distinct) + count * run
-        if len(distinct) == count:
-            size = count * (longest + run)
-            return cls(count, count * length, tokens, size, size, dense=size == tokens)
-        size, masked = len(distinct) * longest, count * (longest + run)
-        return cls(count, count * length, tokens, size + count * run, size, masked, run * masked, dense=False)
+            return cls(count, count * length, padded, padded)
+        tokens = sum(prompts[::shared]) + count * (length - 1)  # nothing is predicted from a completion's last token
+        return cls(count, count * length, tokens, padded)
 
 
 @dataclass(frozen=True)
@@ -115,22 +105,12 @@ class Shape:
         """Return the names of the linear layers of a layer that have adapters."""
         return [name for name in self.sizes if name in targets or ALL_LINEAR in targets]
 
-    def outputs(self, targets: Collection[str]) -> int:
-        """Return the outputs of the adapted linear layers of a layer together."""
-        return sum(self.sizes[name][1] for name in self.adapted(targets))
-
     def adapters(self, rank: int, targets: Collection[str]) -> int:
         """Return the number of weights of LoRA adapters."""
         return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
-    def copied_by_decoder(self, targets: Collection[str]) -> int:
-        """Return the weights of a layer that FusedDecoder copies on a GPU although it computes in their precision:
-        those that it joins or reorders, q and k once more, and those with adapters that it merges."""
-        copied = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}.union(self.adapted(targets))
-        return sum(prod(self.sizes[name]) for name in [*copied, "q_proj", "k_proj"])
-
     def saved_by_layer(self, row: Row, element: int, attention: int, targets: Collection[str] | None) -> int:
-        """Return the bytes that one layer saves for the backward pass over a row.
+        """Return the bytes that one layer saves for the backward pass over a row, rounded up.
 
         Args:
             row: the tokens.
@@ -138,26 +118,12 @@ class Shape:
             attention: bytes of a number in attention.
             targets: the adapted layers; None: all weights are trained.
         """
-        size = 2 * self.hidden * FLOAT + 2 * self.inner * element  # the inputs of both norms; gate and up
-        copied = element < FLOAT  # autocast makes a copy for each layer that needs its input
         adapted = ["o_proj"] if targets is None else self.adapted(targets)  # the others compute their inputs again
-        read = {"qkv" if n[0] in "qkv" else "gate_up" if n[0] in "gu" else n: self.sizes[n][0] for n in adapted}
-        if not copied and row.dense:
-            read.pop("o_proj", None)  # attention has saved it
-        size += (sum(self.sizes[n][0] for n in adapted) if copied else sum(read.values())) * element
-        attended = row.queries * (2 * self.q * attention + self.heads * FLOAT)  # queries, output, log of the sums
-        attended += 2 * (row.keys * self.kv + row.masked * self.q) * attention + row.pairs * attention
-        return row.tokens * size + attended
-
-    def temporary(self, element: int, targets: Collection[str]) -> int:
-        """Return the bytes per token that one layer's forward pass computes and does not save."""
-        rotated = self.q + self.kv  # queries and keys
-        floats = 2 * self.hidden + rotated  # the results of both norms, and the gathered rows
-        # queries and keys before the rotary embedding, and with exchanged halves; values; both halves' outputs; SwiGLU
-        others = 2 * rotated + self.kv + 2 * self.hidden + self.inner
-        return (
-            floats * FLOAT + (others + 3 * self.outputs(targets)) * element
-        )  # of a frozen layer, its adapter, scaled
+        read = sum(self.sizes[name][0] for name in adapted)
+        # the inputs of both norms; gate and up; the inputs of linear layers
+        size = 2 * self.hidden * FLOAT + (2 * self.inner + read) * element
+        # queries, output, and keys and values as if each query head had its own
+        return row.tokens * size + row.padded * 4 * self.q * attention
 
     def forward_peak(self, tokens: int, element: int) -> int:
         """Return the peak bytes of a pass without gradients: hidden states, and the largest tensors of a layer."""

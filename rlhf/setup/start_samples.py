@@ -35,12 +35,12 @@ class Sampled:
     by_function: dict[str, list[float]]  # the values of each reward function, before its weight
 
 
-def drawn(prompts: Sequence[Prompt], seed: int, by_topic: bool) -> list[int]:
-    """Return the indices of all prompts in a random order. With `by_topic` the topics alternate, so that the first
-    ones are spread evenly over the topics."""
+def drawn(prompts: Sequence[Prompt], seed: int) -> list[int]:
+    """Return the indices of all prompts in a random order. The topics alternate, so that the first ones are spread
+    evenly over the topics."""
     topics: dict[str | None, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        topics.setdefault(prompt.example.topic if by_topic else None, []).append(i)
+        topics.setdefault(prompt.example.topic, []).append(i)
     orders = [rng_for(seed, 0, "draw", n).permutation(len(rows)) for n, rows in enumerate(topics.values())]
     mixed = [[rows[i] for i in order] for rows, order in zip(topics.values(), orders, strict=True)]
     return [rows[turn] for turn in range(max(map(len, mixed), default=0)) for rows in mixed if turn < len(rows)]

@@ -237,10 +237,8 @@ class OnPolicyLoop:
             self.progress.count_update(scores, rollout.completions.tokens)
             require_finite_weights(self.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, timer) | stats
-            # 5. next beta: towards the KL target; and the end of the value warm-up
+            # 5. next beta: towards the KL target
             self.adjust_beta(update, metrics)
-            for line in self.policy_optimizer.warmup.after_update(update, metrics):
-                self.session.say(line)
             self.end_update(update, metrics)
             return metrics
 
@@ -256,7 +254,8 @@ class OnPolicyLoop:
     def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
         """Let the KL control set the next beta. After several updates with a KL far above the target,
         --rollback-on-kl loads the weights from before them."""
-        for warning in self.kl.after_update(update, metrics, self.policy_optimizer.warmup.covers(update)):
+        only_critic = update <= self.config.critic.critic_warmup
+        for warning in self.kl.after_update(update, metrics, only_critic):
             self.session.say(warning)
         if self.config.run.rollback_on_kl and self.kl.runaways >= MAX_CONSECUTIVE_SKIPS:
             self.session.roll_back(update - self.kl.runaways)

@@ -20,7 +20,6 @@ from rlhf.trainer.passes import ForwardPasses, Pass
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
-from rlhf.trainer.warmup import CriticWarmup
 from rlhf.utils.processes import rank
 from rlhf.utils.rng import rng_for
 
@@ -30,7 +29,6 @@ class PolicyOptimizer:
 
     def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
         self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
-        self.warmup = CriticWarmup(config, progress)
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -96,7 +94,7 @@ class PolicyOptimizer:
         except Exception as found:
             error = found
         stats = add_up_gradients(self.host.model.parameters(), stats, error)
-        if self.warmup.covers(self.host.state.global_step + 1):
+        if self.host.state.global_step < self.config.critic.critic_warmup:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         # detail 34: clipped (37 details, 11). Otherwise one bad minibatch can move the weights far.
@@ -107,28 +105,27 @@ class PolicyOptimizer:
     def gradients(self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True) -> dict:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
 
-        With the fused head, the language-model head and the loss run chunk by chunk, and each chunk's backward pass
-        stops at the hidden states. So the logits of only one chunk are in memory. Finally one backward pass of the
-        backbone uses the gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss.
-        Without `entropy`, the statistics have none, unless the loss has an entropy bonus.
+        The language-model head and the loss run chunk by chunk, and each chunk's backward pass stops at the hidden
+        states. So the logits of only one chunk are in memory. Finally one backward pass of the backbone uses the
+        gradients of all chunks. `tokens` is the number of tokens of the minibatch in the loss. Without `entropy`, the
+        statistics have none, unless the loss has an entropy bonus.
         """
         how = "gradient" if self.config.batch.entropy_coef > 0 else "value" if entropy else "none"
-        fused, (micro_batch, hidden) = self.config.speed.fused_head, forward
+        micro_batch, hidden = forward
         allowed = experience.completions.allowed_mask(micro_batch)
-        leaf = hidden.detach().requires_grad_() if fused else hidden
+        leaf = hidden.detach().requires_grad_()
         stats: dict[str, Tensor] = {}
-        for rows, positions in self.chunks(micro_batch) if fused else [(slice(None), slice(None))]:
+        for rows, positions in self.chunks(micro_batch):
             limits = None if allowed is None else allowed[positions]
             with autocast(self.passes.device, self.passes.dtype):
                 outputs = self.host.actor.forward_heads(
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
-                    self.passes.temperature, limits, how, fused,
+                    self.passes.temperature, limits, how,
                 )  # fmt: skip
             loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], outputs, tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
-        if fused:
-            hidden.backward(leaf.grad)
+        hidden.backward(leaf.grad)
         if how == "none":
             stats.pop("policy/entropy", None)
         return stats

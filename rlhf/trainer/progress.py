@@ -18,7 +18,6 @@ class Progress:
     last_good_update: int = 0  # number of the latest update whose weights gave finite gradients in the next update
     skipped: int = 0  # skipped updates
     skipped_in_a_row: int = 0
-    explained: list[float] = field(default_factory=list)  # explained variance of the updates of the critic warm-up
     scores: list[float] = field(default_factory=list)  # lowest and highest score so far
     functions: dict[str, list[float]] = field(default_factory=dict)  # the same of each function, before its weight
 

@@ -71,6 +71,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
     trainer.kl.load_state_dict(state["kl"])
     trainer.this_epoch = state["this_epoch"]
+    state["progress"].pop("explained", None)  # in older checkpoints
     vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place, because other objects share it
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer

@@ -1,4 +1,4 @@
-"""Renders self-contained HTML and Markdown pages from templates/. Text from models is escaped."""
+"""Renders self-contained HTML pages and the model card (Markdown) from templates/. Text from models is escaped."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from rlhf.utils.errors import RLHFWarning
 
@@ -146,17 +146,6 @@ def gpu_driver() -> str | None:
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def new_process_group() -> dict[str, Any]:
-    """Return arguments of subprocess.Popen with which a terminal's Ctrl-C does not reach the new process."""
-    return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if WINDOWS else {"start_new_session": True}
-
-
-def send_stop(process: subprocess.Popen) -> None:
-    """Send the signal that stops a run to a process of `new_process_group`."""
-    with contextlib.suppress(OSError):  # it has ended
-        process.send_signal(signal.CTRL_BREAK_EVENT if WINDOWS else signal.SIGINT)
 
 
 # --- network ---------------------------------------------------------------------------------------------------------

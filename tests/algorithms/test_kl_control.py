@@ -74,13 +74,6 @@ def test_band_includes_its_limits():
     assert not in_band(2.99, 6.0) and not in_band(9.01, 6.0)
 
 
-def test_boundaries_set_the_phases():
-    targets = [KLTarget(t, "token") for t in (0.05, 0.02, 0.01)]
-    controller = KLController(0.1, targets, 20, updates=100, boundaries=(0.5, 0.9))
-    assert [(a, b, t.nats) for a, b, t in controller.phases] == [(1, 50, 0.05), (51, 90, 0.02), (91, 100, 0.01)]
-    assert [controller.target_of(u).nats for u in (0, 50, 51, 90, 91, 500)] == [0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
-
-
 def test_controller_changes_beta_within_a_phase():
     """KL 0.03 per token, targets 0.05 and then 0.02: the clipped error is -0.2, then 0.2. 10 episodes, horizon 20."""
     controller = KLController(1.0, [KLTarget(0.05, "token"), KLTarget(0.02, "token")], 20, updates=4)
@@ -192,9 +185,9 @@ def test_default_horizon_matches_values_computed_by_hand():
     assert default_horizon(3, 64) == 128
     assert default_horizon(100_000, 8) == 10_000
     assert default_horizon(2, 8_192) == 16_384
-    config = parse_cli("--num-iterations 800 --kl-schedule phased --kl-boundaries 0.1 0.5".split())
-    assert kl_controller(config, 800).horizon == default_horizon(80, 4) == 27
-    assert with_horizon(config, 800).kl.kl_horizon == 27
+    config = parse_cli("--num-iterations 800 --kl-schedule phased".split())
+    assert kl_controller(config, 800).horizon == default_horizon(266, 4)
+    assert with_horizon(config, 800).kl.kl_horizon == 89
     assert with_horizon(parse_cli(["--kl-horizon", "5"]), 800).kl.kl_horizon == 5
     assert with_horizon(parse_cli(["--kl-schedule", "fixed"]), 800).kl.kl_horizon is None
 

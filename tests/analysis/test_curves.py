@@ -246,12 +246,12 @@ def test_kl_targets_are_read_from_the_run(tmp_path):
         return read_curves(run)
 
     adaptive = read("adaptive")
-    assert adaptive.aim == ((KLTarget(3.0, "sequence"),), (), False)
+    assert adaptive.aim == ((KLTarget(3.0, "sequence"),), False)
     phased = read("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
-    assert phased.aim == ((KLTarget(0.05, "token"), KLTarget(0.02, "token")), (0.5,), False)
+    assert phased.aim == ((KLTarget(0.05, "token"), KLTarget(0.02, "token")), False)
     assert [str(phased.targets.target_of(u)) for u in (5, 6)] == ["0.05/token", "0.02/token"]
     (tmp_path / "fixed.yaml").write_text("kind: recipe\nkl_schedule: fixed\nkl_target: 2/sequence\n")
-    assert read("named", recipe=str(tmp_path / "fixed.yaml")).aim == ((KLTarget(2.0, "sequence"),), (), True)
+    assert read("named", recipe=str(tmp_path / "fixed.yaml")).aim == ((KLTarget(2.0, "sequence"),), True)
     assert read("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim is None
 
 

@@ -17,7 +17,6 @@ from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
-from rlhf.utils.html import markdown_cell
 from tests.analysis.test_verdict import group, judge_runs
 from tests.shapes import make_reward_model
 
@@ -184,9 +183,9 @@ def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
     assert report["at_equal"][0]["differences"][0]["by"] == "judge"
     assert {"judge", "judge/has_e"} <= report["figures"]["PPO"]["1"].keys()
     printed = re.sub(r"\s+", " ", capsys.readouterr().out)
-    markdown = (tmp_path / "out" / "comparison.md").read_text()
+    page = (tmp_path / "out" / "comparison.html").read_text()
     for label in ("judge like", "judge has_e", "pass@1, has_e", "PPO - GRPO, judge has_e"):
-        assert markdown_cell(label) in markdown
+        assert label in page
     assert "judge has_e" in printed and "pass@1, has_e" in printed
 
 

@@ -1,4 +1,4 @@
-"""Tests the stored samples of the start model, arms as proposals, and the other ways in which checkers are sampled."""
+"""Tests the stored samples of the start model, and the other ways in which checkers are sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
-from rlhf.analysis.start_samples import read_samples, sample_start, with_proposals
+from rlhf.analysis.start_samples import read_samples, sample_start
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import worked_examples
 from rlhf.settings.evaluation import MeasureSettings
@@ -87,23 +87,6 @@ def test_samples_are_not_used_for_other_token_ids_or_another_model(settings, oth
         change_first_weight(start / "model.safetensors")
     sample_start(again, 0, 2, tmp_path / "s.json", Screen())
     assert json.loads((tmp_path / "s.json").read_text())["key"] != json.loads(before)["key"]
-
-
-def test_weights_of_a_mixture_of_proposals(settings, other, tmp_path):
-    """The start model has 4 of 6 completions of a prompt, the arm 2. On its own completions, the arm's log ratio is
-    its KL: the weight is start / (4/6 start + 2/6 arm) = 1 / (4/6 + 2/6 e^KL)."""
-    evaluator, (model,) = evaluator_of(other, settings)
-    samples = sample_start(evaluator, 0, 4, tmp_path / "s.json", Screen())
-    results = evaluator.evaluate(model, Screen())
-    scores, weights = with_proposals(evaluator, samples, [(model, results)], Screen())
-    assert scores.tolist() == np.concatenate([samples.scores, results.scores], axis=1).tolist()
-    assert weights[:, 4:] == pytest.approx(-np.log(4 / 6 + 2 / 6 * np.exp(results.kl)), abs=1e-5)
-    assert np.abs(results.kl).max() > 0.1 and weights.max() < np.log(6 / 4)
-    assert with_proposals(evaluator, samples, [], Screen())[1] is None
-    checked = dataclasses.replace(samples, scores=np.ones_like(samples.scores))
-    assert with_proposals(evaluator, checked, [(model, results)], Screen())[1] is None, "exact in the pass rates"
-    evaluator.tokenizers[model.source].chat_template = None
-    assert with_proposals(evaluator, samples, [(model, results)], Screen())[1] is None, "other prompts"
 
 
 def test_checkers_are_sampled_in_other_ways(settings, other, tmp_path):

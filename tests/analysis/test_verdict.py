@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlhf.analysis.best_of_n import best_of_n
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.analysis.limit import best_of_n, limit_of
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.verdict import START as START_NAME
 from rlhf.analysis.verdict import Arm, Evidence, Verdict, best_of_arm, contrast, judge_arms
@@ -253,7 +253,7 @@ def test_verdict_of_one_group_reports_what_it_cannot_show(snapshot):
     snapshot(*verdict.sentences)
 
 
-# --- KL, the limit and baselines -------------------------------------------------------------------------------------
+# --- KL and baselines ------------------------------------------------------------------------------------------------
 
 
 def at_kl(*differences: tuple[float, float]) -> list[dict]:
@@ -282,19 +282,17 @@ def test_arms_at_unlike_kl_are_better_only_if_they_are_at_equal_kl(rows, better,
     snapshot(sentence)
 
 
-def test_share_of_the_limit_and_the_worth_in_samples(snapshot):
-    """Scores of the start model are 0 or 1 with probability 1/2, those of the arm are 1 with 3/4: the limit at the
-    arm's KL of 0.2 nats is just above 0.8."""
+def test_the_worth_in_samples(snapshot):
+    """Scores of the start model are 0 or 1 with probability 1/2, those of the arm are 1 with 3/4, as of best-of-2."""
     start = replace(START, scores=np.tile([0.0, 1.0], (64, 2)), judged={}, kl=np.zeros((64, 4)))
     samples = replace(start, scores=np.tile([0.0, 1.0], (64, 32)))
+    best = best_of_n(samples.scores, {})
     arm = replace(start, scores=np.tile([0.0, 1.0, 1.0, 1.0], (64, 1)), kl=np.full((64, 4), 0.2))
-    limit, best = limit_of(samples.scores), best_of_n(samples.scores, {})
-    sentence = judge_runs([group("PPO", arm)], start, None, 1, limit=limit, best=best).sentences[0]
-    share = 0.25 / (limit.at(0.2) - 0.5)
-    assert f"{share:.0%}" in sentence and "best-of-2" in sentence and 0.7 < share < 0.85
-    far = replace(arm, kl=np.full((64, 4), 5.0))
-    beyond = judge_runs([group("PPO", far)], start, None, 1, limit=limit, best=best).sentences[0]
-    assert f"{limit.kl[-1]:.2f}" in beyond and "%" not in beyond.partition("perplexity")[2]
+    sentence = judge_runs([group("PPO", arm)], start, None, 1, best=best).sentences[0]
+    assert "best-of-2" in sentence
+    above = replace(arm, scores=np.full((64, 4), 2.0))
+    beyond = judge_runs([group("PPO", above)], start, None, 1, best=best).sentences[0]
+    assert f"all n up to {samples.scores.shape[1]}" in beyond
     snapshot(sentence, beyond)
 
 
@@ -325,16 +323,9 @@ def test_the_k_with_which_the_start_model_is_ahead():
     assert "pass@2" in note and "1.000" in note and "0.750" in note
 
 
-def test_verdict_tells_from_how_many_samples_the_limit_is(snapshot):
-    limit = limit_of(np.random.default_rng(0).normal(size=(64, 64)))
-    verdict = judge_runs([group("PPO", completions(1.0))], completions(0.0), None, 1, limit=limit)
-    (note,) = [c for c in verdict.caveats if "64 samples" in c]
-    snapshot(note)
-
-
-def test_comparison_without_any_score_has_no_limit_and_an_unknown_kl_of_best_of_n():
+def test_comparison_without_any_score_has_an_unknown_kl_of_best_of_n():
     nothing = replace(START, scores=np.full((64, 4), np.nan), judged={}, ids=[[1]] * 256)
-    assert limit_of(nothing.scores) is None and best_of_n(nothing.scores, {}) is None
+    assert best_of_n(nothing.scores, {}) is None
     arm = best_of_arm(nothing, 2, None)
     assert arm.measured[0].kl is None
     verdict = judge_runs([group("PPO", completions(1.0)), arm], nothing, None, 1)

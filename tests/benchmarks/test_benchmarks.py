@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from benchmarks import operators, scaling_model
-from benchmarks.techniques import TECHNIQUES
+from benchmarks import operators
 from benchmarks.work import Work, make_models
 from tests.scripts.test_scripts import ROOT, run
+from tests.test_structure import imports_of, module_of
 
-SCRIPTS = ("against_trl", "cost_curve", "demo_checker", "epoch", "gpu_limits", "gpu_plan", "knobs", "memory", "on_gpu",
-           "operators", "processes", "real_smollm2", "reference_pipeline", "scan_against_rise", "scan_each_topic",
-           "side_by_side", "stock_sums", "techniques")  # fmt: skip
+SCRIPTS = ("against_trl", "epoch", "gpu_limits", "memory", "on_gpu", "operators", "processes", "real_smollm2",
+           "reference_pipeline", "side_by_side", "stock_sums")  # fmt: skip
 TINY = ["--size", "tiny", "--device", "cpu", "--threads", "1"]
 SHORT = [*TINY, "--prompt-length", "8", "--ppo-epochs", "2"]
 
@@ -53,21 +53,6 @@ def test_against_trl_reports_equal_work(tmp_path):
 
 
 @pytest.mark.ci
-def test_cost_curve_writes_json_and_picture(tmp_path):
-    flags = ["--algorithm", "grpo", "--K", "2", "--batch-size", "2", "--reply-length", "4", "--repeats", "1",
-             "--max-batch", "2", "--max-length", "32", "--picture", str(tmp_path / "curve.png")]  # fmt: skip
-    found, _ = figures(tmp_path, "cost_curve", *SHORT, *flags)
-    batch, length = found["curves"]["batch"], found["curves"]["length"]
-    assert [(p["size"], p["completion_tokens"]) for p in batch] == [(1, 1 * 2 * 4), (2, 2 * 2 * 4)]
-    assert [(p["size"], p["completion_tokens"]) for p in length] == [(16, 2 * 2 * 16), (32, 2 * 2 * 32)]
-    for points in (batch, length):
-        one, other = (p["seconds"] / p["completion_tokens"] for p in points)
-        assert points[1]["ratio"] == pytest.approx(other / one)
-    assert found["within"] == (max(found["largest_ratio"].values()) <= 1.2)
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.ci
 def test_operators_of_the_tiny_model(tmp_path):
     """The limits are two thirds of the counts before the own forward pass (docs/performance.md, "Operators"). The
     optimizer step has 4 more, because the critic has its own parameter groups."""
@@ -77,25 +62,6 @@ def test_operators_of_the_tiny_model(tmp_path):
     assert 100 < counts["decoding step"]["operator"] <= 198 * 2 / 3
     assert 200 < counts["micro-batch"]["operator"] <= 665 * 2 / 3
     assert counts["micro-batch"]["operator"] < counts["optimizer step"]["operator"] <= 695 * 2 / 3 + 4
-
-
-@pytest.mark.ci
-def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
-    """Layers by hand: the reference rollout takes 16 steps for each of 4 batches. Two prompts of 8 tokens
-    have 6 completions each, and the last token of a completion is not an input of the model."""
-    sizes = ["--batch-size", "4", "--prompt-length", "16", "--reply-length", "16", "--pairs", "1"]
-    techniques = figures(tmp_path, "techniques", *TINY, *sizes)[0]["techniques"]
-    assert set(techniques) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a GPU"
-    for name, result in techniques.items():
-        tokens, seconds = result["completion_tokens"], result["seconds"]
-        assert tokens["ours"] == tokens["plain"] > 0, name
-        assert seconds["plain"] / seconds["ours"] == pytest.approx(result["ratio"]["median"])
-    assert techniques["rollout"]["same_tokens"] == techniques["rollout_stopping"]["same_tokens"] == 1.0
-    assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
-    assert techniques["shared_prompt"]["layer_tokens"] == {"ours": 2 * 8 + 12 * 15, "plain": 12 * 8 + 12 * 15}
-    assert techniques["packed"]["layer_tokens"]["ours"] < techniques["packed"]["layer_tokens"]["plain"]
-    for name in ("fused_head", "fused_head_frozen"):
-        assert 0 < techniques[name]["peak_bytes"]["ours"] < techniques[name]["peak_bytes"]["plain"], name
 
 
 @pytest.mark.proof
@@ -111,8 +77,6 @@ def test_epoch_benchmark_reports_how_much_is_extrapolated(tmp_path):
         assert side["completion_tokens_per_s"] == pytest.approx(8 * 6 / seconds)
 
 
-def test_estimate_for_several_gpus_is_the_table_in_the_docs():
-    """A ring of N GPUs sends 2 (N - 1) messages of 1 / N of the gradients."""
-    link = scaling_model.Link("a link", bytes_per_s=10.0, latency_s=0.5)
-    assert scaling_model.sum_seconds(40.0, 4, link) == pytest.approx(6 * (10 / 10 + 0.5))
-    assert "\n".join(scaling_model.table()) in (ROOT / "docs" / "several_gpus.md").read_text(encoding="utf-8")
+def test_benchmarks_import_one_another_in_one_direction():
+    imports = {module_of(file): imports_of(file) for file in (ROOT / "benchmarks").glob("*.py")}
+    TopologicalSorter(imports).prepare()  # raises CycleError

@@ -1,15 +1,11 @@
-"""Tests the arithmetic of benchmarks/gpu_limits.py against hand-worked numbers, and the forecasts of gpu_plan.py."""
+"""Tests the arithmetic of benchmarks/gpu_limits.py against hand-worked numbers."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
 
-from benchmarks import gpu_limits, gpu_plan
+from benchmarks import gpu_limits
 from benchmarks.gpu_limits import GPU, GPUS, gpu_named
-from rlhf.setup import memory
 from rlhf.setup.shape import Shape
 from tests.documents import ROOT
 
@@ -56,16 +52,3 @@ def test_the_page_has_the_printed_table(capsys):
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
     missing = [row for row in cells if f"| {' | '.join(row[1:])} |" not in page]
     assert len(cells) == 8 and not missing
-
-
-def test_a_plan_for_gpus_needs_the_config_of_the_model_only(tmp_path, capsys, monkeypatch):
-    """SmolLM2-135M's shape with the recipe qwen3-gsm8k. A size that is too small is reported."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    monkeypatch.setattr(memory, "installed", memory.installed)  # the script replaces both
-    configs = json.loads((ROOT / "tests/models/published_configs.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(configs["HuggingFaceTB/SmolLM2-135M-Instruct"]))
-    gpu_plan.main(["--model", str(tmp_path), "--sizes", "1GB", "24GB"])
-    first, free, small, large = capsys.readouterr().out.splitlines()
-    assert "134,515,008" in first and "without --fit" in free
-    assert small.startswith("1GB: does not fit") and "--use-lora" in small
-    assert large.startswith("24GB: predicted peak") and "nothing is changed" in large

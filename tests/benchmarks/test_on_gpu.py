@@ -163,7 +163,7 @@ def test_section_over_its_time_limit_is_ended_with_its_child_processes():
 
 LEFT = """
 import subprocess, sys, time
-from benchmarks.gpu_section import end_with_the_call
+from benchmarks.run_section import end_with_the_call
 end_with_the_call()
 waits = "import sys, time; sys.stdin.read(); print(1, flush=True); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", waits])

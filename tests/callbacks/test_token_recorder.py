@@ -9,6 +9,7 @@ import torch
 
 from rlhf.algorithms.objectives import td_errors
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.callbacks import token_recorder
 from rlhf.checkpoints.token_record import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
 from tests.conftest import BY_TIER, attach
 
@@ -27,9 +28,9 @@ class BatchRecorder:
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
-def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm):
-    trainer = build("--record-tokens", "--record-every", 2, "--record-prompts", 2,
-                    "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)  # fmt: skip
+def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm, monkeypatch):
+    monkeypatch.setattr(token_recorder, "UPDATES", 2)
+    trainer = build("--record-tokens", "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)
     attach(trainer)
     recorder = BatchRecorder()
     trainer.add_callback(recorder)

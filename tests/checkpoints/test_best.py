@@ -98,8 +98,7 @@ def test_without_a_kl_target_there_is_no_kl_limit():
     ],
 )
 def test_limit_of_perplexity(learned, by_start, kl_limited, ratio):
-    assert perplexity_limit(None, learned, by_start, kl_limited).ratio == ratio
-    assert perplexity_limit(1.5, learned, by_start, kl_limited).ratio == 1.5, "the user's limit always applies"
+    assert perplexity_limit(learned, by_start, kl_limited).ratio == ratio
 
 
 def test_checker_on_a_real_model_gives_its_last_evaluation(snapshot):
@@ -108,7 +107,7 @@ def test_checker_on_a_real_model_gives_its_last_evaluation(snapshot):
     rows = [(0.039, 0.0, 5.39), (0.258, 4.6, 6.42), (0.422, 6.8, 7.70), (0.49, 6.9, 8.81)]
     run = [Candidate(10 * i, score, kl, 10.0, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
     assert choose(run, "score", GATE)[0] == 0
-    best, why = choose(run, "score", perplexity_limit(None, learned=False, by_start=True, kl_limited=True))
+    best, why = choose(run, "score", perplexity_limit(learned=False, by_start=True, kl_limited=True))
     assert best == 3 and "1.5 x" in why and "1.1 x" not in why
     snapshot(why)
 
@@ -116,7 +115,7 @@ def test_checker_on_a_real_model_gives_its_last_evaluation(snapshot):
 def test_checker_without_a_kl_target_gives_the_evaluation_before_a_collapse():
     rows = [(0.25, 0.0, 3.0), (0.6, 4.0, 4.0), (0.02, 90.0, 900.0), (0.0, 200.0, 9e9)]
     run = [Candidate(10 * i, score, kl, None, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
-    assert choose(run, "score", perplexity_limit(None, False, True, False))[0] == 1
+    assert choose(run, "score", perplexity_limit(False, True, False))[0] == 1
 
 
 @pytest.mark.parametrize(("by_start", "target"), [(False, None), (False, 6.0), (True, None), (True, 6.0)])
@@ -124,7 +123,7 @@ def test_learned_score_that_rises_in_a_collapse_is_never_the_best(by_start, targ
     """A learned score has at least one limit: KL, perplexity, or both."""
     rows = [(0.0, 0.0, 5.0), (0.5, 4.0, 5.5), (1.4, 90.0, 50.0), (1.9, 200.0, 900.0)]
     run = [Candidate(10 * i, score, kl, target, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
-    assert choose(run, "score", perplexity_limit(None, True, by_start, target is not None))[0] == 1
+    assert choose(run, "score", perplexity_limit(True, by_start, target is not None))[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -232,8 +232,7 @@ def test_training_on_hostile_data_gives_safe_reports(configured, tmp_path, capsy
     file.write_text("\n".join(map(json.dumps, rows)))
     train_ppo.main(["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
                     str(file), "--output", config.run.output, "--num-iterations", "2", "--max-new-tokens", "6",
-                    "--prompt-length", "250", "--allow-weak-reward-model", "--record-tokens", "--record-every", "1"]
-                   )  # fmt: skip
+                    "--prompt-length", "250", "--allow-weak-reward-model", "--record-tokens"])  # fmt: skip
     printed = capsys.readouterr().out
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", printed)
     run, written = Path(config.run.output), {row["question"] for row in rows}

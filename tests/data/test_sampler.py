@@ -12,6 +12,7 @@ import pytest
 import train_ppo
 from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
+from rlhf.callbacks import token_recorder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import make_config, parse_cli
@@ -162,8 +163,9 @@ def topic_flags(start_model, reward_folder, topic_file, tmp_path):
     return make
 
 
-def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys, snapshot):
-    train_ppo.main(topic_flags("--record-tokens", "--record-every", "1"))
+def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys, snapshot, monkeypatch):
+    monkeypatch.setattr(token_recorder, "UPDATES", 1)
+    train_ppo.main(topic_flags("--record-tokens"))
     output = capsys.readouterr().out
     (topics,) = [line for line in output.splitlines() if line.strip().startswith("topics")]
     assert " 3, 3 updates" in topics and ": tea & cake (" in topics

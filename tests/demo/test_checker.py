@@ -21,16 +21,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demo_checker import CONTROL, checker_runs
+from benchmarks import checker_start_model
+from benchmarks.checker_start_model import PRETRAINING, corpus, right_share
+from benchmarks.pretraining import rebuild_command
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import split_examples
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.demo import checker_parts, checker_start_model, ready
+from rlhf.demo import checker_parts, ready
 from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
-from rlhf.demo.checker_start_model import PRETRAINING, WEIGHTS, corpus, right_share
 from rlhf.demo.pairs import sample_answers
-from rlhf.demo.pretraining import rebuild_command
+from rlhf.demo.ready import CHECKER_WEIGHTS as WEIGHTS
 from rlhf.rewards.eval_functions import exact_match
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
@@ -219,7 +220,7 @@ def test_shipped_start_model_is_small_and_ends_its_answers():
 def test_rebuild_command_trains_and_saves_a_start_model(tmp_path, capsys):
     """Two steps; the tokenizer is that of the shipped model."""
     few = replace(PRETRAINING, steps=2)
-    rebuild_command(few, WEIGHTS, "rlhf.demo.checker_start_model", ["--rebuild", "--folder", str(tmp_path)])
+    rebuild_command(few, WEIGHTS, "benchmarks.checker_start_model", ["--rebuild", "--folder", str(tmp_path)])
     assert f"rebuilt {tmp_path}" in capsys.readouterr().out
     shipped = AutoModelForCausalLM.from_pretrained(WEIGHTS)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == shipped.num_parameters()
@@ -322,6 +323,5 @@ def test_every_algorithm_and_seed_learns_within_four_minutes(project, algorithm,
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_exchanged_scores_teach_nothing(project, algorithm, seed):
-    (control,) = (one for one in checker_runs([int(seed)]) if (one.algorithm, one.name) == (algorithm, CONTROL))
-    _, figures = trained(project, algorithm, seed, *control.words)
+    _, figures = trained(project, algorithm, seed, "--control", "shuffled", "--eval-func", "exact_match")
     assert abs(figures["eval/exact_match_after"] - figures["eval/exact_match_before"]) <= 0.05

@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.pretraining import prompt_text
+from benchmarks.start_model import GOOD_SHARE, corpus
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
-from rlhf.demo.pretraining import prompt_text
-from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus
+from rlhf.demo.ready import WEIGHTS
 from rlhf.demo.tasks import (
     FLAWS,
     demonstration,

@@ -1,4 +1,4 @@
-"""Tests that need two GPUs: gradients added up by NCCL, and seeds in parallel on one GPU each."""
+"""Tests that need two GPUs: gradients added up by NCCL, and seeds that two processes share, on one GPU each."""
 
 from __future__ import annotations
 
@@ -45,9 +45,18 @@ def test_two_gpus_train_like_one(tmp_path, algorithm):
         assert largest_gap(load_file(file), load_file(tmp_path / "two" / file.name)) < 1e-3
 
 
-def test_seeds_in_parallel_use_both_gpus(tmp_path):
+def test_two_processes_share_the_seeds_on_one_gpu_each(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     argv = [word for word in words("ppo", inputs, tmp_path / "run") if word not in ("--seed", "7")]
-    printed = run(tmp_path, [], ROOT / "train_ppo.py", *argv, "--seeds", 1, 2, "--parallel")
-    assert "GPU 0, GPU 1" in printed and "PPO, 2 seeds" in printed
-    assert all("cuda" in (tmp_path / f"run_seed{seed}.log").read_text(encoding="utf-8") for seed in (1, 2))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "train_ppo.py", *map(str, argv), "--seeds", "1", "2"], cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for gpu in "01"
+    ]  # fmt: skip
+    printed = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert any("PPO, 2 seeds" in text for text in printed) and all("cuda" in text for text in printed), printed
+    assert len({RunRecord.read(tmp_path / f"run_seed{seed}").pid for seed in (1, 2)}) == 2

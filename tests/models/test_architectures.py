@@ -337,7 +337,7 @@ def test_critic_learns_under_ppo(run):
 
 def test_memory_can_be_predicted(run):
     predicted = estimator_of(run.trainer)(run.trainer.config)
-    parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
+    parts = [*predicted.held.values(), *(size for parts in predicted.phases.values() for size in parts.values())]
     assert all(size >= 0 for size in parts)
     assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]
 
@@ -354,12 +354,12 @@ def name(request) -> str:
 
 @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
 def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, monkeypatch):
-    """Covers models whose attention cannot be replaced: padded rows, plain decoding, autograd's head, and the model's
-    own attention, in which dropout would act."""
+    """Covers models whose attention cannot be replaced: padded rows, plain decoding, and the model's own attention, in
+    which dropout would act."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[FAMILIES[name].kind]
     monkeypatch.setattr(kind, "_supports_attention_backend", False)
     output, killed = tmp_path / "run", tmp_path / "killed"
-    seen = train(make_flags(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
+    seen = train(make_flags(name, "full", algorithm), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
     assert not run.trainer.passes.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
     test_training_starts_at_the_start_model(run)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.torch_version import TorchVersion
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,13 +22,12 @@ from transformers import (
 from rlhf.data.prompts import Prompt
 from rlhf.models import packing
 from rlhf.models.actor_critic import Actor, places_of, scatter_to_padded
-from rlhf.models.attention import VARLEN, PackedLayout, VarlenLayout, packable
+from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, token_batch
 from rlhf.trainer.passes import ForwardPasses
-from rlhf.utils.errors import UserError
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -107,75 +105,6 @@ def test_packed_equals_padded(model, groups, rows):
     assert float(found[0][1].abs().max()) > 1e-3
 
 
-def varlen_attn(query, key, value, starts_q, starts_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """varlen_attn of torch.nn.attention.varlen for a causal mask, written out: torch raises on a CPU."""
-    assert starts_q.dtype == starts_k.dtype == torch.int32 and enable_gqa == (query.shape[1] > key.shape[1])
-    assert (max_q, max_k) == tuple(int(starts.diff().max()) for starts in (starts_q, starts_k)) and window_size[1] == 0
-    assert (int(starts_q[-1]), int(starts_k[-1])) == (len(query), len(key))
-    groups, scale, out = query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5, []
-    for (first_q, end_q), (first_k, end_k) in zip(
-        *(s.unfold(0, 2, 1).tolist() for s in (starts_q, starts_k)), strict=True
-    ):
-        for at in range(first_q, end_q):
-            last = end_k - (end_q - at)  # the last query attends to the last key
-            first = first_k if window_size[0] < 0 else max(first_k, last - window_size[0])
-            seen, values = (x[first : last + 1].repeat_interleave(groups, 1) for x in (key, value))
-            weights = (torch.einsum("hd,khd->hk", query[at], seen) * scale).softmax(-1)
-            out.append(torch.einsum("hk,khd->hd", weights, values))
-    return torch.stack(out)
-
-
-@pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0), (2, 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3], [2]], ids=str)
-def test_indices_for_varlen_attention(model, groups, rows, monkeypatch):
-    """Compares its layout with the rectangles: hidden states and gradients, with shared prompts and windows."""
-    if model.config.model_type == "gemma2":  # soft-capped scores
-        monkeypatch.setattr(packing._Plan, "layout", packing._Plan.varlen_layout)
-        with pytest.raises(UserError, match=VARLEN):
-            PackedMicroBatch(episodes(groups), rows).forward(backbone_of(model))
-        return
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    assert_same_results(model, groups, rows, monkeypatch, 1e-5)
-
-
-def assert_same_results(model, groups, rows, monkeypatch, tolerance):
-    found = []
-    for layout in (packing._Plan.layout, packing._Plan.varlen_layout):
-        monkeypatch.setattr(packing._Plan, "layout", layout)
-        model.zero_grad()
-        hidden = PackedMicroBatch(episodes(groups, model.device), rows).forward(backbone_of(model))
-        (hidden * torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)).sum().backward()
-        grads = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
-        found.append((hidden.detach(), grads))
-    for rectangles, varlen in zip(*found, strict=True):
-        assert_close(varlen, rectangles, rtol=0, atol=tolerance * float(rectangles.abs().max()))
-
-
-def test_varlen_attention_refuses_a_torch_without_its_arguments(monkeypatch):
-    monkeypatch.setattr(packing._Plan, "layout", packing._Plan.varlen_layout)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    with pytest.raises(UserError, match=VARLEN):
-        PackedMicroBatch(episodes(), [0, 1]).forward(backbone_of(make_model("llama", 0)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="varlen_attn has no enable_gqa before torch 2.12")
-@pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)
-def test_varlen_attention_on_a_gpu(groups, monkeypatch):
-    """In bfloat16, within 3%: both kernels round."""
-    model = make_model("mistral, a window of 5", 0).to("cuda", torch.bfloat16)
-    assert_same_results(model, groups, [0, 1, 2, 3], monkeypatch, 3e-2)
-
-
-def test_varlen_attention_is_chosen_by_an_environment_variable_on_gpus_only(monkeypatch):
-    monkeypatch.setenv(VARLEN, "1")
-    assert isinstance(PackedMicroBatch(episodes(), [0, 1]).layout, PackedLayout)
-    monkeypatch.setattr(packing, "on_device", lambda device, numbers: torch.from_numpy(np.ascontiguousarray(numbers)))
-    assert isinstance(packing.pack_rows([3, 2], torch.device("cuda"))[1], VarlenLayout)
-    monkeypatch.delenv(VARLEN)
-    assert isinstance(packing.pack_rows([3, 2], torch.device("cuda"))[1], PackedLayout)
-
-
 @pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)
 def test_padding_of_rectangles_changes_no_result(model, groups, monkeypatch):
     """Hidden states and gradients are bit-identical to those with another index in the padding: the row's first."""
@@ -240,6 +169,14 @@ def test_gradient_checkpointing_keeps_the_packed_layout(model):
 # --- the head --------------------------------------------------------------------------------------------------------
 
 
+def by_autograd(model, hidden, tokens, temperature, allowed, entropy):
+    """Returns log-probs and entropies as `token_logprobs` does, from logits that autograd differentiates."""
+    logits = model.lm_head(hidden).float() / temperature
+    logits = logits if allowed is None else logits.masked_fill(~allowed, -1e9)
+    every = logits.log_softmax(-1)
+    return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1).detach()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -253,13 +190,11 @@ def test_fused_head_matches_autograd(dtype, tolerance, filtered, frozen):
     allowed = torch.rand(50, 60) < 0.7
     allowed[torch.arange(50), tokens] = True
     found = []
-    for fused in (False, True):
+    for measure in (by_autograd, token_logprobs):
         model.zero_grad()
         hidden = states.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logprobs, entropy = token_logprobs(
-                model, hidden, tokens, 0.7, allowed if filtered else None, "value", fused=fused
-            )
+            logprobs, entropy = measure(model, hidden, tokens, 0.7, allowed if filtered else None, "value")
         (logprobs * torch.linspace(-1, 2, 50)).sum().backward()
         found.append([logprobs.detach(), entropy, hidden.grad, *([] if frozen else [model.lm_head.weight.grad])])
     for plain, ours in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""Tests the pictures of the pages: contrasts, score over KL with what is possible, histograms, colours."""
+"""Tests the pictures of the pages: contrasts, score over KL with best-of-n, histograms, colours."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from rlhf.reports.report_plots import forest, score_against_kl
 from tests.reports.test_curve_plots import colour_of, legend, line, points
 
 STYLE = (Path(rlhf.utils.__file__).parent / "templates" / "base.html").read_text(encoding="utf-8")
-LIMIT = {"kl": [0.0, 4.0, 8.0], "score": [0.0, 4.0, 8.0], "low": [0.0, 3.0, 7.0], "high": [0.0, 5.0, 9.0],
-         "exact": True, "samples": 64}  # fmt: skip
 BEST_OF = {"n": [1, 2, 3, 4, 64], "kl": [0.0, 0.2, 0.4, 0.6, 3.2], "exact": False,
            "measures": {"score": [0.0, 1.0, 1.5, 2.0, 3.0]}}  # fmt: skip
 
@@ -104,13 +102,9 @@ def test_runs_and_the_mean_of_their_group_are_drawn_over_kl(logged_run):
     assert legend(figure) == ["start model", "PPO"]
 
 
-def test_limit_and_best_of_n_end_with_the_axis(logged_run):
+def test_best_of_n_ends_with_the_axis(logged_run):
     run = evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0])
-    [axes] = score_against_kl(read_runs([run]), limit=LIMIT, best_of=BEST_OF).axes
-    end = 1.15 * 2
-    assert points(axes, "limit (exact, 64 samples per prompt)") == [(0, 0), (end, end)]
-    band = {tuple(vertex) for vertex in axes.collections[0].get_paths()[0].vertices.round(6).tolist()}
-    assert band >= {(end, round(0.75 * end, 6)), (end, round(1.25 * end, 6))}
+    [axes] = score_against_kl(read_runs([run]), best_of=BEST_OF).axes
     assert points(axes, "best-of-n, with n (KL at most)") == [(0, 0), (0.2, 1), (0.4, 1.5), (0.6, 2)]
     assert [(text.get_text(), *text.xy) for text in axes.texts] == [("2", 0.2, 1), ("4", 0.6, 2)]
 
@@ -125,10 +119,10 @@ def test_labels_of_best_of_n_are_apart(logged_run):
 
 def test_arms_without_a_curve_are_points(logged_run):
     ends = [{"name": "DPO", "kl": 2.0, "score": 3.0, "judge": None}, {"name": "SFT", "kl": 0.5, "score": 1.0}]
-    figure = score_against_kl([], limit=LIMIT, ends=ends)
-    found = [(f.get_label(), *f.get_xydata()[0]) for f in figure.axes[0].lines[1:]]
+    figure = score_against_kl([], ends=ends)
+    found = [(f.get_label(), *f.get_xydata()[0]) for f in figure.axes[0].lines]
     assert found == [("DPO", 2, 3), ("SFT", 0.5, 1)]
-    assert len({f.get_marker() for f in figure.axes[0].lines[1:]}) == 2
+    assert len({f.get_marker() for f in figure.axes[0].lines}) == 2
     assert figure.axes[0].get_xlim()[1] == pytest.approx(2.3)
 
 

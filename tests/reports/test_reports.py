@@ -139,17 +139,9 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     costs = report["spent"]["PPO"]["1"]
     assert 0 < costs["cpu_seconds"] < 100 * costs["seconds"]
     assert [report["arms"][name]["settings"]["use_lora"] for name in ("PPO", "GRPO")] == ["false", "true"]
-    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
-    for words in (
-        "over prompts",
-        "peak memory",
-        "win rate",
-        "distinct-2",
-        "completion tokens",
-        "score\\_against\\_kl",
-        "forest",
-    ):
-        assert words.replace("\\", "") in markdown
+    page = (tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")
+    for words in ("over prompts", "peak memory", "win rate", "distinct-2", "completion tokens"):
+        assert words in page
     assert all((tmp_path / "out" / f"{name}.png").is_file() for name in ("score_against_kl", "forest"))
 
 
@@ -199,15 +191,14 @@ def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, t
     report, text = comparison(runs["ppo", 1], runs["ppo", 2], *other, runs["grpo", 1])
     names = ["PPO learning_rate 0.01", "PPO learning_rate 0.5", "GRPO"]
     assert list(report["arms"]) == names and list(report["figures"]) == ["start", *names]
-    settings = report["arms"][names[1]]["settings"]
-    assert (settings["learning_rate"], settings["use_lora"]) == ("0.5", "false")
+    settings = [report["arms"][name]["settings"] for name in names]
+    found = [(each["learning_rate"], each["use_lora"]) for each in settings]
+    assert found == [("0.01", "false"), ("0.5", "false"), ("0.01", "true")]
     assert [c["name"] for c in report["contrasts"][3:]] == [
         f"{names[0]} - {names[1]}", f"{names[0]} - {names[2]}", f"{names[1]} - {names[2]}",
     ]  # fmt: skip
     same = f"No significant difference between {names[0]} and {names[1]} by score"
     assert report["verdict"][0].startswith(same) and "3 pairs are compared" in text
-    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8").replace("\\_", "_")
-    assert "| learning_rate | 0.01 | 0.5 | 0.01 |" in markdown and "| use_lora | false | false | true |" in markdown
 
 
 @pytest.mark.ci
@@ -222,11 +213,10 @@ def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start
     assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]
     samples = report["best_of"]["n"][-1]
     assert samples >= 8 and len(report["best_of"]["measures"]["score"]) == samples
-    assert report["limit"]["samples"] == samples + 2 * 2, "with the completions of two arms"
     before = (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns
     again, _ = comparison(*flags)
     assert (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns == before, "used again"
-    assert again["limit"] == report["limit"] and again["verdict"] == report["verdict"]
+    assert again["best_of"] == report["best_of"] and again["verdict"] == report["verdict"]
     comparison(*flags, "--seed", 1)
     assert (tmp_path / "out" / "start_samples.json").stat().st_mtime_ns != before, "other random numbers"
 
@@ -295,7 +285,7 @@ def test_model_without_a_start_model_reports_what_is_missing(evaluation, start_m
 
 def test_runs_of_different_versions_can_be_pooled(comparison, runs, tmp_path):
     """Settings that are missing in one of the runs, and recording settings, do not prevent pooling."""
-    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", record_every=7)
+    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", record_tokens=True)
     facts = json.loads((other / "run.json").read_text())
     del facts["settings"]["optimizer"]["max_grad_norm"]
     facts["settings"]["optimizer"]["of_another_release"] = 1

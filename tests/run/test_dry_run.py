@@ -35,5 +35,14 @@ def test_the_plan_of_a_dry_run_is_the_plan_of_the_run(run_flags, capsys, more):
         train_ppo.main(run_flags(*more, *mode))
         output = capsys.readouterr().out
         plans.append([line for line in output[output.index("  algorithm") : output.index("first prompt")].splitlines()
-                      if not line.strip().startswith(("memory", "parts, GiB", "phases, GiB"))])  # fmt: skip
+                      if not line.strip().startswith(("memory", "parts, GiB"))])  # fmt: skip
     assert plans[0] == plans[1] == plans[2] and len(plans[0]) > 8
+
+
+def test_the_plan_for_another_machine_has_its_memory(run_flags, capsys):
+    train_ppo.main(run_flags("--dry-run", "--memory", "8GB"))
+    output = capsys.readouterr().out
+    assert " of 8.00 GiB" in output and "warning: the predicted peak" not in output
+    train_ppo.main(run_flags("--dry-run", "--memory", "100MB"))
+    output = capsys.readouterr().out
+    assert " of 0.10 GiB" in output and " 0.10 GiB free" in output and output.count("GiB less)") == 3

@@ -26,6 +26,7 @@ from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
 from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.translate import REMOVED
 from rlhf.trainer.kl import KLControl
 from rlhf.utils import system
 from rlhf.utils.console import Screen
@@ -310,6 +311,36 @@ def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, c
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--resume-anyway" in line]
     assert all(part in line for part in ("learning_rate", "0.001", "0.5"))
     snapshot(line)
+
+
+def test_resume_refuses_a_run_in_which_a_removed_setting_was_in_use(interrupted, tmp_path, capsys, user_error):
+    """A finished run is exported. `pass_rates` is a key of older run.json files."""
+    output = interrupted(tmp_path / "run", update=3)
+    resume, file = ["--resume", "--output", str(output)], output / "run.json"
+
+    def write(**changed):
+        facts = json.loads(file.read_text())
+        facts["settings"]["old"] = {name: one.default for name, one in REMOVED.items()} | changed
+        file.write_text(json.dumps(facts | {"pass_rates": {"prompts": 9}}))
+
+    write(kl_boundaries=[0.3, 0.6], fused_head=False)
+    with user_error("cannot resume: kl_boundaries was 0.3 0.6 ", "cannot resume: fused_head was false "):
+        train_ppo.main(resume)
+    train_ppo.main([*resume, "--resume-anyway"])
+    assert "warning: resuming although fused_head was false" in capsys.readouterr().out
+    write(fused_head=False)
+    train_ppo.main(resume)
+    assert "already finished" in capsys.readouterr().out, "only exported"
+    assert RunRecord.read(output).unknown == {"pass_rates": {"prompts": 9}}
+
+
+def test_resume_accepts_a_run_in_which_removed_settings_had_their_defaults(interrupted, uninterrupted, tmp_path):
+    output = interrupted(tmp_path / "run", update=3)
+    facts = json.loads((output / "run.json").read_text())
+    facts["settings"]["old"] = {name: one.default for name, one in REMOVED.items()}
+    (output / "run.json").write_text(json.dumps(facts))
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert differing(uninterrupted / "ppo", output) == []
 
 
 def test_resume_anyway_uses_the_new_settings(words, tmp_path):

@@ -19,7 +19,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
-from tests.documents import PAGES, ROOT, all_commands, prose, python_block
+from tests.documents import PAGES, ROOT, all_commands, blocks, prose, python_block
 from tests.forks import Forks
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
@@ -41,8 +41,6 @@ RUN_ELSEWHERE = {
     r"\blater\b|benchmarks/stock_sums\.py": ("tests/benchmarks/test_stock_sums.py", "stock_sums"),
     r"^python benchmarks/real_smollm2\.py": ("tests/benchmarks/test_benchmarks.py", '"real_smollm2"'),
     r"tutorial_|my_questions": ("tests/real/test_tutorial.py", '"tutorial.md"'),
-    r"--sweep|_learning_rate=": ("tests/run/test_sweep.py", '"--sweep"'),
-    r"--parallel": ("tests/run/test_parallel_seeds.py", '"--parallel"'),
     r"--scan\b": ("tests/setup/test_scan.py", '"--scan"'),
     r"--check-reward": ("tests/setup/test_reward_probes.py", '"--check-reward"'),
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),
@@ -136,6 +134,16 @@ def test_commands_that_are_not_run_here_name_flags_and_values_that_exist():
     assert len(parsed) > 30
     for program, *flags in parsed:
         PARSERS[program](flags)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_loop_over_values_makes_commands_that_exist():
+    (loop,) = (block for block in blocks(ROOT / "docs" / "settings.md", "sh") if "for rate" in block)
+    printed = subprocess.check_output(["bash", "-c", f'python() {{ echo "$@"; }}\n{loop}'], text=True).splitlines()
+    configs = [parse_cli(shlex.split(line)[1:]) for line in printed]
+    assert [(one.optimizer.learning_rate, one.run.output) for one in configs] == [
+        (1e-4, "./rate_1e-4"), (3e-4, "./rate_3e-4"),
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

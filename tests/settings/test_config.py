@@ -80,8 +80,6 @@ def test_default_kl_targets_depend_on_the_schedule(user_error):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence")
     with user_error("--kl-target"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence", "0.1/token")
-    with user_error("1", "3", "--kl-boundaries"):
-        targets("--kl-schedule", "phased", "--kl-boundaries", "0.5")
 
 
 def test_run_length_comes_from_the_latest_layer(tmp_path):

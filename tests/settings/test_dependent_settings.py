@@ -6,7 +6,6 @@ import pytest
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import config_of_run, make_config, parse_cli
-from rlhf.run.sweep import points_of
 from rlhf.settings.evaluation import (
     ComparisonConfig,
     EvaluationConfig,
@@ -28,12 +27,12 @@ ACT_ALWAYS = {
         *("actor_model", "rm_model", "use_lora", "bf16", "gradient_checkpointing"),
         "allow_weak_reward_model",  # a permission: without a reward model it is not used, and nobody misses it
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
-        *("max_prompts", "keep_pass_rate", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
+        *("max_prompts", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
         *("dataset_config", "dataset_split"),  # refused for a file, when the data is read
         *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
         *("batch_size", "K", "ppo_epochs", "minibatches", "micro_batch_size", "micro_batch_tokens"),
         *("gradient_accumulation_steps", "clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
-        *("rollout_engine", "threads", "packed", "fused_head", "fit"),
+        *("rollout_engine", "threads", "packed", "fit"),
         *("critic", "value_coef", "value_clip_range", "gamma", "lam", "critic_warmup"),
         *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
         *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),
@@ -42,7 +41,7 @@ ACT_ALWAYS = {
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
         *("best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "sweep", "dry_run", "check", "check_reward", "scan"),
+        *("save_every", "keep", "resume", "dry_run", "check", "check_reward", "scan"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },
@@ -69,8 +68,8 @@ PARSERS = {
     PlotConfig: parse_plot_cli,
 }
 VALUES = {  # of settings whose type does not give one
-    "kl_target": "3/sequence", "kl_boundaries": "0.3 0.6", "push_to_hub": "ada/model", "sweep": "gamma=0.9,1",
-    "reward_func": "length_penalty", "keep_pass_rate": "0.2 0.8", "lora_targets": "q_proj", "split": "10/80/10",
+    "kl_target": "3/sequence", "push_to_hub": "ada/model", "memory": "8GB",
+    "reward_func": "length_penalty", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",
     "critic": "separate", "critic_warmup": "9", "critic_lam": "1", "adam_beta1": "0.5", "adam_beta2": "0.5",
     "calibration_prompt_length": "9", "rollout_engine": "slots",
@@ -177,13 +176,12 @@ def test_what_a_condition_means():
 def test_files_may_contain_settings_that_have_no_effect(tmp_path, user_error):
     """Commands and algorithms share files; a value that would stop the run is refused there, too."""
     file = tmp_path / "shared.yaml"
-    file.write_text("lora_r: 4\nkl_schedule: fixed\nkl_target: 3/sequence\nkeywords: [please]\nrecord_every: 5\n")
+    file.write_text("lora_r: 4\nkl_schedule: fixed\nkl_target: 3/sequence\nkeywords: [please]\nscan_samples: 5\n")
     config = parse_cli(["--config", str(file)])
     assert config.model.lora_r == 4 and not config.model.use_lora
     for line, parts in {
         "load_in_4bit: true": ("load_in_4bit", "--use-lora", "shared.yaml:1"),
         "merge_lora: true": ("merge_lora", "--use-lora", "shared.yaml:1"),
-        "parallel: true": ("parallel", "--seeds or --sweep", "shared.yaml:1"),
         "kl_placement: none\nrollback_on_kl: true": ("rollback_on_kl", "--kl-placement none", "shared.yaml:2"),
     }.items():
         file.write_text(line)
@@ -230,17 +228,6 @@ def test_python_keywords_are_refused_by_their_names(user_error):
     with user_error("kl_target", "kl_schedule", "make_config"):
         make_config(kl_schedule="fixed", kl_target="3/sequence")
     assert make_config(reward_timeout=5).reward.reward_timeout == 5, "make_trainer may receive reward functions"
-
-
-def test_a_condition_that_a_sweep_varies_counts_as_met(user_error):
-    def points(*words):
-        argv = ["--recipe", "demo", *words]
-        return points_of(parse_cli(argv), argv)
-
-    assert len(points("--kl-target", "4/sequence", "--sweep", "kl_schedule=fixed,adaptive")) == 2
-    assert len(points("--sweep", "use_lora=false,true", "lora_r=4,8")) == 4
-    with user_error("lora_r", "--use-lora", "--sweep lora_r", "4"):
-        points("--sweep", "lora_r=4,8")
 
 
 def test_a_setting_that_is_turned_off_is_accepted():

@@ -102,7 +102,7 @@ def test_slots_are_not_chosen_for_a_model_that_samples_with_the_plain_engine(con
 
 
 def _rollout(estimate: Estimator, config) -> int:
-    return next(phase for phase in estimate(config).phases if phase.name == "rollout").size
+    return sum(estimate(config).phases["sampling"].values())
 
 
 def test_without_bitsandbytes_its_optimizer_is_not_chosen(configured, monkeypatch):
@@ -199,6 +199,24 @@ def test_batches_are_the_largest_that_fit_the_free_memory(configured, on_gpu, ca
     assert batches(found) == (4_096, 1_024) and "4096" in capsys.readouterr().out
     room = 8 * GIB / MARGIN - CONTEXT["cuda"]
     assert on_gpu(found).peak <= room < on_gpu(replaced(found, micro_batch_tokens=8_192)).peak
+
+
+# GiB -> tokens and slots of the exact sums of commit 21adb3f6, for PPO with all weights and with LoRA
+OF_THE_PAGE = {
+    (): {8: (4_096, 1_024), 12: (8_192, 1_024), 24: (16_384, 1_024), 32: (16_384, 1_024), 80: (16_384, 1_024)},
+    ("--use-lora",): {12: (8_192, 1_024), 24: (16_384, 1_024), 32: (16_384, 1_024), 80: (16_384, 1_024)},
+}
+
+
+@pytest.mark.parametrize("flags", OF_THE_PAGE, ids=" ".join)
+def test_batches_are_those_of_the_page_or_half_of_them(configured, on_gpu, flags):
+    """The shape of docs/gpu.md: 64 completions of 128 tokens to prompts of 128 tokens, and a reward model."""
+    estimate = replace(on_gpu, train=[ids_alone([5] * 128)] * 64, evaluation=[128] * 64)
+    config = configured("--batch-size", 64, "--minibatches", 1, "--max-new-tokens", 128, "--bf16", *flags)
+    for size, exact in OF_THE_PAGE[flags].items():
+        given = replace(estimate, memory=size * GIB)
+        found = batches(choose_batches(config, given, int(0.97 * size * GIB), Screen(quiet=True)))
+        assert all(one in (other, other // 2) for one, other in zip(found, exact, strict=True)), (size, found)
 
 
 def test_batches_do_not_shrink_below_what_makes_a_difference(configured, on_gpu):

@@ -1,4 +1,5 @@
-"""Tests that the predicted memory agrees with the weights, with what autograd saves, and with measured peaks."""
+"""Tests that the predicted memory is at least that of the weights, of what autograd saves, and of measured peaks, and
+not much more."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import token_batch
 from rlhf.rollout.decoder import FusedDecoder
 from rlhf.settings.fields import replaced
+from rlhf.setup import fit
 from rlhf.setup import memory as memory_module
-from rlhf.setup import plan
 from rlhf.setup.fit import estimator, what_helps
 from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.memory import IMPORTED, Estimator, longest_batch
+from rlhf.setup.memory import IMPORTED, NOT_REUSED, Estimator, longest_batch
 from rlhf.setup.plan import batch_line, show_plan
 from rlhf.setup.shape import Row, Shape, base_parameters
 from rlhf.utils.console import Screen
@@ -82,7 +83,7 @@ def test_saved_activations_of_a_layer_match_autograd(tmp_path, rows, targets, dt
         two, three = (saved_bytes([m], lambda m=m: micro_batch.forward(backbone_of(m))) for m in models)
     assert (row.episodes, row.tokens) == (len(lengths), micro_batch.ids.numel())
     predicted = shape_of(models[0]).saved_by_layer(row, 4 if dtype is None else dtype.itemsize, 4, targets or None)
-    assert predicted == pytest.approx(three - two, rel=0.03)
+    assert three - two <= predicted <= 1.6 * (three - two)
 
 
 CRITICS = {"shared": [], "separate": ["--critic", "separate"], "reward-model": ["--critic", "reward-model"]}
@@ -94,7 +95,7 @@ ADAPTERS["every linear layer"] = [*ADAPTERS["some"], "--lora-targets", "all-line
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("critic", CRITICS)
-def test_predicted_activations_match_autograd_for_every_critic_and_adapter(configured, build, critic, lora):
+def test_predicted_activations_cover_autograds_for_every_critic_and_adapter(configured, build, critic, lora):
     """Of the largest micro-batch, over all networks. The rank is 1: in a tiny model the products with A are large."""
     flags = ["--batch-size", 8, "--minibatches", 1, "--no-bf16", *CRITICS[critic], *lora]
     trainer, length = build(*flags), 8
@@ -103,13 +104,8 @@ def test_predicted_activations_match_autograd_for_every_critic_and_adapter(confi
     given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
     micro_batch = PackedMicroBatch(given, range(len(prompts)))
     found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
-    phases = {phase.name: phase.parts for phase in estimate(trainer.config).phases}
-    parts = phases["backward pass"] if "critic's activations" in phases["backward pass"] else phases["log-probs"]
-    networks = [parts[name] for name in parts if name.endswith("activations")]
-    assert len(networks) == (1 if critic == "shared" else 2)
-    assert sum(networks) == pytest.approx(found, rel=0.1)
-    holes = [parts[name] for name in parts if name.endswith("heap fragmentation")]
-    assert len(holes) == len(networks) and len(set(holes)) == 1, "both networks have one shape"
+    predicted = estimate(trainer.config).phases["update"]["activations"] / (1 + NOT_REUSED["cpu"])
+    assert found <= predicted <= 1.6 * found
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -124,9 +120,7 @@ def test_predicted_activations_of_ppo_count_a_shared_prompt_once(configured, bui
     forecast = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)(trainer.config)
     assert forecast.tokens == micro_batch.ids.numel() == sum(len(p.ids) for p in prompts[::4]) + 8 * (length - 1)
     found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
-    phases = {phase.name: phase.parts for phase in forecast.phases}
-    parts = phases["backward pass"] if "critic's activations" in phases["backward pass"] else phases["log-probs"]
-    assert sum(size for name, size in parts.items() if name.endswith("activations")) == pytest.approx(found, rel=0.1)
+    assert found <= forecast.phases["update"]["activations"] / (1 + NOT_REUSED["cpu"]) <= 1.6 * found
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
@@ -156,8 +150,8 @@ def test_weights_that_a_decoder_copies_on_a_gpu(tmp_path, monkeypatch, targets, 
     lora = {"use_lora": True, "lora_targets": list(targets), "lora_r": 5} if targets else {}
     config = make_config(bf16=dtype is not None, rollout_engine="slots", **lora)
     estimate = Estimator(shape_of(model), None, torch.device("cuda"), [ids_alone([5] * 8)] * 8, [], 2)
-    predicted = next(p for p in estimate(config).phases if p.name == "rollout").parts["decoder's weights"]
-    assert predicted == pytest.approx(copied, rel=0.05)  # B has zeros between the layers' blocks
+    predicted = estimate(config).phases["sampling"]["decoder's weights"]
+    assert 0.95 * copied <= predicted <= 1.3 * copied  # B has zeros between the layers' blocks
 
 
 def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
@@ -171,9 +165,9 @@ def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
     for memory, held in ((2**40, True), (2**20, False)):
         monkeypatch.setattr(memory_module, "installed", lambda _, memory=memory: memory)
         found = estimate(config)
-        rollout = next(phase for phase in found.phases if phase.name == "rollout").parts
-        assert ("KV cache" in found.held, "KV cache" in rollout) == (held, not held)
-        assert {**found.held, **rollout}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
+        sampling = found.phases["sampling"]
+        assert ("KV cache" in found.held, "KV cache" in sampling) == (held, not held)
+        assert {**found.held, **sampling}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
 
 
 def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
@@ -217,19 +211,6 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("flags", "held"),
-    [([], True), (["--use-lora"], True), (["--minibatches", 2], False), (["--micro-batch-size", 1], False),
-     (["--gradient-checkpointing"], False), (["--use-lora", "--lora-dropout", 0.1], False)],
-)  # fmt: skip
-def test_a_forward_pass_that_the_first_step_uses_is_held_from_the_log_probs_on(configured, flags, held):
-    config = configured("--minibatches", 1, *flags)
-    phases = {phase.name: phase.parts for phase in estimator(load_inputs(config, Screen()), 2, CPU)(config).phases}
-    for name in ("log-probs", "scoring"):
-        assert ("activations" in phases[name]) is held
-    assert "activations" in phases["backward pass"] and "activations" not in phases["evaluation scoring"]
-
-
 @pytest.mark.parametrize(("slots", "texts"), [(8, 32), (64, 50), (128, 64)])
 def test_predicted_scoring_has_as_many_texts_as_a_forward_pass_of_the_run(configured, slots, texts):
     """Texts of 12 + 8 tokens: 1,280 tokens are those of 64, and an update has 50 or 70 completions."""
@@ -237,17 +218,16 @@ def test_predicted_scoring_has_as_many_texts_as_a_forward_pass_of_the_run(config
                         "--batch-size", 70 if slots == 128 else 50)  # fmt: skip
     shape = Shape.of(LlamaConfig(**SHAPE), 10**6)
     forecast = Estimator(shape, shape, CPU, [ids_alone([5] * 12)] * 70, [], 1)(config)
-    phases = {phase.name: phase.parts for phase in forecast.phases}
-    assert phases["scoring"]["reward model's forward pass"] == shape.forward_peak(20 * texts, 4)
+    assert forecast.phases["scoring"]["reward model's forward pass"] == shape.forward_peak(20 * texts, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
-def test_predicted_gpu_peak_matches_the_measured_peak(tmp_path, flags):
+def test_predicted_gpu_peak_covers_the_measured_peak(tmp_path, flags):
     """Runs the benchmark in a separate process on the GPU, because this test process uses the CPU. The peak is
     torch.cuda.max_memory_allocated()."""
     found = run_benchmark(tmp_path, "cuda", "smollm2", "--dtype", "bfloat16", *flags)
-    assert found["predicted"] == pytest.approx(found["measured"], rel=0.1)
+    assert 0.95 * found["measured"] <= found["predicted"] <= 1.4 * found["measured"]
 
 
 def run_benchmark(folder, device: str, size: str, *flags: str) -> dict:
@@ -276,10 +256,10 @@ REAL_SHAPES = [
 
 @pytest.mark.proof
 @pytest.mark.parametrize("flags", REAL_SHAPES, ids=" ".join)
-def test_predicted_cpu_peak_matches_the_measured_peak_for_real_models(tmp_path, flags):
+def test_predicted_cpu_peak_covers_the_measured_peak_for_real_models(tmp_path, flags):
     """The measured value is the peak resident set size of two updates in a new process, minus that after imports."""
     found = run_benchmark(tmp_path, "cpu", "smollm2", *flags)
-    assert found["predicted"] == pytest.approx(found["measured"], rel=0.1)
+    assert 0.9 * found["measured"] <= found["predicted"] <= 1.4 * found["measured"]
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -302,22 +282,20 @@ def test_batch_line_describes_the_batch(configured, snapshot):
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
-def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags):
+def test_plan_prints_the_predicted_peak_and_its_parts(configured, capsys, flags):
     config = configured(*flags)
     inputs = load_inputs(config, Screen())
     show_plan(config, inputs, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
-    assert "memory predicted peak " in output and "GiB (phase: " in output and "largest micro-batch 4 epi" in output
-    for phase in ("rollout", "log-probs", "backward pass", "optimizer step", "evaluation perplexity"):
-        assert phase in output
-    assert ("scoring" in output) == (not flags)
+    assert "memory predicted peak " in output and "GiB; largest micro-batch 4 epi" in output
+    assert "parts, GiB" in output and "libraries" in output
     assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
 def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch, snapshot):
     config = configured()
     inputs = load_inputs(config, Screen())
-    monkeypatch.setattr(plan, "available", lambda _: 2**20)
+    monkeypatch.setattr(fit, "available", lambda _: 2**20)
     show_plan(config, inputs, 2, CPU, Screen())
     (warning,) = [
         line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line

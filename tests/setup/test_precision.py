@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.run import parallel_seeds
-from rlhf.run.resume_checks import in_one_precision
 from rlhf.setup import precision
 from rlhf.setup.precision import choose_precision, is_clearly_faster, measured
 from rlhf.utils.console import Screen
@@ -104,37 +101,6 @@ def test_seeds_that_are_trained_later_have_the_precision_of_the_first(run_flags,
     train_ppo.main(run_flags("--num-iterations", 1, "--seeds", 1, 2))
     assert "seed 1: already finished" in capsys.readouterr().out
     assert [bf16_of(tmp_path / f"run_seed{seed}") for seed in (1, 2)] == [True, True]
-
-
-def test_parallel_runs_are_measured_once_by_the_process_that_starts_them(configured, measures, monkeypatch, tmp_path):
-    asked = []
-
-    class Recorded:
-        def __init__(self, waiting, *_):
-            asked.append({name: one.model.bf16 for name, one in waiting.items()})
-
-        def run(self):
-            return []
-
-    monkeypatch.setattr(parallel_seeds, "Processes", Recorded)
-    monkeypatch.setattr(parallel_seeds, "visible_gpus", list)
-    measures(FASTER)
-    runs = {name: _in(configured(*flags), tmp_path / name) for name, flags in {"a": (), "b": ("--no-bf16",)}.items()}
-    parallel_seeds.train_runs(runs, (), Screen(), "")
-    assert asked == [{"a": True, "b": False}]
-
-
-def test_runs_of_one_start_model_have_one_precision(configured, tmp_path):
-    runs = {name: _in(configured(), tmp_path / name) for name in "abc"}
-    other = replace(runs["c"], model=replace(runs["c"].model, actor_model="another"))
-    calls = []
-    found = in_one_precision({**runs, "c": other}, lambda one: calls.append(one.model.actor_model) or len(calls) == 1)
-    assert [one.model.bf16 for one in found.values()] == [True, True, False]
-    assert calls == [runs["a"].model.actor_model, "another"]
-
-
-def _in(config, folder: Path):
-    return replace(config, run=replace(config.run, output=str(folder)))
 
 
 TWO_PROCESSES = """

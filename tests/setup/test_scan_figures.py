@@ -10,7 +10,6 @@ import pytest
 from rlhf.setup.scan_figures import (
     all_equal_to,
     best_group_size,
-    cross_fitted,
     figures_of,
     in_range,
     learning_signal,
@@ -74,15 +73,6 @@ def test_range_includes_its_ends():
     assert not in_range([0.19], (0.2, 0.8)) and not in_range([0.81], (0.2, 0.8))
 
 
-def test_cross_fitting_by_hand():
-    """The first half of the first prompt has mean 0.5: its second half is returned. Both halves of the third prompt
-    are in the range. The means of all samples are 0.25, 1 and 0.5: two of three prompts are kept."""
-    rates = [[1.0, 0.0, 0.0, 0.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]]
-    scores = [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]]
-    assert cross_fitted(rates, scores, (0.2, 0.8)) == (pytest.approx(2 / 3), [[13, 14], [33, 34], [31, 32]])
-    assert cross_fitted([[1.0, 0.0]], [[1, 0]], (0.2, 0.8)) == (1.0, []), "one score has no variance"
-
-
 def test_group_size_is_the_smallest_with_enough_differences():
     """Four of eight: K = 2 differs with 1 - 12/28 = 57%, K = 4 with 1 - 2/70 = 97%. One of eight: 25%, 50%, 100%."""
     assert best_group_size([HALF], 8, 64) == (4, pytest.approx(68 / 70))
@@ -92,33 +82,16 @@ def test_group_size_is_the_smallest_with_enough_differences():
     assert best_group_size([[0.1, 0.5, 0.2, 0.7, 0.9, 1.3, 4.0, 2.0]], 4, 64) == (4, 1.0), "not 0 and 1: not smaller"
 
 
-def test_recommendation_with_a_filter_by_hand():
-    """Signal of all prompts: half of 2/7. Of the kept half of the prompts, two of four: 1/3, more than 1.25 times as
-    much. Groups of 2 of 4 differ with 4/6, groups of 4 always."""
-    prompts = [HALF, NEVER] * 10
-    found = recommend(prompts, prompts, K=2, batch_size=32, available=200)
-    assert (found.K, found.batch_size, found.keep_pass_rate) == (4, 16, (0.2, 0.8))
+def test_recommendation_by_hand():
+    """Of 8 samples, groups of 2 differ with 1 - 12/28 = 57% for half of the prompts, groups of 4 with 1 - 2/70 = 97%,
+    groups of 8 always. The other prompts never differ."""
+    found = recommend([HALF, NEVER] * 10, K=2, batch_size=32)
+    assert (found.K, found.batch_size) == (8, 8)
     assert found.reasons == [
-        "--K 4: 100% of the groups have scores that differ, the smallest K that reaches 70%",
-        "--batch-size 16: an update keeps its 64 episodes",
-        "--keep-pass-rate 0.2 0.8: the learning signal of these prompts is 0.333, of all prompts 0.143; about 50% of "
-        "the 200 training prompts stay",
+        "--K 8: 50% of the groups have scores that differ, more than with a smaller K",
+        "--batch-size 8: an update keeps its 64 episodes",
     ]
-
-
-def test_k_above_half_of_the_samples_stays_with_a_filter():
-    """Half of 8 samples cannot show how often groups of 8 differ."""
-    prompts = [[1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], NEVER] * 10
-    found = recommend(prompts, prompts, K=8, batch_size=16, available=1000)
-    assert (found.K, found.batch_size, found.keep_pass_rate) == (None, None, (0.2, 0.8))
-
-
-def test_filter_is_recommended_only_if_it_helps():
-    few = recommend([HALF, NEVER] * 10, [HALF, NEVER] * 10, K=2, batch_size=32, available=40)
-    assert few.keep_pass_rate is None, "20 of 40 prompts are fewer than a batch"
-    good = recommend([HALF] * 10, [HALF] * 10, K=4, batch_size=16, available=1000)
-    assert (good.K, good.keep_pass_rate, good.reasons) == (None, None, []), "every prompt is in reach already"
-    other = recommend([HALF, NEVER] * 10, None, K=4, batch_size=16, available=1000)
-    assert other.keep_pass_rate is None, "the scores are not pass rates"
-    alone = recommend([HALF, NEVER] * 10, [HALF, NEVER] * 10, K=1, batch_size=16, available=1000)
-    assert (alone.K, alone.keep_pass_rate) == (None, (0.2, 0.8)), "without groups only the filter"
+    good = recommend([HALF] * 10, K=4, batch_size=16)
+    assert (good.K, good.batch_size, good.reasons) == (None, None, []), "97% differ already"
+    alone = recommend([HALF, NEVER] * 10, K=1, batch_size=16)
+    assert (alone.K, alone.reasons) == (None, []), "without groups there is no group size"

@@ -15,7 +15,7 @@ import evaluate_generations
 import train_ppo
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
 from rlhf.demo import ready
-from rlhf.run.resume_checks import in_one_precision
+from rlhf.run.resume_checks import as_other_seeds
 from rlhf.setup import build, precision
 from rlhf.setup.precision import choose_threads, thread_seconds
 from rlhf.utils.console import Screen
@@ -197,18 +197,14 @@ def test_seeds_that_are_trained_later_have_the_number_of_the_first(run_flags, me
     assert [stored(tmp_path / f"run_seed{seed}") for seed in (1, 2)] == [1, 1]
 
 
-def test_new_runs_of_a_command_get_the_number_of_an_earlier_one(configured, measures, tmp_path):
-    def in_folder(name: str, *flags: object):
-        config = configured(*flags)
-        return replace(config, run=replace(config.run, output=str(tmp_path / name)))
-
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / RUN_FILE).write_text(json.dumps({"status": "finished", "threads": 1}), encoding="utf-8")
-    runs = {"a": in_folder("a"), "b": in_folder("b"), "c": in_folder("c", "--threads", 2)}
+def test_a_new_seed_gets_the_number_of_an_earlier_one(configured, measures, tmp_path):
+    one, given = configured(), configured("--threads", 2)
+    facts = {"status": "finished", "threads": 1, "settings": {"model": {"actor_model": one.model.actor_model}}}
+    (tmp_path / RUN_FILE).write_text(json.dumps(facts), encoding="utf-8")
     measures(None)
-    assert [one.speed.threads for one in in_one_precision(runs).values()] == [1, 1, 2]
+    assert [as_other_seeds(config, [tmp_path]).speed.threads for config in (one, given)] == [1, 2]
     measures(None, OMP_NUM_THREADS="2")
-    assert [one.speed.threads for one in in_one_precision(runs).values()] == [None, None, 2]
+    assert [as_other_seeds(config, [tmp_path]).speed.threads for config in (one, given)] == [None, 2]
 
 
 TWO_PROCESSES = """

@@ -23,7 +23,6 @@ from rlhf.checkpoints.run_folder import RunLock, claim_output
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.models.device import available
 from rlhf.utils import system
-from rlhf.utils.console import quiet_imports
 from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.files import update_dir_atomically, write_text
 from tests.records import facts_of
@@ -54,11 +53,6 @@ def test_freed_memory_is_kept_for_reuse():
     kept, faults = page_faults("keep")
     assert kept == "True"
     assert int(faults) < 100 < 10_000 < int(page_faults("leave")[0])
-
-
-def test_freed_memory_is_not_kept_on_windows(monkeypatch):
-    monkeypatch.setattr(system.sys, "platform", "win32")
-    assert system.keep_freed_memory() is False
 
 
 def test_trainer_on_a_cpu_keeps_freed_memory(build, monkeypatch):
@@ -95,11 +89,6 @@ def windows(monkeypatch):
     monkeypatch.setattr(system, "WINDOWS", True)
 
 
-def test_on_windows_folders_are_not_synced(windows, monkeypatch, tmp_path):
-    monkeypatch.setattr(system.os, "open", None)
-    system.sync_folder(tmp_path)
-
-
 def test_on_windows_a_byte_after_the_text_is_locked(windows, monkeypatch, tmp_path):
     locked = set()
 
@@ -116,11 +105,6 @@ def test_on_windows_a_byte_after_the_text_is_locked(windows, monkeypatch, tmp_pa
     assert first is not None
     assert system.lock(tmp_path / "run.lock") is None
     first.close()
-
-
-def test_on_windows_ctrl_break_is_a_stop_signal(windows, monkeypatch):
-    monkeypatch.setattr(system.signal, "SIGBREAK", 21, raising=False)
-    assert system.stop_signals() == [system.signal.SIGINT, 21]
 
 
 @pytest.mark.parametrize(
@@ -158,20 +142,6 @@ def test_gpu_cache_is_released_between_rollout_and_update_on_windows_only(build,
     assert released == [[1], [1, 1]]
 
 
-def test_ctrl_c_is_not_taken_by_the_fortran_runtime_on_windows(monkeypatch):
-    """Set before the libraries are imported, unless the user has set it."""
-    name = "FOR_DISABLE_CONSOLE_CTRL_HANDLER"
-    monkeypatch.delenv(name, raising=False)
-    quiet_imports()
-    assert name not in os.environ
-    monkeypatch.setattr(system, "WINDOWS", True)
-    quiet_imports()
-    assert os.environ[name] == "1" == os.environ["HF_HUB_DISABLE_SYMLINKS_WARNING"]
-    monkeypatch.setenv(name, "0")
-    quiet_imports()
-    assert os.environ[name] == "0"
-
-
 def test_processes_of_one_machine_connect_without_the_host_name(monkeypatch):
     for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "desktop-7f3k")
@@ -181,9 +151,6 @@ def test_processes_of_one_machine_connect_without_the_host_name(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     system.connect_by_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setattr(system, "WINDOWS", True)
-    system.connect_by_loopback()
-    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp_path):

@@ -2,20 +2,19 @@
 
 It is first trained on right answers, then on a mixture with many wrong answers: more in some families than in others,
 more at higher levels, and nearly all at the highest level. Nothing in it was trained by RL. The weights are
-shipped in `checker_weights/`. Rebuild them with
+shipped in `rlhf/demo/checker_weights/`. Rebuild them with
 
-    python -m rlhf.demo.checker_start_model --rebuild
+    python -m benchmarks.checker_start_model --rebuild
 """
 
 import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
+from benchmarks.pretraining import Pretraining, rebuild_command
 from rlhf.demo.checker_questions import CELLS, ask, unreliable_answer
-from rlhf.demo.pretraining import Pretraining, rebuild_command
+from rlhf.demo.ready import CHECKER_WEIGHTS
 
-WEIGHTS = Path(__file__).parent / "checker_weights"
 # shares of right answers in the mixture: of each family at level 1, and of each level relative to level 1
 RIGHT_AT_LEVEL_1 = {"shift": 0.7, "sort": 0.3, "reverse": 0.85, "remove": 0.5, "after": 0.4, "alternate": 0.6}
 LEVEL_FACTOR = {1: 1.0, 2: 0.65, 3: 0.35, 4: 0.04}
@@ -38,4 +37,4 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
 PRETRAINING = Pretraining(corpus, clean_share=0.7, steps=7000, vocabulary=400)
 
 if __name__ == "__main__":
-    rebuild_command(PRETRAINING, WEIGHTS, "rlhf.demo.checker_start_model")
+    rebuild_command(PRETRAINING, CHECKER_WEIGHTS, "benchmarks.checker_start_model")

@@ -2,21 +2,20 @@
 
 It is first trained on good completions, then on a mixture. Most completions of the mixture have a flaw, like human
 demonstrations. As a result it can solve the tasks, and about one completion in three is good. The weights are shipped
-in `weights/`. Rebuild them with
+in `rlhf/demo/weights/`. Rebuild them with
 
-    python -m rlhf.demo.start_model --rebuild
+    python -m benchmarks.start_model --rebuild
 """
 
 import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
+from benchmarks.pretraining import Pretraining, rebuild_command
 from rlhf.demo.families import FAMILIES
-from rlhf.demo.pretraining import Pretraining, rebuild_command
+from rlhf.demo.ready import WEIGHTS
 from rlhf.demo.tasks import FLAWS, ask, demonstration, flawed
 
-WEIGHTS = Path(__file__).parent / "weights"
 GOOD_SHARE = 0.35  # of the mixture; the other completions have one flaw each. Reasons: docs/decisions/demo.md
 
 
@@ -32,4 +31,4 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
 PRETRAINING = Pretraining(corpus, clean_share=0.6, steps=4000, vocabulary=768)
 
 if __name__ == "__main__":
-    rebuild_command(PRETRAINING, WEIGHTS, "rlhf.demo.start_model")
+    rebuild_command(PRETRAINING, WEIGHTS, "benchmarks.start_model")

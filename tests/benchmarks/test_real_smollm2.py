@@ -1,67 +1,18 @@
-"""Tests of the benchmarks that train the demos and SmolLM2: the commands are valid, old results are not mixed with
-new, and the documented results are those of the files."""
+"""Tests of the benchmark that trains SmolLM2: the documented results are those of the files."""
 
 from __future__ import annotations
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import demo_runs
-from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
-from benchmarks.demo_runs import SEEDS, DemoRun, run_all
-from benchmarks.knobs import CRITICS, NONE, ONLY, all_knobs, critic_knobs, knob_runs
 from benchmarks.real_smollm2 import first_updates
 from benchmarks.real_smollm2_report import draw, tables
-from rlhf.algorithms.table import ALGORITHMS
-from rlhf.config import parse_cli
-from rlhf.settings.recipes import DEMOS
-from rlhf.settings.training import Config
-from tests.records import record_of
 from tests.scripts.test_scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
 RESULTS_OF_GPU = RESULTS.with_name("real_smollm2_h200")
-
-
-def config_of(run: DemoRun, recipe: str) -> Config:
-    return parse_cli(["--recipe", recipe, *run.words], run.algorithm)
-
-
-@pytest.mark.parametrize("recipe", DEMOS)
-def test_every_knob_is_a_valid_command_that_changes_a_setting(recipe):
-    knobs = all_knobs(ONLY)
-    knobs["ppo"] |= critic_knobs(recipe, list(CRITICS))
-    runs = knob_runs(recipe, knobs, [1], ("--episodes", "640"))
-    plain = {run.algorithm: config_of(run, recipe) for run in runs if run.name == NONE}
-    for run in runs:
-        assert (config_of(run, recipe) == plain[run.algorithm]) == (run.name == NONE), run.name
-    assert ("critic from reward model" in {run.name for run in runs}) == (recipe == "demo")
-
-
-def test_every_algorithm_and_seed_has_a_control():
-    runs = checker_runs(list(SEEDS))
-    assert len({(run.name, run.algorithm, run.seed) for run in runs}) == 2 * 3 * len(ALGORITHMS)
-    assert {run.name for run in runs} == {NORMAL, CONTROL}
-    for run in runs:
-        assert config_of(run, "demo-checker").reward.eval_func == ("exact_match",)
-
-
-def test_finished_runs_are_kept_only_with_the_same_settings(tmp_path, monkeypatch):
-    """A run of other settings in the same folder is trained again, and not shown as a result of these."""
-    started = []
-    done = SimpleNamespace(returncode=0)
-    monkeypatch.setattr(demo_runs.subprocess, "run", lambda words, **_: started.append(words) or done)
-    short, long = (DemoRun("ppo", 42, "x", ("--episodes", episodes)) for episodes in ("640", "1280"))
-    folder = short.folder(tmp_path)
-    folder.mkdir()
-    record_of(config_of(short, "demo-checker")).write(folder)
-    run_all([short], "demo-checker", tmp_path, 1, print)
-    assert started == []
-    run_all([long], "demo-checker", tmp_path, 1, print)
-    assert len(started) == 1 and "1280" in started[0]
 
 
 def cells(row: str) -> list[str]:

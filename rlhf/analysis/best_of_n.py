@@ -1,0 +1,73 @@
+"""Best-of-n of the start model, from its samples.
+
+Scores are (P, N): prompts, completions. A prompt with a completion without a score (NaN) is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """Best-of-n of the start model: of n completions, the one with the highest score. Arrays are (N,)."""
+
+    n: np.ndarray  # 1, 2, ... N
+    kl: np.ndarray  # mean over prompts, nats per sequence; "at most" unless `exact`
+    exact: bool  # 0/1 rewards
+    measures: dict[str, np.ndarray]  # "score" and each judge: mean over prompts of the chosen completion
+
+    def worth(self, measure: str, value: float) -> int | None:
+        """Returns the smallest n whose mean by `measure` is at least `value`; None if there is none up to N."""
+        return next((int(n) for n, mean in zip(self.n, self.measures[measure], strict=True) if mean >= value), None)
+
+
+def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | None:
+    """Returns best-of-n by the scores (P, N), and by judges (P, N) of the completions that the score chooses.
+
+    Each is the mean over all choices of n of the N samples, which is unbiased; equal scores share their chance. The KL
+    is at most log n - (n - 1) / n (Beirami et al. 2024, arXiv 2401.01879); for 0/1 rewards, see `kl_of_passes`. None
+    if no prompt has all scores and ratings.
+    """
+    values = np.stack([scores, *judged.values()])  # (J, P, N)
+    values = values[:, ~np.isnan(values).any(axis=(0, 2))]
+    if not values.size:
+        return None
+    scores, most = values[0], values.shape[2]
+    n, drawn = np.arange(1, most + 1), np.arange(most)[:, None]
+    # all n are from the j lowest samples in C(j, n) of C(N, n) choices; (N, N + 1): n, j
+    below = np.cumprod(np.maximum(np.arange(most + 1) - drawn, 0) / (most - drawn), axis=0)
+    means = np.zeros((len(values), most))
+    for prompt, row in enumerate(scores):
+        lower, upper = (np.searchsorted(np.sort(row), row, side) for side in ("left", "right"))
+        chance = (below[:, upper] - below[:, lower]) / (upper - lower)  # (N, N): n, sample
+        means += values[:, prompt] @ chance.T / len(scores)
+    exact = bool(np.isin(scores, (0, 1)).all())
+    kl = kl_of_passes(scores.sum(axis=1), most) if exact else np.log(n) - (n - 1) / n
+    return BestOf(n, kl, exact, dict(zip(("score", *judged), means, strict=True)))
+
+
+def kl_of_passes(passes: np.ndarray, most: int) -> np.ndarray:
+    """Returns the mean KL (N,) of best-of-n for 0/1 rewards, from each prompt's passes (P,) of N samples.
+
+    q = 1 - (1 - p)^n, KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), without the bias in 1 / N (jackknife).
+    """
+
+    def kl(p: np.ndarray) -> np.ndarray:
+        q = 1 - (1 - p) ** np.arange(1, most + 1)[:, None]
+        return special.rel_entr(q, p) + special.rel_entr(1 - q, 1 - p)
+
+    p, fewer = passes / most, max(most - 1, 1)
+    without = p * kl(np.maximum(passes - 1, 0) / fewer) + (1 - p) * kl(np.minimum(passes / fewer, 1))
+    return (most * kl(p) - (most - 1) * without).mean(axis=1)
+
+
+def best_of_blocks(scores: np.ndarray, n: int) -> np.ndarray:
+    """Returns the index of the best completion of each block of n (P, N // n), the first of equal ones: samples of
+    best-of-n. Samples after the last block are ignored. A block without scores (NaN) gives its first completion."""
+    prompts, blocks = len(scores), scores.shape[1] // n
+    cut = np.nan_to_num(scores, nan=-np.inf)[:, : blocks * n].reshape(prompts, blocks, n)
+    return cut.argmax(axis=2) + n * np.arange(blocks)

@@ -7,6 +7,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 # the same results with and without a GPU; tests marked gpu use the GPU explicitly
 os.environ["ACCELERATE_USE_CPU"] = "true"
+# the tests compare results to the last bit, which depends on the number of threads; more than one slows tiny models
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # --deterministic refuses a process that has used CUDA without it, and tests marked gpu run in the same process
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
@@ -39,7 +41,6 @@ from tests.systems import words_of
 
 pytest_plugins = ["tests.sentences"]
 
-torch.set_num_threads(1)  # more threads slow tiny models down, and busy-wait while other processes need the cores
 quiet_libraries()
 
 

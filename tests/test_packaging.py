@@ -263,7 +263,7 @@ def test_the_installed_command_trains_and_plots(programs, foreign, start_model, 
              "--num-iterations", 1, "--max-new-tokens", 8, "--eval-prompts", 4, "--allow-weak-reward-model",
              "--output", "./run"]  # fmt: skip
     printed = python(foreign, programs / "rlhf", DEFAULT_ALGORITHM, *flags, "--seeds", 1, 2)
-    (command,) = re.findall(r"rlhf plot .*", printed)
+    *_, command = re.findall(r"rlhf plot .*", printed)  # after those of the single seeds
     assert "rlhf compare ./" in printed or "rlhf compare run" in printed
     assert not re.search(r"\w\.py\b", printed), "no name of a script"
     assert "at the end" in python(foreign, programs / command.split()[0], *command.split()[1:])

@@ -133,6 +133,6 @@ def with_horizon(config: Config, updates: int) -> Config:
     return dataclasses.replace(config, kl=dataclasses.replace(config.kl, kl_horizon=horizon))
 
 
-def in_band(kl: float, target: float, band: tuple[float, float] = KL_BAND) -> bool:
-    """True if a KL is within `band` times its target (same unit)."""
-    return band[0] * target <= kl <= band[1] * target
+def in_band(kl: float, target: float) -> bool:
+    """True if a KL is within KL_BAND times its target (same unit)."""
+    return KL_BAND[0] * target <= kl <= KL_BAND[1] * target

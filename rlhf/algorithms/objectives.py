@@ -279,9 +279,7 @@ def clipped_value_loss(
 TIS_CAP = 2.0  # the largest importance weight
 
 
-def truncated_importance_weights(
-    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool = False, cap: float = TIS_CAP
-) -> Tensor:
+def truncated_importance_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool) -> Tensor:
     """Returns truncated importance weights (B, T), 0 where `mask` is False.
 
     They correct for a sampler whose probabilities differ from those of the training forward pass, such as vLLM.
@@ -291,7 +289,7 @@ def truncated_importance_weights(
     # detail 12: min(p_train / p_sampler, cap) (Ionides 2008). Without it, the gradient is biased towards the sampler.
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
     gap = gap.sum(1, keepdim=True) if one_action else gap
-    return torch.where(mask, gap.exp().clamp(max=cap), 0.0)
+    return torch.where(mask, gap.exp().clamp(max=TIS_CAP), 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

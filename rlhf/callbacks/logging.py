@@ -34,8 +34,8 @@ class TensorBoardLog(Callback):
     def __init__(self, folder: Path, time_of_event: Callable[[], float]):
         """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
         self.folder, self.time_of_event = folder, time_of_event
-        self.trainer: OnPolicyLoop | None = None
-        self.records: RecordWriter | None = None
+        self.trainer = None
+        self.records = None
 
     def on_train_begin(self, trainer):
         self.trainer = trainer

@@ -167,5 +167,5 @@ class Trackers(Callback):
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         self.finish(failed=kind is not None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -35,7 +34,7 @@ class CheckpointScan:
     valid: dict[int, Path] = field(default_factory=dict)  # update -> folder, in ascending order
     skipped: list[str] = field(default_factory=list)  # one line per invalid checkpoint: name and problem
     deleting: list[Path] = field(default_factory=list)  # checkpoints whose removal was interrupted
-    forbidden: dict[int, PermissionError] = field(default_factory=dict)  # of the skipped, those of another user
+    forbidden: PermissionError | None = None  # that of reading a checkpoint after the last valid one
 
     @property
     def newest(self) -> Path | None:
@@ -76,9 +75,8 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         system.sync_folder(folder)
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
-        if not path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        raise OSError(errno.EIO, f"validation after writing failed: {'; '.join(scan.skipped)}", str(path))
+        problems = "; ".join(scan.skipped) or "the folder is missing"
+        raise OSError(errno.EIO, f"validation after writing failed: {problems}", str(path))
     try:
         rotate(scan, run, update, keep)
     except OSError as error:  # on Windows, if another process reads it
@@ -152,9 +150,10 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
         except OSError as error:
             problem, deleting = f"cannot be read ({error.strerror})", False
             if isinstance(error, PermissionError):
-                scan.forbidden[int(named[1])] = error
+                scan.forbidden = error
         if problem is None:
             scan.valid[int(named[1])] = path
+            scan.forbidden = None
         elif deleting:
             scan.deleting.append(path)
         else:

@@ -110,7 +110,7 @@ def _is_complete(folder: Path, kind: str) -> bool:
         return False
 
 
-def find_base(adapter: Path, flag: str, fix: str, run: RunRecord | None = None) -> str:
+def find_base(adapter: Path, flag: str, fix: str, run: RunRecord | None) -> str:
     """Return where to load an adapter's base model from: `run` trained the adapter. Raises UserError if it is missing,
     or is not the start model of the run. The message contains `flag` and ends with `fix`."""
     base = base_of_adapter(adapter) or "nothing"

@@ -13,7 +13,7 @@ from typing import IO, Any
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
-from rlhf.utils.errors import RunError, UserError, os_advice
+from rlhf.utils.errors import RunError, UserError, name_output, os_advice
 from rlhf.utils.files import UPDATE, check_folder, remove_path
 from rlhf.utils.paths import ANY_NUMBER
 
@@ -24,7 +24,7 @@ METRICS_LOG = "metrics.jsonl"
 PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
 # what is written under a temporary name first: a killed process leaves it
 WRITTEN_ASIDE = (
-    *(RUN_FILE, METRICS_LOG, INPUTS_FILE, "README.md", "tokens/*", "checkpoint-*", BEST_FOLDER, MERGED_FOLDER),
+    *("*.json*", "README.md", "tokens/*", "checkpoint-*", BEST_FOLDER, MERGED_FOLDER),
     *(UPDATE, f"{BEST_FOLDER}/{UPDATE}", f"{MERGED_FOLDER}/{UPDATE}"),
 )
 
@@ -239,7 +239,8 @@ class RunLock(AbstractContextManager):
     def close(self) -> None:
         self.stream.close()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        name_output(error, self.folder)
         self.close()
 
     @contextlib.contextmanager

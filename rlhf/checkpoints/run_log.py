@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock, lock_run
-from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
+from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.utils.errors import RunError, UserError, first_line, name_output
 from rlhf.utils.files import write_json
 from rlhf.utils.streams import lost_streams
@@ -32,7 +32,7 @@ class RunLog:
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
         self._lock = lock or lock_run(folder)
-        self.folder, self.path = folder, folder / RUN_FILE
+        self.folder = folder
         self._start_clocks()
         self._found: RunRecord | None = None  # a resumed run's record before this session
         with self._lock.closed_after_error():
@@ -77,7 +77,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Write how the run ended: "finished" only without an error. Inputs of a failed reward function are saved to a
         file, and the error message is extended with its path.
 
@@ -90,7 +90,7 @@ class RunLog:
             except FolderMoved as moved:
                 first = error.problems if isinstance(error, UserError) else []
                 raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
-            if kind is None:
+            if error is None:
                 return self.add(status="finished", ended=now())
             name_output(error, self.folder)
             if isinstance(error, RunError) and error.inputs is not None:
@@ -99,7 +99,7 @@ class RunLog:
                 if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
                     return self._found.write(self.folder)  # nothing was trained in this session: restore the record
                 status = getattr(error, "run_status", "failed")
-                self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
+                self.add(status=status, ended=now(), reason=f"{type(error).__name__}: {error}")
 
     def _save_inputs(self, inputs: Any) -> str:
         """Save the inputs of a failed reward function, and return in words where they are, or why they are not
@@ -126,5 +126,5 @@ class FollowingLog(RunLog):
     def check_place(self) -> None:
         """Do nothing: the folder may be on another machine."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         """Do nothing: the first process writes how the run ended."""

@@ -159,8 +159,8 @@ def _example(
     row: Any,
     where: str,
     pairs: bool,
-    topics: bool = False,
-    others: Iterable[str] = (),
+    topics: bool,
+    others: Iterable[str],
 ) -> Example:
     """Return one checked row. Raises UserError if the row is invalid; `where` is its position.
 

@@ -168,9 +168,7 @@ def _no_prompts(
     )
 
 
-def load_every_row(
-    data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print_line
-) -> PromptSets:
+def load_every_row(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> PromptSets:
     """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
     occur twice are kept. Raises UserError if no row is short enough."""
     examples = load_examples(DataSource.of(data), say=say)
@@ -235,7 +233,7 @@ def render_sets(
     evaluation: Sequence[Example],
     data: DataSettings,
     source: str,
-    say: Callable[[str], None] = print_line,
+    say: Callable[[str], None],
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too

@@ -64,7 +64,7 @@ def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> l
     return list({_prompt_key(e, by_topic): e for e in reversed(list(examples))}.values())[::-1]
 
 
-def lost_rows(examples: Sequence[Example], by_topic: bool = False) -> list[tuple[Example, Example, list[str]]]:
+def lost_rows(examples: Sequence[Example], by_topic: bool) -> list[tuple[Example, Example, list[str]]]:
     """Return the rows without a pair that `distinct_questions` removes although they differ from the row that it
     keeps: the kept row, the removed row, and the columns in which they differ."""
     first: dict[str, Example] = {}

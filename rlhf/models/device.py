@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from functools import cache
 
 import psutil
 import torch
@@ -18,6 +17,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import available_cores, cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
 
+OWN_THREADS = torch.get_num_threads()  # before `set_threads` changes it
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 # CUDA 13 supports GPUs from Turing (RTX 20) on; torch 2.14 is the last release with CUDA 12
 OLDER_WHEELS, OLDER_TORCH, TURING = "https://download.pytorch.org/whl/cu126", "torch<2.15", (7, 5)
@@ -62,15 +62,8 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
-@cache
-def own_threads() -> int:
-    """Returns the number of torch's threads before `set_threads` changed it."""
-    return torch.get_num_threads()
-
-
 def set_threads(number: int | None) -> None:
     """Sets the number of torch's threads, at most one per core. None: it stays as it is."""
-    own_threads()  # before the first change
     if number is not None:
         torch.set_num_threads(min(number, available_cores()))
 

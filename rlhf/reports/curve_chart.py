@@ -49,7 +49,7 @@ class Group:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
 
 
-def groups_of(runs: Sequence[RunCurves], names: Sequence[str | None] = ()) -> list[Group]:
+def groups_of(runs: Sequence[RunCurves], names: Sequence[str | None]) -> list[Group]:
     """Returns the groups of runs with their names and line styles; `names` as in `group_runs`."""
     found = group_runs([run.run for run in runs], names)
     line_styles = group_styles([group.algorithm for group in found])

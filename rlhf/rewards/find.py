@@ -296,6 +296,6 @@ def _module_name(file: Path) -> str:
     name = file.stem
     if "." not in name and sys.modules.get(name) in (None, *_loaded.values()):
         found = importlib.util.find_spec(name)
-        if found is not None and found.origin is not None and Path(found.origin).resolve() == file.resolve():
+        if found is not None and Path(found.origin or "").resolve() == file.resolve():
             return name
     return f"reward_func_{len(_loaded)}"

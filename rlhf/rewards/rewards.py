@@ -128,7 +128,7 @@ class Rewards:
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
-        log: RewardLog | None = None,
+        log: RewardLog | None,
     ) -> dict[str, list[float | None]]:
         """Return each function's scores before the weights. Raises like `score`.
 

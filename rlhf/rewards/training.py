@@ -306,21 +306,18 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
     folder = folder.resolve()
     staging = new_name(folder)  # no folder of the user has this name
     make_folder(staging)
-    held = lock(staging / LOCK_FILE)  # another training must not remove it
     try:
-        with saving_tensors(staging):
-            model.model.save_pretrained(staging)
-            model.tokenizer.save_pretrained(staging)
-        write_json(staging / METRICS_FILE, record)
-        for file in staging.rglob("*"):
-            if file.is_file():
+        with lock(staging / LOCK_FILE):  # another training must not remove it
+            with saving_tensors(staging):
+                model.model.save_pretrained(staging)
+                model.tokenizer.save_pretrained(staging)
+            write_json(staging / METRICS_FILE, record)
+            for file in filter(Path.is_file, staging.rglob("*")):
                 sync_file(file)
-        write_json(staging / RUN_FILE, {"status": "finished", **environment()})  # last: it makes the folder complete
+            write_json(staging / RUN_FILE, {"status": "finished", **environment()})  # last: now it is complete
     except BaseException:
-        held.close()
         remove_folder(staging, ignore_errors=True)
         raise
-    held.close()
     (staging / LOCK_FILE).unlink()
     return replace_dir(staging, folder)
 

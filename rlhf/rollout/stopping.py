@@ -73,7 +73,7 @@ class StoppingCriterion:
         return bisect_left(range(1, len(ids)), True, key=lambda n: self.found(ids[:n])) + 1
 
 
-def stopping_criterion(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> StoppingCriterion:
+def stopping_criterion(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StoppingCriterion:
     """Return what ends the completions of a model: the EOS ids of `eos_ids`, and stop strings. The name of a special
     token, which adds no text, stands for its id."""
     names = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

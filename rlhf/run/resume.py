@@ -43,10 +43,9 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
             check_export(config, run)
             export_run(config, screen)
         return None
-    found = checkpoints_of(config, run)
-    newest = max(found.forbidden, default=0)
-    if newest > max(found.valid, default=0):  # an older one would train its updates again
-        raise found.forbidden[newest]
+    found = find_checkpoints(Path(output), run.id)
+    if found.forbidden is not None:  # an older checkpoint would train its updates again
+        raise found.forbidden
     if found.newest is None and found.skipped:
         raise UserError(
             [
@@ -74,14 +73,10 @@ def start_again(config: Config, screen: Screen) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
 
 
-def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
-    return find_checkpoints(Path(config.run.output), run.id)
-
-
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
     """With --resume, load the newest valid checkpoint into the trainer and its callbacks."""
     if config.run.resume:
-        found = checkpoints_of(config, log.record)
+        found = find_checkpoints(log.folder, log.record.id)
         newest = load_newest(trainer, found, screen)
         planned = trainer.sampler.updates
         if trainer.state.global_step > planned:

@@ -39,7 +39,7 @@ from rlhf.setup.reward_probes import RewardWarning
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import naming, raise_if
+from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
@@ -99,8 +99,7 @@ class RunSession(Session):
                 yield
             self._finish(trainer, trackers)
         if self.folder is not None and is_first():  # the others need not wait: an upload may exceed --ddp-timeout
-            with naming(self.folder):
-                export_run(config, self.shown)
+            export_run(config, self.shown)
 
     def callbacks(self, trainer: OnPolicyLoop, stop: GracefulStop | None) -> list[Callback]:
         """Return the callbacks that every run has. They only observe, so their order changes nothing. Those that print

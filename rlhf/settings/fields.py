@@ -181,7 +181,7 @@ class Condition:
             return True
         return any(is_set(values[name], wanted) for name, wanted in self.others) != self.unset
 
-    def words(self, as_flags: bool = True) -> str:
+    def words(self, as_flags: bool) -> str:
         """Return the other settings as text: `--kl-placement reward`, `--merge-lora or --push-to-hub`."""
         names = [("--" + name.replace("_", "-") if as_flags else name, value) for name, value in self.others]
         return " or ".join(f"{name} {value}".rstrip() for name, value in names)
@@ -196,9 +196,9 @@ def unmet(setting: Setting, values: Mapping[str, Any], assumed: Collection[str] 
     return next((condition for condition in setting.conditions if not condition.is_met(values, assumed)), None)
 
 
-def dependence(setting: Setting, known: Collection[str], as_flags: bool = True) -> str:
+def dependence(setting: Setting, known: Collection[str]) -> str:
     """Return the end of a help text: in which cases the setting has no effect. `known`: settings of the command."""
-    texts = [one.text(as_flags) for one in setting.conditions if all(name in known for name, _ in one.others)]
+    texts = [one.text() for one in setting.conditions if all(name in known for name, _ in one.others)]
     return f"; no effect {' or '.join(texts)}" if texts else ""
 
 

@@ -104,7 +104,7 @@ def build(
 
 
 def without_effect(
-    settings: Mapping[str, Setting], values: Values, given: Collection[str], assumed: Collection[str] = ()
+    settings: Mapping[str, Setting], values: Values, given: Collection[str], assumed: Collection[str]
 ) -> list[Problem]:
     """Return one error for each setting that has no effect because of another one, such as lora_r without use_lora.
 

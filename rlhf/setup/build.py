@@ -40,7 +40,7 @@ def prepare_demo_components(config: Config, screen: Screen, device: torch.device
     """With a recipe that has parts, make those that do not exist yet: prompts, start model, reward model."""
     if config.recipe == "demo":
         if not ready.is_ready(config.recipe):
-            choose_threads(config, str(ready.WEIGHTS), device, screen)
+            choose_threads(config, str(ready.WEIGHTS), device, Screen(quiet=True))  # the run prints its choice
         prepare_demo(screen, device)
     elif config.recipe in DEMOS:
         prepare_checker(screen, config.recipe)

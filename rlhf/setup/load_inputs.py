@@ -197,7 +197,7 @@ def _load_prompt_sets(
     screen: Screen,
     prompts: Sequence[GivenPrompt] | None,
     evaluation_prompts: Sequence[GivenPrompt] | None,
-    selection: Selection | None = None,
+    selection: Selection | None,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
     data = config.data
@@ -231,7 +231,7 @@ def _check_columns_of(sets: PromptSets, sources: RewardSources, source: str, sep
 
 
 def check_prompts(
-    prompts: PromptSets, start: StartModel, max_new_tokens: int, source: str, screen: Screen, plain: bool = False
+    prompts: PromptSets, start: StartModel, max_new_tokens: int, source: str, screen: Screen, plain: bool
 ) -> None:
     """Raise UserError if prompts are too long for the start model's context, or are chats and it has no chat template.
 

@@ -13,7 +13,7 @@ from torch.utils.benchmark import Measurement, Timer
 
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.distributed.group import from_first
-from rlhf.models.device import autocast, own_threads, set_threads
+from rlhf.models.device import OWN_THREADS, autocast, set_threads
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
 from rlhf.setup.shape import shape_of
@@ -105,7 +105,7 @@ def _threads_here(config: Config, before: int | None, model: str, device: torch.
         return None
     if before and not threads_variable():
         return before
-    most = torch.get_num_threads() if config.in_python else own_threads()
+    most = torch.get_num_threads() if config.in_python else OWN_THREADS
     if most == 1 or threads_variable() or config.in_python or config.run.resume or config.run.deterministic:
         return most
     shape = shape_of(model)
@@ -127,7 +127,7 @@ def thread_seconds(hidden: int, inner: int, most: int) -> tuple[float, float]:
     Both numbers take turns, because other programs come and go: the medians of the turns. A turn's mean counts its
     waits, of which one may be longer than all of its products.
     """
-    found: dict[int, list[float]] = {1: [], most: []}
+    found = {1: [], most: []}
     end = time.monotonic() + THREADS_S
     while time.monotonic() < end or len(found[most]) < TURNS:
         for threads, turns in found.items():

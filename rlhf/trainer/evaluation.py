@@ -34,6 +34,8 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
 
+FIXED_TEXTS = 128
+
 
 @dataclass(frozen=True)
 class FixedText:
@@ -138,22 +140,22 @@ def fixed_text(
     prompts: Sequence[Prompt],
     start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
     file: str | None,
-    most: int = 128,
 ) -> FixedText:
     """Returns the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples. At most `most` completions are used.
+    any, and otherwise completions of the start model, whose ids `start` samples. At most FIXED_TEXTS completions
+    are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
-    with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
+    with_chosen = [p for p in prompts if p.example.chosen is not None][:FIXED_TEXTS]
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
-    completions = list(start(prompts[:most]))
+    completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"
-    return FixedText(list(prompts[:most]), completions, source, by_start=True)
+    return FixedText(list(prompts[:FIXED_TEXTS]), completions, source, by_start=True)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:

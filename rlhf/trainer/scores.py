@@ -83,7 +83,7 @@ def shaped(
     ended: Tensor,
     missing_eos_penalty: float,
     normalizer: ScoreNormalizer | None,
-    drawn_again: bool = False,
+    drawn_again: bool,
 ) -> Tensor:
     """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized.
 

@@ -40,7 +40,8 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         for name, value in _flat(state).items()
     }
     with saving_tensors(folder):
-        save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
+        randoms = {name: generator.get_state() for name, generator in generators().items()}
+        save_file({**tensors, **randoms}, folder / TENSORS_FILE)
     state = {
         "update": trainer.state.global_step,
         "episode": trainer.state.episode,
@@ -180,10 +181,6 @@ def _text_from_json(state: dict[str, Any]) -> FixedText:
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
-
-
-def _random_tensors() -> dict[str, Tensor]:
-    return {name: generator.get_state() for name, generator in generators().items()}
 
 
 def _restore_random(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

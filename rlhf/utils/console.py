@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -43,7 +42,6 @@ def quiet_imports() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", RLHFWarning)
     warnings.showwarning = _show_warning
-    threading.excepthook = _thread_excepthook
     for name in LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
     if logging.getLogRecordFactory() is logging.LogRecord:  # not that of the user's program
@@ -101,12 +99,6 @@ class VisibleRecord(logging.LogRecord):
 
 def _show_warning(message, category, *_, **__) -> None:
     print_line(f"{process_prefix()}warning: {message}", file=sys.stderr)
-
-
-def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
-    """Ignore OSErrors of other threads, such as the one that prints after a signal: the terminal may be closed."""
-    if not issubclass(error.exc_type, OSError):
-        threading.__excepthook__(error)
 
 
 def shown(text: str) -> Text:

@@ -188,9 +188,10 @@ def as_os_error(error: BaseException) -> OSError | None:
     like the Rust code of safetensors and tokenizers. None for another error."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    found = re.search(r"\(os error (\d+)\)", first_line(error))
+    line = first_line(error)
+    found = re.search(r"\(os error (\d+)\)", line)
     # the last argument is the number on Windows
-    return OSError(int(found[1]), first_line(error), None, int(found[1])) if found else None
+    return OSError(int(found[1]), line, None, int(found[1])) if found else None
 
 
 @contextmanager
@@ -286,7 +287,7 @@ def _unexpected_error_line(error: Exception) -> str:
     the error comes from the operating system or is a known torch error."""
     found = as_os_error(error)
     if found is not None:
-        where = f": {os.fsdecode(found.filename)}" if found.filename else ""  # TensorBoard uses bytes
+        where = f": {found.filename}" if found.filename else ""
         resume = "" if is_before_start(error) else " (a training run with --resume)"
         return f"{found.strerror}{where}. {os_advice(found)}, then run the command again{resume}"
     if isinstance(error, MemoryError):

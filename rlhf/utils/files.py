@@ -140,7 +140,7 @@ def update_dir_atomically(
     first file is replaced.
     """
     check()
-    with staged(folder / UPDATE if folder.exists() else folder) as staging:
+    with naming(folder), staged(folder / UPDATE if folder.exists() else folder) as staging:
         write(staging)
         for file in staging.iterdir():  # a name can reach the disk before its content
             sync_file(file)

@@ -21,7 +21,7 @@ from rlhf.utils.errors import RunError, UserError, first_line
 TIMEOUT_S = 5  # of one request without retries
 
 
-def require_hub(name: str, kind: str, hint: str, named_in: Path | None = None) -> str:
+def require_hub(name: str, kind: str, hint: str, named_in: Path | None) -> str:
     """Return where to load a "model" or "dataset" (`kind`) of the hub from: its name if the hub can be reached,
     otherwise the path of the local cache. Raises UserError if there is neither. `named_in`: the file that contains
     the name, for the error.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import os
-import re
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +14,7 @@ from rlhf.utils.errors import CLOSE, UserError
 
 GGUF_SUFFIX = ".gguf"
 NEW = ".new-"  # between the name of a file or folder and the random number of its new content, before it is complete
-SAVING = re.compile(re.escape(NEW) + r"[0-9a-f]{8}\Z")
-ANY_NUMBER = NEW + "[0-9a-f]" * 8  # the same as a glob pattern
+ANY_NUMBER = NEW + "[0-9a-f]" * 8  # both as a glob pattern
 PACKAGE = "package:"  # in front of the name of an installed Python package that contains a GGUF file
 
 
@@ -92,13 +91,13 @@ def new_name(path: Path) -> Path:
 
 def is_interrupted_save(path: Path) -> bool:
     """True for a folder in which an interrupted program was writing the new content of another folder."""
-    return SAVING.search(path.name) is not None and path.is_dir()
+    return path.match("*" + ANY_NUMBER) and path.is_dir()
 
 
 def interrupted_saves(folder: Path) -> list[Path]:
     """Return the folders in which interrupted programs were writing the new content of `folder`."""
-    saves = filter(is_interrupted_save, folder.parent.glob(f"*{NEW}*"))
-    return sorted(path for path in saves if SAVING.sub("", path.name) == folder.name)
+    saves = folder.parent.glob(glob.escape(folder.name) + ANY_NUMBER)
+    return sorted(filter(Path.is_dir, saves))
 
 
 def missing_path(path: str, what: str, hint: str) -> UserError:

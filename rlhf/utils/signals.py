@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
 
 from rlhf.utils.errors import RunError, print_line
 from rlhf.utils.processes import size
@@ -56,7 +55,7 @@ class GracefulStop:
             self.previous_handlers = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_) -> None:
         for which, handler in self.previous_handlers.items():
             signal.signal(which, handler)
 
@@ -79,6 +78,6 @@ class GracefulStop:
     def _is_repeated(self, number: int) -> bool:
         """Return True if the sender of the first signal may have sent this one, too."""
         seconds = time.monotonic() - self.at
-        if self.several:
-            return number != signal.SIGINT or seconds < LAUNCHER_S
-        return number != signal.SIGINT and seconds < REPEAT_S
+        if number == signal.SIGINT:
+            return self.several and seconds < LAUNCHER_S
+        return self.several or seconds < REPEAT_S

@@ -32,9 +32,9 @@ def cpu_seconds() -> float:
     return time.process_time() + used.children_user + used.children_system
 
 
-def threads_variable() -> str | None:
-    """Return the variable with which the user or a launcher sets the number of threads; None if there is none."""
-    return next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name)), None)
+def threads_variable() -> bool:
+    """True if a variable of the user or a launcher sets the number of threads."""
+    return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

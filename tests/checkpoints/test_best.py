@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, PerplexityLimit, choose, perplexity_limit
+from rlhf.checkpoints.run_record import RUN_FILE
 from rlhf.utils.files import update_dir_atomically
 from rlhf.utils.paths import NEW
 from tests.conftest import BY_TIER, attach
@@ -140,7 +141,7 @@ def test_run_has_the_limit_of_its_rewards(build, kind, ratio, snapshot):
     trainer = build("--eval-every", 9, **given[kind])
     run_log = attach(trainer)
     trainer.train()
-    why = json.loads(run_log.path.read_text())["best"]["why"]
+    why = json.loads((run_log.folder / RUN_FILE).read_text())["best"]["why"]
     assert (f" {PERPLEXITY_GATE} x" in why) == (ratio is not None)
     snapshot(why, varying=r"[+-]?\d+\.\d{3}|\d+(?= of \d)")
 
@@ -166,7 +167,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
 
     trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: save_weights()})())
     trainer.train()
-    best_record = json.loads(run_log.path.read_text())["best"]
+    best_record = json.loads((run_log.folder / RUN_FILE).read_text())["best"]
     assert best_record["update"] == 1 and "score (+2.000)" in best_record["why"] and "3 of 3" in best_record["why"]
     snapshot(best_record["why"])
     assert [e["score"] for e in best_record["evaluations"]] == [0, 2, 1]

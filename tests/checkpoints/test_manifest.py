@@ -231,9 +231,9 @@ def test_folder_that_was_removed_during_a_save_is_a_missing_folder(folder, monke
         folder.rename(folder.with_name("elsewhere"))
 
     monkeypatch.setattr(checkpoints.system, "replace", replace)
-    with pytest.raises(FileNotFoundError) as raised:
+    with pytest.raises(OSError, match="missing") as raised:
         write_checkpoint(folder, RUN, 30, 2, fill)
-    assert raised.value.errno == errno.ENOENT and "checkpoint-30" in raised.value.filename
+    assert "checkpoint-30" in raised.value.filename
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
@@ -249,7 +249,7 @@ def test_checkpoint_that_cannot_be_read_is_skipped_with_the_reason(folder, monke
     monkeypatch.setattr(Path, "read_text", read_text)
     found = find_checkpoints(folder, RUN)
     assert list(found.valid) == [10] and found.skipped[0].startswith("checkpoint-20")
-    assert list(found.forbidden) == ([20] if number == errno.EACCES else [])
+    assert isinstance(found.forbidden, PermissionError) == (number == errno.EACCES)
     write_checkpoint(folder, RUN, 30, 2, fill)
     assert updates(folder) == [10, 30]
 

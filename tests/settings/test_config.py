@@ -162,7 +162,10 @@ REWARD_ERRORS = {
     "no reward": (["--rm-model", "none"], "no reward model and no reward function: --rm-model none"),
     "too few weights": (
         ["--reward-func", "length_penalty", "--reward-weights", "1"],
-        "1 weights for 2 rewards: --reward-weights 1.0. Give one for each, in this order: reward model, length_penalty",
+        (
+            "1 weights for 2 rewards: --reward-weights 1.0. "
+            "Give one for each, in this order: reward model, length_penalty"
+        ),
     ),
     "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
 }

@@ -41,7 +41,7 @@ def measures(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         torch.set_num_threads(own)
-        monkeypatch.setattr(precision, "own_threads", lambda: own)
+        monkeypatch.setattr(precision, "OWN_THREADS", own)
         monkeypatch.setattr(precision, "thread_seconds", replacement)
         monkeypatch.setattr("rlhf.models.device.available_cores", lambda: 2)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_perplexity_without_pairs_uses_completions_of_the_start_model(build, tmp
     text = trainer.evaluator.text
     assert text.source == source == log.record.best.perplexity_text and text.by_start
     assert _text_from_json(json.loads(json.dumps(_text_to_json(text)))).by_start, "as in a checkpoint"
-    samples = Path(log.path.parent) / "samples" / "update-000000.jsonl"
+    samples = log.folder / "samples" / "update-000000.jsonl"
     start = [json.loads(line)["completion"] for line in samples.open()]
     decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
     assert decoded == start, "the decoded completions must equal the recorded samples"

@@ -71,7 +71,9 @@ def notes(work: Work, facts: dict[str, dict]) -> list[str]:
 
 def show(found: dict[str, Any], screen: Screen) -> None:
     """Print the table, and below it the settings, versions and machine."""
-    settings, versions, ratio = found["settings"], found["versions"], found["update_ratio"]
+    settings = found["settings"]
+    versions = found["versions"]
+    ratio = found["update_ratio"]
     title = f"{settings['algorithm'].upper()}, {settings['size']}, {settings['device']}, {settings['dtype']}"
     screen.table(title, ["", "ours", "TRL", "ratio"], rows(found), lines=False)
     pairs = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} in {len(ratio['pairs'])} pairs"
@@ -88,7 +90,9 @@ def show(found: dict[str, Any], screen: Screen) -> None:
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    spent, memory, tokens = found["seconds"], found["memory"], found["completion_tokens"]
+    spent = found["seconds"]
+    memory = found["memory"]
+    tokens = found["completion_tokens"]
     parts = [[f"  {part}", f"{value:.3f} s", "", ""] for part, value in spent["ours"].items() if part != "whole"]
     above = found["memory_ratio_above_imports"]
     return [

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     screen = Screen()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        batch, updates = arguments.rollout_batch, 1 + arguments.updates
+        batch = arguments.rollout_batch
+        updates = 1 + arguments.updates
         parts = max(1, batch // MINIBATCH)
         work = work_of(
             arguments, folder=folder, device=device, batch_size=batch, minibatches=parts, varied=True, updates=updates
@@ -101,7 +102,8 @@ def summarize_epoch(
     """
     from rlhf.checkpoints.run_record import environment
 
-    names, whole = list(facts), -(-prompts // work.batch_size)
+    names = list(facts)
+    whole = -(-prompts // work.batch_size)
     tokens = {name: completion_tokens(work, name, timings) for name in names}
     steps = {name: timings[-1][name]["optimizer_steps"] for name in names}
     if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
@@ -180,7 +182,9 @@ def show(found: dict[str, Any], screen) -> None:
     """Print the table, and below it the settings, versions and machine."""
     from benchmarks.machine import BUSY, busy_line, machine_line
 
-    settings, versions, sides = found["settings"], found["versions"], found["sides"]
+    settings = found["settings"]
+    versions = found["versions"]
+    sides = found["sides"]
     title = f"one epoch of {settings['prompts']:,} prompts, {settings['algorithm'].upper()}, {settings['size']}, "
     title += f"{settings['device']}, {settings['dtype']}, {settings['batch_size']} prompts per update"
     names = {"ours": "ours", "stock": "TRL"}

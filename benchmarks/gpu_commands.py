@@ -18,7 +18,9 @@ from rlhf.utils.system import WINDOWS, stop_signals
 
 NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # otherwise Ctrl-Break would also reach this process
 TO_STOP = 12.0  # seconds before a section's end, for a run to finish its update and save
-PROMPTS, LONGEST = 200, 64  # the stand-in prompts file: rows, and tokens per row
+# the stand-in prompts file: rows, and tokens per row
+PROMPTS = 200
+LONGEST = 64
 
 
 @dataclass

@@ -35,10 +35,14 @@ GPUS = {
     "H100": GPU(3_350e9, 989.4e12),  # SXM
     "H200": GPU(4_800e9, 989.4e12),
 }
-OF_BANDWIDTH, OF_PEAK = 0.82, 0.5  # shares that good kernels reach
+# shares that good kernels reach
+OF_BANDWIDTH = 0.82
+OF_PEAK = 0.5
 PER_KERNEL = 2e-6  # seconds to start a kernel of a CUDA graph (1.5 to 2.5 us)
 KERNELS = 526  # of a decoding step of SmolLM2-135M in bfloat16 (tests/rollout/test_decoder_operators.py)
-BF16, FLOAT = 2, 4  # bytes of a number
+# bytes of a number
+BF16 = 2
+FLOAT = 4
 LOGIT_PASSES = 5  # float32 tensors of slots x vocabulary that sampling reads or writes
 # bytes of element-wise work per token, layer and hidden feature in a forward and backward pass, without the head
 ELEMENTWISE = 225_000 / 576
@@ -91,7 +95,8 @@ def pass_bytes(shape: Shape, episodes: int, prompt: float, completion: float) ->
 
 def decoding_seconds(shape: Shape, gpu: GPU, slots: int, columns: float) -> tuple[float, float]:
     """Return the limit and the expected time of one decoding step."""
-    moved, computed = decoding_bytes(shape, slots, columns), decoding_flops(shape, slots, columns)
+    moved = decoding_bytes(shape, slots, columns)
+    computed = decoding_flops(shape, slots, columns)
     limit = max(moved / gpu.bandwidth, computed / gpu.peak)
     kernels = KERNELS * shape.layers / 30 * PER_KERNEL
     return limit, max(kernels, moved / gpu.bandwidth / OF_BANDWIDTH + computed / gpu.peak / OF_PEAK)
@@ -109,7 +114,8 @@ def pass_seconds(shape: Shape, gpu: GPU, episodes: int, prompt: float, completio
 
 def rows(shape: Shape, episodes: int, prompt: int, completion: int, passes: int) -> list[list[str]]:
     """Return a row per quantity: its name, and the limit and the expected value of each GPU."""
-    found, columns = [], prompt + completion / 2
+    found = []
+    columns = prompt + completion / 2
     for slots in SLOTS:
         steps = [decoding_seconds(shape, gpu, slots, columns) for gpu in GPUS.values()]
         found.append([f"decoding, {slots:,} slots, ms per step", *(_two(1e3 * a, 1e3 * b) for a, b in steps)])

@@ -56,7 +56,8 @@ MEMORY = {"full": {}, "LoRA": {"lora": True}, "4-bit LoRA": {"lora": True, "load
 
 def work_for(section: Section, **more) -> Work:
     """Return Work with this section's size and device, and with models in the folder that all sections share."""
-    lengths, at = LENGTHS[section.plan.size], {"device": section.device, "dtype": section.dtype}
+    lengths = LENGTHS[section.plan.size]
+    at = {"device": section.device, "dtype": section.dtype}
     return Work(section.plan.models, size=section.plan.size, **at, **lengths, **more)
 
 
@@ -163,7 +164,9 @@ class Captures:
     """Counts the captures of CUDA graphs in this process, and measures their seconds."""
 
     def __init__(self):
-        self.count, self.seconds, captures = 0, 0.0, self
+        self.count = 0
+        self.seconds = 0.0
+        captures = self
 
         class Counted(torch.cuda.graph):
             def __enter__(self):
@@ -199,16 +202,19 @@ def policy_for(section: Section, work: Work, case: Case) -> torch.nn.Module:
 
 
 def decode(section: Section, name: str, case: Case, engine: str, captures: Captures) -> None:
-    work, device = Work("", size=section.plan.size, **LENGTHS[section.plan.size]), torch.device(section.device)
+    work = Work("", size=section.plan.size, **LENGTHS[section.plan.size])
+    device = torch.device(section.device)
     policy = policy_for(section, work, case)
-    count, longest = case.slots * (REFILLS if case.mixed else 1), work.prompt_length
+    count = case.slots * (REFILLS if case.mixed else 1)
+    longest = work.prompt_length
     lengths = varied(longest / 2, longest, count, SEED) if case.mixed else [longest] * count
     prompts = random_prompts(lengths, policy.config.vocab_size, SEED)
     noise = uniform_noise(SEED, 0, "rollout", range(count), work.reply_length)
 
     def sample(length: int) -> tuple[Completions, float, float]:
         """Return the completions, the seconds without captures, and those of captures."""
-        sampling, before = SamplingSettings(length, TEMPERATURE, 0, case.top_p), captures.seconds
+        sampling = SamplingSettings(length, TEMPERATURE, 0, case.top_p)
+        before = captures.seconds
         start = seconds(device.type)
         with autocast(device, torch.bfloat16 if section.on_gpu else None):
             completions = sample_completions(
@@ -219,7 +225,8 @@ def decode(section: Section, name: str, case: Case, engine: str, captures: Captu
         return completions, seconds(device.type) - start - captured, captured
 
     sample(4)  # warm-up: selects kernels, allocates memory
-    first, found = sample(1)[1], []
+    first = sample(1)[1]
+    found = []
     while len(found) < REPEATS and (not found or section.left > 2 * sum(found[-1][1:])):
         found.append(sample(work.reply_length))
     completions = found[-1][0]
@@ -247,7 +254,8 @@ def share_of_bandwidth(section: Section, policy: LlamaForCausalLM, work: Work, s
 
 def equal_to_slots(section: Section, name: str, engine: str, completions: Completions) -> str:
     """Store the completions of `slots`. For `graph`, return how many are equal to them."""
-    rows, file = completions.rows(), section.folder("tokens") / f"{name.removesuffix(f', {engine}')}.json"
+    rows = completions.rows()
+    file = section.folder("tokens") / f"{name.removesuffix(f', {engine}')}.json"
     if engine == "slots":
         file.write_text(json.dumps(rows), encoding="utf-8")
     if engine != "graph" or not file.is_file():
@@ -262,7 +270,8 @@ def equal_to_slots(section: Section, name: str, engine: str, completions: Comple
 def memory(section: Section) -> None:
     """Measure the peak memory of two PPO updates per kind of training, and compare it with the prediction."""
     with ExitStack() as stack:
-        workers, works = {}, {}
+        workers = {}
+        works = {}
         for kind, more in MEMORY.items():
             works[kind] = work_for(section, updates=2, **UPDATE["ppo"], **more)
             work_file = works[kind].write(section.folder(f"workers/{kind.replace(' ', '_')}") / "work.json")

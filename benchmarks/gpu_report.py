@@ -10,7 +10,10 @@ from typing import Any
 
 from rlhf.utils.files import write_json, write_text
 
-RUNNING, DONE, OUT_OF_TIME, FAILED = "running", "done", "out of time", "failed"
+RUNNING = "running"
+DONE = "done"
+OUT_OF_TIME = "out of time"
+FAILED = "failed"
 
 
 @dataclass
@@ -71,7 +74,8 @@ class Report:
     def end(self, section: str, state: str, seconds: float, error: str | None = None) -> None:
         record = self.sections[section]
         waits = any(OUT_OF_TIME in figure.get("error", "") for figure in record.figures.values())
-        record.state, record.error = OUT_OF_TIME if state == DONE and waits else state, error
+        record.state = OUT_OF_TIME if state == DONE and waits else state
+        record.error = error
         record.seconds += seconds
         self.write()
 

@@ -38,7 +38,8 @@ class Section:
     """A section's plan, deadline, and the stream to which its figures are written."""
 
     def __init__(self, plan: Plan, channel):
-        self.plan, self.channel = plan, channel
+        self.plan = plan
+        self.channel = channel
         self.deadline = time.monotonic() + plan.seconds
 
     @property

@@ -56,7 +56,8 @@ def short_run(section: Section, name: str, folder: Path, algorithm: str, flags: 
     scalars, _ = read_scalars(output / "logs")
     spent = sum(scalars[tag].values[-1] for tag in RUN_TIMES)
     peak = RunRecord.require(output, "--output").figures["peak_memory_gib"]
-    kl, ratio = scalars["kl_divergence/token"].values[0], scalars["policy/ratio"].values[0]
+    kl = scalars["kl_divergence/token"].values[0]
+    ratio = scalars["policy/ratio"].values[0]
     note = f"last update; KL of the first {kl:.2g} nats/token, ratio {ratio:.4f}; peak {peak:.2f} GiB"
     section.figure(name, spent, "s per update", note)
 
@@ -126,7 +127,8 @@ def report_run(section: Section, name: str, status: int | None, command: Command
 
 def report_finished(section: Section, name: str, finished: RunRecord) -> None:
     """Record the figures of a finished run of the demo."""
-    figures, spent = finished.figures, finished.spent
+    figures = finished.figures
+    spent = finished.spent
     low, high = figures["gold_rise_interval"]
     notes = [
         f"gold quality {figures['gold_before']:.3f} -> {figures['gold_after']:.3f}",
@@ -141,7 +143,8 @@ def report_finished(section: Section, name: str, finished: RunRecord) -> None:
 def report_stopped(section: Section, name: str, output: Path) -> None:
     """Record how far an unfinished run came."""
     scalars, _ = read_scalars(output / "logs") if (output / "logs").is_dir() else ({}, [])
-    score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
+    score = scalars.get("eval/score")
+    rewards = scalars.get("rewards/mean")
     if score is None or rewards is None:
         return section.error(name, f"{OUT_OF_TIME} before the end of the first update")
     record = RunRecord.read(output)
@@ -203,7 +206,8 @@ def recipes(section: Section) -> None:
 
 def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, models: list[object]) -> None:
     output = folder / f"{recipe}_{algorithm}"
-    script, length = f"train_{algorithm}.py", ["--num-iterations", 10]
+    script = f"train_{algorithm}.py"
+    length = ["--num-iterations", 10]
     shutil.rmtree(output, ignore_errors=True)
     run(section, [script, "--recipe", recipe, *models, *length, "--output", output], folder)
     scalars, _ = read_scalars(output / "logs")

@@ -99,12 +99,14 @@ def alternate_until(section: Section, work: Work, workers: list[Worker], until: 
 
 
 def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: list[dict[str, dict]]) -> None:
-    found, title = summarize_epoch(work, EPOCH, facts, timings), work.algorithm.upper()
+    found = summarize_epoch(work, EPOCH, facts, timings)
+    title = work.algorithm.upper()
     episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
     names = {"ours": "ours", "stock": "stock TRL"}
     kind = "CUDA tensors" if section.on_gpu else "process"
     for name, figures in found["sides"].items():
-        spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][name]]
+        spread = figures["seconds_per_update"]
+        forward = PRECISION[found["mixed_precision"][name]]
         section.figure(
             f"{title}, one update, {names[name]}", spread["median"], "s",
             f"median of {len(timings) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "

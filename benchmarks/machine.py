@@ -38,7 +38,8 @@ class MemoryMeter:
         if self.device == "cpu":
             peak = resident_peak()
             return {"peak": peak, "above_imports": peak - self.held}
-        peak, used = torch.cuda.max_memory_allocated(), gpu_state()["memory.used"]
+        peak = torch.cuda.max_memory_allocated()
+        used = gpu_state()["memory.used"]
         reserved = torch.cuda.max_memory_reserved()
         return {"peak": peak, "above_imports": peak, "reserved": reserved,
                 "by_nvidia_smi": int(used) * 2**20 if used.isdigit() else "unknown"}  # fmt: skip
@@ -77,7 +78,8 @@ def gpu_machine(device: str) -> dict[str, Any]:
     """Return GPU, driver, CPU, Python, library versions and commit for a report."""
     from rlhf.checkpoints.run_record import environment
 
-    facts, software = machine(device), environment()
+    facts = machine(device)
+    software = environment()
     found = {
         "gpu": facts["card"],
         "gpu_memory_gib": facts["card_memory_bytes"] / 2**30 if facts["card"] else None,

@@ -59,7 +59,9 @@ SHORT = {"runs": 4, "decoding-plain": 0.7, "decoding-slots": 1.5, "decoding-grap
 FULL = {**SHORT, "decoding-graph": 4, "update": 8, "memory": 4, "self-test": 12, "demo": 30, "same seed": 5,
         "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 9}
-TINY_SHARE, TINY_LEAST = 0.3, 1  # of these minutes, and at least so many, with tiny models
+# of these minutes, and at least so many, with tiny models
+TINY_SHARE = 0.3
+TINY_LEAST = 1
 SHORTEST = 20.0  # seconds: with less time left in a call, no section starts
 TO_END = 3.0  # seconds between a section's deadline and the time when it is killed
 LOOK_EVERY = 1.0  # seconds between looks at the processes that a section has started
@@ -82,11 +84,9 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(folder, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)], now())
     report.read()
-    deadline, shares, settings = (
-        time.monotonic() + 60 * arguments.minutes,
-        shares_of(arguments),
-        settings_of(arguments),
-    )
+    deadline = time.monotonic() + 60 * arguments.minutes
+    shares = shares_of(arguments)
+    settings = settings_of(arguments)
     if arguments.only:  # measured again
         report.sections = {name: record for name, record in report.sections.items() if name not in arguments.only}
     print(f"at most {arguments.minutes:g} minutes; results: {folder / 'figures.md'}", flush=True)
@@ -165,7 +165,8 @@ def measure(plan: Plan, report: Report) -> None:
     A figure is printed when it is new, and again at the end if it has changed.
     """
     record = report.begin(plan.section, plan.seconds)
-    start, printed = time.monotonic(), dict(record.figures)
+    start = time.monotonic()
+    printed = dict(record.figures)
 
     def receive(message: dict[str, Any]) -> None:
         report.add(plan.section, message)

@@ -70,7 +70,8 @@ def count(work: Work) -> dict[str, Counter]:
 
     trainer = ours.build(work, rollout_engine="slots")  # a CUDA graph would hide the operators
     trainer.update_step(1)  # allocates the optimizer's state
-    whole, last = Counter(), {}
+    whole = Counter()
+    last = {}
     with counted_parts(last), counting(whole):
         trainer.update_step(2)
     return {**{name: last[name] for name in PARTS}, "whole update": whole}

@@ -59,7 +59,8 @@ def build(work: Work, **more: Any) -> OnPolicyLoop:
     config = configuration(work, **more)
     join(timeout_s=300)
     device = selected_device()
-    before, start = memory_in_use(device), str(work.policy)
+    before = memory_in_use(device)
+    start = str(work.policy)
     tokenizer = load_tokenizer(start)
     rewards, reward_model = make_rewards(config, find_rewards(config), tokenizer, device)
     policy = load_start_policy(config, start, tokenizer, device)
@@ -73,7 +74,8 @@ def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str
 
     Raises RunError if the update was skipped.
     """
-    tokens, start = trainer.progress.completion_tokens, seconds(device)
+    tokens = trainer.progress.completion_tokens
+    start = seconds(device)
     metrics = trainer.update_step(update)
     if trainer.progress.skipped:
         raise RunError(f"update {update} was skipped")

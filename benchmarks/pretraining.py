@@ -18,7 +18,9 @@ from rlhf.utils.errors import print_line
 from rlhf.utils.files import saving_tensors
 
 CPU = torch.device("cpu")
-PAD, TURN, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+TURN = "<|im_start|>"
+EOS = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
-    screen, points = Screen(), []
+    screen = Screen()
+    points = []
     with screen, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         work = work_of(arguments, folder=folder, device=device, updates=1 + arguments.repeats)
         make_models(work)
@@ -72,7 +73,8 @@ def measure(work: Work, count: int) -> dict[str, Any]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    file, threads = work.write(Path(work.folder, "work.json")), {"OMP_NUM_THREADS": str(work.threads)}
+    file = work.write(Path(work.folder, "work.json"))
+    threads = {"OMP_NUM_THREADS": str(work.threads)}
     gpu = work.device == "cuda"
     with ExitStack() as stack:
         alone = stack.enter_context(Worker("ours", file, "alone", **threads))
@@ -87,7 +89,8 @@ def measure(work: Work, count: int) -> dict[str, Any]:
         pairs = [(alone.go(), together(group)) for _ in range(work.updates)][1:]  # the first pair is a warm-up
     one, several = ([seconds["seconds"] for seconds in side] for side in zip(*pairs, strict=True))
     ratios = [a / b for a, b in zip(one, several, strict=True)]
-    names, sides = pairs[0][0]["parts"], list(zip(*pairs, strict=True))
+    names = pairs[0][0]["parts"]
+    sides = list(zip(*pairs, strict=True))
     parts = {name: [median(found["parts"][name] for found in side) for side in sides] for name in names}
     return {
         "batch_size": work.batch_size,
@@ -110,7 +113,8 @@ def together(group: list[Worker]) -> dict[str, Any]:
 
 def line_of(point: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {one / all:.2f}x" for name, (one, all) in point["parts"].items() if all > 0)
-    ratios, trained = point["ratios"], "LoRA" if point["lora"] else "all weights"
+    ratios = point["ratios"]
+    trained = "LoRA" if point["lora"] else "all weights"
     return (
         f"batch {point['batch_size']}, {trained}: "
         f"{median(point['seconds_of_one']):.2f} s on one process, {median(point['seconds_of_all']):.2f} s on "

@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
 
         probe_models(arguments.probe, arguments.runs, arguments.results, screen)
     else:
-        axes, seeds = arguments.sweep, arguments.seeds
+        axes = arguments.sweep
+        seeds = arguments.seeds
         trainings = trainings_of(arguments.kinds, seeds) if axes is None else sweep_of(axes, seeds, arguments.updates)
         for training in trainings:
             measure(training, arguments, screen.say)
@@ -143,7 +144,8 @@ def measure(training: Training, arguments: argparse.Namespace, say: Callable[[st
     if file.is_file():
         say(f"already measured: {file}")
         return
-    folder, log = arguments.runs / training.name, arguments.runs / f"{training.name}.log"
+    folder = arguments.runs / training.name
+    log = arguments.runs / f"{training.name}.log"
     words = ["--recipe", arguments.recipe, *training.words, *arguments.more, "--seed", str(training.seed)]
     command = [f"train_{training.algorithm}.py", *words]
     record = RunRecord.read(folder)
@@ -163,14 +165,16 @@ def verify(name: str, arguments: argparse.Namespace, say: Callable[[str], None])
     facts = json.loads(file.read_text(encoding="utf-8"))
     if "first_updates" not in facts:
         raise UserError(f"no figures of updates 1 and 2: {file}. It was measured by an earlier release")
-    folder, log = arguments.runs / f"verify_{name}", arguments.runs / f"verify_{name}.log"
+    folder = arguments.runs / f"verify_{name}"
+    log = arguments.runs / f"verify_{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     precision = "--bf16" if facts["settings"]["bf16"] else "--no-bf16"
     threads = {"OMP_NUM_THREADS": str(facts["machine"]["threads_used"])}
     say(f"repeating updates 1 and 2 of {name}, console output in {log}")
     more = ["--num-iterations", "2", "--eval-prompts", "1", precision, "--output", str(folder)]
     train([*facts["command"], *more], log, {**os.environ, **threads})
-    published, found = facts["first_updates"], first_updates(folder)
+    published = facts["first_updates"]
+    found = first_updates(folder)
     equal = found["sha256"] == published["sha256"]
     say(f"{name}: {'equal' if equal else 'not equal'}, SHA-256 {found['sha256']}, published {published['sha256']}")
     for one, other in zip(published["figures"], found["figures"], strict=True):

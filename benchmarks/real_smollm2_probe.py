@@ -34,7 +34,11 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.intervals import over_prompts
 
-QUESTIONS, LONG, ATTEMPTS, EXAMPLES, PROBLEMS = 64, 128, 8, 4, 300
+QUESTIONS = 64
+LONG = 128
+ATTEMPTS = 8
+EXAMPLES = 4
+PROBLEMS = 300
 START = "start"
 
 
@@ -79,7 +83,9 @@ class Probe:
 
     def __init__(self, folder: Path, start: bool, screen: Screen):
         """`start` selects the start model of the run instead of its final model."""
-        self.run, self.start, self.screen = RunRecord.require(folder, "--probe"), start, screen
+        self.run = RunRecord.require(folder, "--probe")
+        self.start = start
+        self.screen = screen
         rule = self.run.flat_settings["reward_func"][0]
         self.config = config_of_run(self.run, reward_func=(rule,), reward_weights=None, eval_func=())
         self.device = start_device(screen)
@@ -89,12 +95,14 @@ class Probe:
         self.tokenizer = load_tokenizer(model.source, self.config.data.plain_prompts)
         self.policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
         sets = load_prompts(self.config.data, self.tokenizer, screen.say)
-        self.questions, self.training = sets.evaluation[:QUESTIONS], sets.train
+        self.questions = sets.evaluation[:QUESTIONS]
+        self.training = sets.train
         self.rewards, _ = make_rewards(self.config, find_rewards(self.config), self.tokenizer, self.device)
 
     def facts(self) -> dict[str, Any]:
         """Return the content of the JSON file: one cell per way of sampling."""
-        short, chats = self.config.sampling.max_new_tokens, self.questions
+        short = self.config.sampling.max_new_tokens
+        chats = self.questions
         cells = {
             "sampled": self.cell(chats, short, attempts=ATTEMPTS),
             "greedy": self.cell(chats, short, greedy=True),
@@ -134,12 +142,17 @@ class Probe:
         rows = [
             (attempt * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for attempt in range(attempts)
         ]
-        size, texts, ids, ended = budget_of(self.device).generation_batch_size, [], [], []
+        size = budget_of(self.device).generation_batch_size
+        texts = []
+        ids = []
+        ended = []
         for at in range(0, len(rows), size):
             episodes, part = zip(*rows[at : at + size], strict=True)
             uniform = uniform_noise(self.run.seed, 0, "generations", episodes, length)
             found = self._sample(part, uniform, sampling)
-            texts, ids, ended = texts + found.texts(self.tokenizer), ids + found.rows(), ended + found.ended.tolist()
+            texts = texts + found.texts(self.tokenizer)
+            ids = ids + found.rows()
+            ended = ended + found.ended.tolist()
             self.screen.progress(f"{len(ids)} of {len(rows)} completions", last=len(ids) == len(rows))
         scores = self.rewards.score([prompt for _, prompt in rows], texts, ids, ended).total
         right = np.array([score or 0.0 for score in scores]).reshape(len(prompts), attempts)
@@ -158,7 +171,8 @@ class Probe:
         }
 
     def _sample(self, prompts: Sequence[Prompt], uniform: torch.Tensor, sampling: SamplingSettings):
-        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        eos = self.tokenizer.eos_token_id
+        pad = self.tokenizer.pad_token_id
         with autocast(self.device, self.dtype):
             return sample_completions(self.policy, prompts, uniform, sampling, eos=eos, pad=pad, device=self.device)
 

@@ -45,7 +45,8 @@ def read(results: Path) -> tuple[list[Facts], list[Facts], dict[str, Facts]]:
 def tables(results: Path) -> str:
     """Return all tables for which there are files, in Markdown."""
     runs, sweep, probes = read(results)
-    start, trained = probes.pop("start", None), probes
+    start = probes.pop("start", None)
+    trained = probes
     answers = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in results.glob("human_*.json")}
     parts = [seeds_table(runs, answers), run_table(runs), minutes_table(runs), topic_table(runs)] if runs else []
     parts += [sweep_table(sweep)] if sweep else []
@@ -143,12 +144,10 @@ def run_table(runs: Sequence[Facts]) -> str:
     """Return one row per run: accuracy, its rise, the rise above the control's, and what else changed."""
     rows = []
     for run in runs:
-        a, first, last, above = (
-            run["accuracy"],
-            run["evaluations"][0],
-            run["evaluations"][-1],
-            above_control(run, runs),
-        )
+        a = run["accuracy"]
+        first = run["evaluations"][0]
+        last = run["evaluations"][-1]
+        above = above_control(run, runs)
         rows.append([
             LABELS[run["kind"]], str(run["seed"]), percent(a["before"]), percent(a["after"]),
             points(Estimate(a["rise"], a["low"], a["high"])), "" if above is None else points(above),
@@ -174,7 +173,8 @@ def minutes_table(runs: Sequence[Facts]) -> str:
     rows = []
     for run in runs:
         at = {e["update"]: f"{e['seconds'] / 60:.1f} min: {percent(e['accuracy'])}%" for e in run["evaluations"]}
-        s, busy = run["seconds"], run["seconds"]["busy_before_percent"]
+        s = run["seconds"]
+        busy = run["seconds"]["busy_before_percent"]
         rows.append([
             LABELS[run["kind"]], str(run["seed"]), *(at.get(update, "") for update in updates),
             f"{s['total'] / 60:.1f}", f"{s['update_median']:.1f}", "" if busy is None else f"{busy:.0f}",
@@ -201,7 +201,8 @@ def sweep_table(sweep: Sequence[Facts]) -> str:
     rows = []
     for run in sorted(sweep, key=lambda run: -run["accuracy"]["rise"]):
         a = run["accuracy"]
-        last, minutes = run["evaluations"][-1], run["seconds"]["total"] / 60
+        last = run["evaluations"][-1]
+        minutes = run["seconds"]["total"] / 60
         rows.append([
             f"`{run['name'].removeprefix('sweep_')}`", percent(a["before"]), percent(a["after"]),
             points(Estimate(a["rise"], a["low"], a["high"])), f"{run['kl_per_sequence']:.1f}",
@@ -238,7 +239,9 @@ def split_gain(start: Facts, trained: Facts, greedy: bool) -> Gain:
     """
     cells = {name: counts(cell) for name, cell in start["cells"].items()}
     way = "greedy" if greedy else "sampled"
-    short, long, best = cells[way], cells[f"{way}_long"], cells["greedy_long"]
+    short = cells[way]
+    long = cells[f"{way}_long"]
+    best = cells["greedy_long"]
     after = counts(trained["cells"][way])
     return Gain(after - short, long - short, best - long, after - best)
 

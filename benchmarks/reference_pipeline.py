@@ -89,13 +89,15 @@ def once(arguments: argparse.Namespace, name: str, words: Sequence[str], read: C
 
     from benchmarks.machine import machine
 
-    file, log = arguments.results / f"{name}.json", arguments.runs / f"{name}.log"
+    file = arguments.results / f"{name}.json"
+    log = arguments.runs / f"{name}.log"
     if file.is_file():
         say(f"already measured: {file}")
         return
     say(f"running {name}, console output in {log}")
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # without a GPU, trl's launcher would set 1
-    words, before = [*words, *arguments.more], os.times()
+    words = [*words, *arguments.more]
+    before = os.times()
     train(words, log, {**os.environ, **threads})
     after = os.times()
     times = {"seconds": after[4] - before[4], "cpu_seconds": sum(after[2:4]) - sum(before[2:4])}  # CPU: of children
@@ -138,7 +140,8 @@ def reward_models(arguments: argparse.Namespace, say: Say) -> None:
 def reward_facts(folder: Path) -> Facts:
     """Return the record of a reward model, with Wilson's interval of its accuracy over held-out pairs."""
     record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    trained, _ = len(record.pop("train_questions")), record.pop("settings")
+    trained = len(record.pop("train_questions"))
+    _ = record.pop("settings")
     found = binomtest(round(record["accuracy"] * record["pairs"]), record["pairs"]).proportion_ci(method="wilson")
     return {"kind": "reward model", "train_pairs": trained, **record, "low": found.low, "high": found.high}
 
@@ -166,7 +169,8 @@ def dpo(arguments: argparse.Namespace, say: Say) -> None:
 
 def compare(arguments: argparse.Namespace, say: Say) -> None:
     """Compare all runs with the start model, and each arm with the first one. Raises UserError if a run is missing."""
-    folder, work = arguments.runs / "comparison", arguments.runs
+    folder = arguments.runs / "comparison"
+    work = arguments.runs
     names = [t.name for t in trainings(arguments)] + [f"dpo_{seed}" for seed in arguments.seeds]
     missing = [n for n in names if not ((work / n).is_dir() and (arguments.results / f"{n}.json").is_file())]
     if missing:

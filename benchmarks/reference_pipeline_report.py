@@ -13,7 +13,8 @@ from rlhf.analysis.audit import shown
 from rlhf.utils.errors import UserError
 
 FIGURES = ("score", "judge", "kl", "length", "eos_rate", "perplexity")
-SECONDS, START = ("seconds", "cpu_seconds"), "start"
+SECONDS = ("seconds", "cpu_seconds")
+START = "start"
 
 
 def tables(results: Path) -> str:
@@ -78,7 +79,8 @@ def recipe_table(runs: Sequence[Facts]) -> str | None:
     """Return one row per short run of a reference recipe; None without any."""
     rows = []
     for run in runs:
-        first, last = run["evaluations"][0], run["evaluations"][-1]
+        first = run["evaluations"][0]
+        last = run["evaluations"][-1]
         rows.append([
             run["recipe"], run["algorithm"].upper(), str(last["update"]),
             *(f"{run['accuracy'][name]:+.2f}" for name in ("before", "after")),

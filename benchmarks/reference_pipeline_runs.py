@@ -36,7 +36,8 @@ SHORT = (
 
 def inputs(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the flags of the prompts, the reward model and the precision."""
-    prompts, model = pairs_file(arguments.runs, "reward"), arguments.runs / "reward_model"
+    prompts = pairs_file(arguments.runs, "reward")
+    model = arguments.runs / "reward_model"
     return "--prompts", str(prompts), "--rm-model", str(model), arguments.precision
 
 

@@ -52,7 +52,8 @@ def main() -> None:
         from benchmarks.machine import gpu_state
 
         state = gpu_state()
-        clock, others = state.pop("clocks.sm"), ", ".join(map(" ".join, state.items()))
+        clock = state.pop("clocks.sm")
+        others = ", ".join(map(" ".join, state.items()))
         section.figure("clock at the end of the section", clock, "MHz", others)
 
 

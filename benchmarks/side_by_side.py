@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     from benchmarks.work import Work, choose_device, make_models
 
-    device, found = choose_device(arguments.device), {}
+    device = choose_device(arguments.device)
+    found = {}
     for name in arguments.only:
         kind, settings = CASES[name]
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -98,8 +99,11 @@ def worker(work: dict) -> None:
     from rlhf.trainer import collect
     from rlhf.trainer.optimize import PolicyOptimizer
 
-    trainer, sampling, original = ours.build(Work(**work)), [], collect.sample_completions
-    optimize, shapes = PolicyOptimizer.run, Counter()
+    trainer = ours.build(Work(**work))
+    sampling = []
+    original = collect.sample_completions
+    optimize = PolicyOptimizer.run
+    shapes = Counter()
 
     def sample(*args, **kwargs):
         begin = ours.seconds(work["device"])

@@ -33,8 +33,11 @@ class UpdateTimer(TrainerCallback):
     """
 
     def __init__(self, work: Work, reward_model: PreTrainedModel, wait: Callable, send: Callable[[dict], None]):
-        self.work, self.wait, self.send = work, wait, send
-        self.optimizer_steps, self.masks = 0, []
+        self.work = work
+        self.wait = wait
+        self.send = send
+        self.optimizer_steps = 0
+        self.masks = []
         self.steps = work.ppo_epochs if work.algorithm == "grpo" else 1  # trainer steps per update
         register_optimizer_step_post_hook(self._count)
         reward_model.base_model.register_forward_pre_hook(self._record_mask, with_kwargs=True)

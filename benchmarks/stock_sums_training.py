@@ -26,7 +26,12 @@ from rlhf.rewards.eval_functions import last_number
 from rlhf.utils.console import quiet_libraries
 from rlhf.utils.system import resident_peak
 
-K, PASSES, MINIBATCHES, TOKENS, EVERY = 8, 2, 2, 24, 6  # the recipe's; EVERY: updates between evaluations
+# the recipe's; EVERY: updates between evaluations
+K = 8
+PASSES = 2
+MINIBATCHES = 2
+TOKENS = 24
+EVERY = 6
 Facts = dict[str, Any]  # the content of a JSON file
 STEPS = PASSES * MINIBATCHES  # optimizer steps per update
 SETTINGS = {
@@ -82,7 +87,8 @@ def measure(arguments: argparse.Namespace) -> Facts:
 
 
 def build(arguments: argparse.Namespace, **changes) -> tuple[GRPOTrainer, Curve]:
-    model, rows = find_model(arguments.model, "--model"), sums_rows()
+    model = find_model(arguments.model, "--model")
+    rows = sums_rows()
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")  # generate continues the last position
     curve = Curve(tokenizer, rows["eval.jsonl"][: arguments.questions], arguments)
     trainer = GRPOTrainer(
@@ -113,10 +119,15 @@ class Curve(TrainerCallback):
     """Evaluates before training, every EVERY updates and at the end. Stops at the goal or at the time limit."""
 
     def __init__(self, tokenizer, rows: Sequence[Facts], arguments: argparse.Namespace):
-        self.tokenizer, self.rows, self.seed = tokenizer, rows, arguments.seed
-        self.minutes, self.bf16 = arguments.minutes, arguments.bf16
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.seed = arguments.seed
+        self.minutes = arguments.minutes
+        self.bf16 = arguments.bf16
         self.reward = reward_function(tokenizer.eos_token_id)
-        self.evaluations, self.updates = [], []  # facts; seconds of each update
+        # facts; seconds of each update
+        self.evaluations = []
+        self.updates = []
 
     def on_train_begin(self, args, state, control, model, **_):
         self.evaluate(model, update=0)
@@ -124,7 +135,8 @@ class Curve(TrainerCallback):
     def on_step_end(self, args, state, control, model, **_):
         if state.global_step % STEPS:
             return
-        update, over = state.global_step // STEPS, seconds() > 60 * self.minutes
+        update = state.global_step // STEPS
+        over = seconds() > 60 * self.minutes
         self.updates.append(seconds() - self.start)
         if over or update % EVERY == 0:
             self.evaluate(model, update)
@@ -157,7 +169,8 @@ class Curve(TrainerCallback):
             plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
             ids = model.generate(**given, **plain, max_new_tokens=TOKENS, pad_token_id=self.tokenizer.pad_token_id)
         model.train()
-        rows, eos = ids[:, given["input_ids"].shape[1] :].tolist(), self.tokenizer.eos_token_id
+        rows = ids[:, given["input_ids"].shape[1] :].tolist()
+        eos = self.tokenizer.eos_token_id
         return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 

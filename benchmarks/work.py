@@ -12,7 +12,11 @@ from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
 
-TEMPERATURE, KL_COEF, LEARNING_RATE, SEED = 0.7, 0.05, 5e-6, 42  # the same for both implementations
+# the same for both implementations
+TEMPERATURE = 0.7
+KL_COEF = 0.05
+LEARNING_RATE = 5e-6
+SEED = 42
 TINY = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}  # fmt: skip
 PAD, BOS, EOS = range(3)
@@ -103,7 +107,9 @@ def add_flags(parser: argparse.ArgumentParser, algorithms: Sequence[str] = ("ppo
     parser.add_argument("--json", type=Path, help="JSON file for the results")
 
 
-PROMPTS, GROUPS = 8, 2  # prompts per update: without groups, and groups of completions
+# prompts per update: without groups, and groups of completions
+PROMPTS = 8
+GROUPS = 2
 
 
 def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
@@ -214,7 +220,8 @@ def model_config(work: Work):
     config = llama_config("smollm2", 0)
     if work.size == "tiny":
         config.update(TINY)
-    config.pad_token_id, config.num_labels = PAD, 1
+    config.pad_token_id = PAD
+    config.num_labels = 1
     return config
 
 

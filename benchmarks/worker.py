@@ -85,7 +85,8 @@ class Worker:
 
 
 def main() -> None:
-    run, work = {"ours": run_ours, "stock": run_stock}[sys.argv[1]], Work.read(sys.argv[2])
+    run = {"ours": run_ours, "stock": run_stock}[sys.argv[1]]
+    work = Work.read(sys.argv[2])
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print to the log file
     from rlhf.distributed.join import use_own_gpu

@@ -29,7 +29,8 @@ from rlhf.utils.errors import Problem, UserError, raise_if
 def make_config(recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM, **settings: Any) -> Config:
     """Return a configuration from a recipe, by name or file, and settings by their names. Does not read config.py.
     Raises UserError for the same errors as the command line."""
-    row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_settings(algorithm)
+    row = algorithm_row(algorithm, "make_config(algorithm=)")
+    foreign = foreign_settings(algorithm)
     raise_if(
         [
             Problem(
@@ -103,7 +104,8 @@ def _built(
     assumed: Collection[str] = (),
     in_python: bool = False,
 ) -> Config:
-    values, checks = values_of(Config, layers, problems), (validate_training, row.validate)
+    values = values_of(Config, layers, problems)
+    checks = (validate_training, row.validate)
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
     return build(Config, values, row.foreign, checks, given, assumed, **top)
 
@@ -134,7 +136,8 @@ def parse_cli(
 
 def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
     """Return the result of `parse_cli` if config.py contains the layer `user`."""
-    row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
+    row = ALGORITHMS[algorithm]
+    line = command_line(ALGORITHMS[algorithm])
 
     def lower(recipe: str) -> tuple[list[Layer], str | None]:
         edits = user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
@@ -142,11 +145,13 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
 
     show_help(line, argv, lower)
     given = read_given(line, argv)
-    layers, recipe = lower_layers(given.recipe, row, user, given.recipe_place), given.recipe
+    layers = lower_layers(given.recipe, row, user, given.recipe_place)
+    recipe = given.recipe
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
     stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
-        layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
+        layers = [layers[0], *of_command, stored[0]]
+        recipe = recipe if given.recipe_place else stored[1]
     return _built(row, [*layers, *given.layers], recipe, user, given.problems, given.layers[1])
 
 

@@ -71,7 +71,8 @@ MOST_WORKERS = 8  # each imports torch and transformers: with more workers that 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's, for `-n auto`
 def pytest_xdist_auto_num_workers() -> int:
     """Return one worker per core, or fewer if memory is short."""
-    cores, memory = psutil.cpu_count(logical=False) or 1, psutil.virtual_memory().available
+    cores = psutil.cpu_count(logical=False) or 1
+    memory = psutil.virtual_memory().available
     return max(1, min(cores, MOST_WORKERS, memory // MEMORY_PER_WORKER))
 
 
@@ -91,7 +92,8 @@ def made_once(tmp_path_factory):
         shared = shared.parent
 
     def make(name: str, fill: Callable[[Path], object]) -> Path:
-        folder, filled = shared / name, shared / f"{name}.filled"
+        folder = shared / name
+        filled = shared / f"{name}.filled"
         with FileLock(shared / f"{name}.lock"):
             if not filled.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # left by a worker whose `fill` failed

@@ -121,7 +121,8 @@ def experience_of(episodes: int, length: int, vocabulary: int) -> Experience:
         allowed_tokens=None,
         vocabulary=vocabulary,
     )
-    zeros, mask = torch.zeros(episodes, length), completions.mask
+    zeros = torch.zeros(episodes, length)
+    mask = completions.mask
     return Experience(
         prompts=prompts, completions=completions, scores=zeros[:, 0], mask=mask, loss_mask=mask, scored_mask=mask,
         logprobs=zeros, ref_logprobs=zeros, kl=zeros, kl_coef=0.1, raw_advantages=zeros, advantages=zeros,

@@ -21,8 +21,11 @@ import time
 from pathlib import Path
 
 # events: the first update; the start and the end of a save and of an update of best/
-FIRST, SAVE, BEST = b"f", (b"(", b")"), (b"[", b"]")
-METRICS_LOG, MEASURED = "metrics.jsonl", ("time/", "throughput/", "memory/")
+FIRST = b"f"
+SAVE = (b"(", b")")
+BEST = (b"[", b"]")
+METRICS_LOG = "metrics.jsonl"
+MEASURED = ("time/", "throughput/", "memory/")
 AIMS = (SAVE, None, SAVE, BEST)
 
 
@@ -31,7 +34,8 @@ def child(script, argv: list[str], events: int) -> None:
     from rlhf.callbacks import checkpointing
     from rlhf.trainer.loop import OnPolicyLoop
 
-    update, quiet = OnPolicyLoop.update_step, os.open(os.devnull, os.O_WRONLY)
+    update = OnPolicyLoop.update_step
+    quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
 
     def with_events(part, started, ended):
@@ -177,7 +181,8 @@ def differing(one: Path, other: Path) -> list[str]:
             problems.append(f"{there.name}: its files are not {files}")
             continue
         for file in files:
-            tensors, others = load_file(here / file), load_file(there / file)
+            tensors = load_file(here / file)
+            others = load_file(there / file)
             same = tensors.keys() == others.keys() and all(torch.equal(tensors[n], others[n]) for n in tensors)
             problems += [] if same else [f"{there.name}/{file} differs"]
     if metrics_of(one) != metrics_of(other):
@@ -194,7 +199,8 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     from rlhf.checkpoints.manifest import find_checkpoints
     from rlhf.checkpoints.run_record import RunRecord
 
-    script, draw = importlib.import_module(script_name), random.Random(seed)
+    script = importlib.import_module(script_name)
+    draw = random.Random(seed)
     importlib.import_module("rlhf.run.train")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the uninterrupted run failed"

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-SEED, COUNT = 20, 15
+SEED = 20
+COUNT = 15
 # the mutated folders of rlhf/, and the tests that must notice a change in them
 TESTS = {
     "algorithms": ["tests/algorithms"],
@@ -134,7 +135,8 @@ def table(folder: Path) -> str:
     """Return the results in the folder as a Markdown table."""
     rows = ["| place | change | killed by | seconds |", "|---|---|---|---|"]
     for found in (json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))):
-        place, change = f"{found['file']}:{found['line']}", f"`{found['before']}` -> `{found['after']}`"
+        place = f"{found['file']}:{found['line']}"
+        change = f"`{found['before']}` -> `{found['after']}`"
         rows.append(f"| {place} | {change} | {found['killed_by'] or 'SURVIVED'} | {found['seconds']} |")
     return "\n".join(rows)
 

@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def read(file: Path) -> dict[str, list[str]]:
     """Return the sentences of the file, by the id of the test."""
     found: dict[str, list[str]] = {}
-    path, lines = "", []
+    path = ""
+    lines = []
     for line in file.read_text("utf-8").splitlines()[1:] if file.is_file() else []:
         if line.startswith("# "):
             path = line[2:]
@@ -59,7 +60,8 @@ def in_order(test: str) -> list[tuple[str, int]]:
 
 def write(file: Path, sentences: dict[str, list[str]]) -> None:
     """Write the file, sorted by the ids of the tests, so that every order of the tests gives the same file."""
-    text, path = f"{HEADER}\n", ""
+    text = f"{HEADER}\n"
+    path = ""
     for test in sorted(sentences, key=in_order):
         folder, _, name = test.partition("::")
         text += f"\n# {folder}\n" if folder != path else ""
@@ -72,7 +74,8 @@ class Sentences:
     """The sentences of this process's tests. With pytest-xdist, workers send theirs to the first process."""
 
     def __init__(self, config: pytest.Config):
-        self.config, self.file = config, config.rootpath / FILE
+        self.config = config
+        self.file = config.rootpath / FILE
         self.of_file = read(self.file)
         self.of_tests: dict[str, list[str]] = {}
         self.users: set[str] = set()  # the collected tests with the fixture `snapshot`
@@ -110,7 +113,8 @@ class Sentences:
         new = {test: lines for test, lines in self.of_file.items() if test not in self.gone()} | self.of_tests
         changed = [test for test in sorted(new | self.of_file) if new.get(test) != self.of_file.get(test)]
         for test in changed:
-            before, after = self.of_file.get(test, []), new.get(test, [])
+            before = self.of_file.get(test, [])
+            after = new.get(test, [])
             lines = [f"- {line}" for line in before if line not in after]
             lines += [f"+ {line}" for line in after if line not in before]
             self.differences += [test, *(lines or ["  the order, or how often a sentence occurs"])]

@@ -104,7 +104,9 @@ def make_base_model(folder: Path) -> Path:
     """Save a base model: no chat template, no pad, EOS is `<|endoftext|>`."""
     make_start_model(folder)
     tokenizer = smollm2_tokenizer()
-    tokenizer.chat_template, tokenizer.pad_token, tokenizer.eos_token = None, None, "<|endoftext|>"
+    tokenizer.chat_template = None
+    tokenizer.pad_token = None
+    tokenizer.eos_token = "<|endoftext|>"
     (folder / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(folder)
     return folder
@@ -115,7 +117,8 @@ def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | 
     tokenizer = smollm2_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     config = llama_config("tiny", len(tokenizer))
-    config.num_labels, config.pad_token_id = outputs, pad
+    config.num_labels = outputs
+    config.pad_token_id = pad
     torch.manual_seed(seed)
     LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -109,7 +109,8 @@ def test_a_beta_that_was_set_once_lasts(config, tmp_path):
                 self.trainer.set_kl_coef(0.77)
 
     def betas(schedule: str, **folder) -> list[float]:
-        callback, settings = SetsItOnce(), config(kl_coef=0.1, kl_schedule=schedule, num_iterations=3)
+        callback = SetsItOnce()
+        settings = config(kl_coef=0.1, kl_schedule=schedule, num_iterations=3)
         make_trainer(settings, ["a cat?"], [words], callbacks=[callback], **folder).train()
         return callback.betas
 

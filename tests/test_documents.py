@@ -61,7 +61,8 @@ def test_every_page_is_linked_from_another_one():
 
 def test_the_readmes_tree_names_folders_and_files_that_exist():
     (tree,) = [block for block in blocks(README, "text") if "rlhf/ " in block]
-    inside, listed = False, set()
+    inside = False
+    listed = set()
     for line in tree.splitlines():
         inside = inside and line.startswith("  ")
         for name in re.split(r", ", re.split(r"\s{2,}", line.strip())[0]):
@@ -103,9 +104,11 @@ def details_of_the_page() -> dict[int, set[str]]:
 
 
 def test_every_detail_is_named_once_at_a_line_of_a_file_that_the_page_links_to():
-    details, named = details_of_the_page(), []
+    details = details_of_the_page()
+    named = []
     for path in (ROOT / "rlhf").rglob("*.py"):
-        file, lines = path.relative_to(ROOT).as_posix(), path.read_text("utf-8").splitlines()
+        file = path.relative_to(ROOT).as_posix()
+        lines = path.read_text("utf-8").splitlines()
         named += [(int(number), file) for line in lines for number in re.findall(r"#.*\bdetail (\d+)\b", line)]
     assert list(details) == list(range(1, len(details) + 1))
     assert sorted(number for number, _ in named) == list(details)

@@ -72,7 +72,8 @@ def trees_of_the_package() -> list[ast.Module]:
 
 
 def test_every_declared_library_is_imported_and_every_imported_one_is_declared():
-    declared, used = names_of(PROJECT["dependencies"]), distributions_of(trees_of_the_package())
+    declared = names_of(PROJECT["dependencies"])
+    used = distributions_of(trees_of_the_package())
     assert declared - used == set(FOR_ANOTHER_LIBRARY), "remove what nothing imports"
     optional = names_of([line for name in EXTRAS for line in EXTRAS[name]])
     assert used - declared - {IN_NOTEBOOKS} <= optional, "declare it in pyproject"

@@ -228,7 +228,8 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__", "console", "traceback
 
 def printers(tree: ast.AST) -> list[str]:
     """Returns what a file uses to write on the console: names such as print, and methods of a stream or a console."""
-    calls, found = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}, []
+    calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in WRITES and isinstance(node.ctx, ast.Load):
             found += [node.id] if node.id == "print" or id(node) in calls else []

@@ -120,7 +120,8 @@ def test_nothing_that_windows_lacks_is_used():
 
 def test_every_save_of_tensors_is_inside_saving_tensors():
     """It gives the files the umask's permissions, and converts disk errors."""
-    found, count = [], 0
+    found = []
+    count = 0
     for path in ROOT.glob("rlhf/**/*.py"):
         if "saving_tensors" not in (text := path.read_text(encoding="utf-8")) and "save_" not in text:
             continue

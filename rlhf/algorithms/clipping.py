@@ -32,8 +32,10 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Te
     clipped branch is the larger one, in the same shape.
     """
     # max(-A * min(r, delta), -A * clip(r, 1 - low, 1 + high))
-    limited, costs = ratio if clip.delta is None else ratio.clamp(max=clip.delta), -advantages
+    limited = ratio if clip.delta is None else ratio.clamp(max=clip.delta)
+    costs = -advantages
     # the clipped branch is the larger one only if r is outside the limits, so it has no gradient
-    unclipped, clipped = costs * limited, costs * ratio.detach().clamp(1 - clip.low, 1 + clip.high)
+    unclipped = costs * limited
+    clipped = costs * ratio.detach().clamp(1 - clip.low, 1 + clip.high)
     is_clipped = clipped > unclipped
     return torch.where(is_clipped, clipped, unclipped), is_clipped

@@ -41,8 +41,10 @@ class GRPO(PolicyGradient):
         the tokens of the minibatch in the loss, `total_tokens`. The losses of the minibatch's micro-batches therefore
         add up to its loss. `outputs` are those of the current policy. beta is 0 here unless kl_placement is "loss".
         """
-        config, loss_type = self.config, self.config.grpo.loss_type
-        mask, old = experience.loss_mask[rows], experience.logprobs[rows]
+        config = self.config
+        loss_type = self.config.grpo.loss_type
+        mask = experience.loss_mask[rows]
+        old = experience.logprobs[rows]
         weights = objectives.grpo_token_weights(
             loss_type,
             mask.sum(1),

@@ -17,7 +17,9 @@ class ScoreNormalizer:
     def __init__(self, decay: float):
         """`decay` is d in [0, 1), the weight of the old estimate."""
         self.decay = decay
-        self.mean, self.var, self.batches = 0.0, 0.0, 0
+        self.mean = 0.0
+        self.var = 0.0
+        self.batches = 0
 
     def __call__(self, scores: Sequence[float]) -> list[float]:
         """Update the estimates with one batch, then return its scores as (score - mean) / standard deviation."""

@@ -41,7 +41,8 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
 def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Returns `values` (B, T) scaled to variance 1 over the masked tokens, to mean 0 if `shift_mean`; 0 elsewhere."""
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    mean = masked_mean(values, mask)
+    var = masked_var(values, mask)
     # (x - mean) / sqrt(var + 1e-8)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
@@ -114,7 +115,8 @@ def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Te
     The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens.
     Source: Schulman et al. 2016, arXiv 1506.02438, section 3; Schulman et al. 2017, arXiv 1707.06347, eq. 12.
     """
-    values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
+    rewards = torch.where(mask, rewards, 0.0)
     # detail 24: 0 after the last token (37 details, 5). No reward follows that a value could predict.
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     # delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)
@@ -202,7 +204,8 @@ def grpo_policy_loss(
     if loss_type == "cispo":
         # detail 30: -stop_gradient(min(r_t, 1 + high)) * A * log p_t (MiniMax 2025). Clipped as in PPO, tokens with a
         # large ratio would have no gradient.
-        loss, is_clipped = -ratio.clamp(max=1 + clip.high).detach() * advantages * logprobs, ratio > 1 + clip.high
+        loss = -ratio.clamp(max=1 + clip.high).detach() * advantages * logprobs
+        is_clipped = ratio > 1 + clip.high
     else:
         loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
     return loss.masked_fill(~mask, 0.0), mask & is_clipped
@@ -237,7 +240,8 @@ def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
     """
     groups = scores.view(-1, group_size)
     known = ~groups.isnan()
-    values, others = torch.where(known, groups, 0.0), known.sum(1, keepdim=True) - 1
+    values = torch.where(known, groups, 0.0)
+    others = known.sum(1, keepdim=True) - 1
     # A_i = R_i - mean of R_j over the other completions j of the group
     advantages = values - (values.sum(1, keepdim=True) - values) / others.clamp(min=1)
     return torch.where(known & (others > 0), advantages, 0.0).flatten()
@@ -270,7 +274,8 @@ def clipped_value_loss(
     # al. 2017). Without the clip, one update can move the values far.
     # the clipped error is the larger one only if V is outside the limits, so it has no gradient
     clipped = torch.clamp(values.detach(), old_values - clip_range, old_values + clip_range)
-    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    error = (values - returns).square()
+    clipped_error = (clipped - returns).square()
     is_clipped = clipped_error > error
     loss = 0.5 * masked_mean(torch.where(is_clipped, clipped_error, error), mask, total)
     return loss, masked_share(is_clipped, mask, total)

@@ -31,10 +31,12 @@ class PolicyGradient:
 
     def kl_in_loss(self, experience: Experience, rows: Tensor, outputs: PolicyOutputs) -> tuple[float, Tensor]:
         """Returns beta and the KL of the loss per token, (n, T) in nats; both are 0 unless kl_placement is "loss"."""
-        beta, mask = self.config.kl.coef_in("loss", experience.kl_coef), experience.loss_mask[rows]
+        beta = self.config.kl.coef_in("loss", experience.kl_coef)
+        mask = experience.loss_mask[rows]
         if not beta:
             return 0.0, torch.zeros_like(outputs.logprobs)
-        old, reference = experience.logprobs[rows], experience.ref_logprobs[rows]
+        old = experience.logprobs[rows]
+        reference = experience.ref_logprobs[rows]
         return beta, objectives.kl_loss_per_token(outputs.logprobs, old, reference, mask)
 
     def entropy_bonus(self, outputs: PolicyOutputs, mask: Tensor, total_tokens: Tensor) -> Tensor | float:
@@ -62,7 +64,8 @@ def policy_stats(
     token), the entropy and the ratio are sums over the rows' tokens in the loss, divided by `total_tokens`, their
     number in the minibatch. The values of its micro-batches therefore add up to the minibatch's mean.
     """
-    mask, old = experience.loss_mask[rows], experience.logprobs[rows]
+    mask = experience.loss_mask[rows]
+    old = experience.logprobs[rows]
     log_ratio = objectives.log_ratios(outputs.logprobs, old, mask)
     per_token = torch.stack([0.5 * log_ratio.square(), outputs.entropy * mask, log_ratio.exp() * mask])
     approx_kl, entropy, ratio = (per_token.sum((1, 2)) / total_tokens).unbind()

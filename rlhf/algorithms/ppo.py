@@ -23,7 +23,8 @@ class PPO(PolicyGradient):
                 completion with mask_truncated_completions. Neither counts when rewards and advantages are whitened.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
-        ppo, critic = self.config.ppo, self.config.critic
+        ppo = self.config.ppo
+        critic = self.config.critic
         kl, loss_mask = self.kl_and_loss_mask(rollout)
         mask = scored_mask(loss_mask, scores)
         rewards = objectives.shape_rewards(kl, scores, mask, self.beta_in_reward(kl_coef), ppo.kl_penalty_at)
@@ -55,7 +56,9 @@ class PPO(PolicyGradient):
         The losses of the minibatch's micro-batches therefore add up to its loss. `outputs` are those of the current
         policy. beta is 0 here unless kl_placement is "loss".
         """
-        config, mask, old = self.config, experience.loss_mask[rows], experience.logprobs[rows]
+        config = self.config
+        mask = experience.loss_mask[rows]
+        old = experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
             outputs.logprobs, old, experience.advantages[rows], mask, self.clip, total_tokens
         )

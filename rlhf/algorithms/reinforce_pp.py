@@ -45,7 +45,8 @@ class ReinforcePlusPlus(PolicyGradient):
         Every term is a sum over the rows' tokens, divided by the tokens of the minibatch in the loss, `total_tokens`.
         `outputs` are those of the current policy. beta is 0 here unless kl_placement is "loss".
         """
-        mask, old = experience.loss_mask[rows], experience.logprobs[rows]
+        mask = experience.loss_mask[rows]
+        old = experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
             outputs.logprobs, old, experience.advantages[rows], mask, self.clip, total_tokens
         )

@@ -44,7 +44,9 @@ class RLOO(PolicyGradient):
         `total_tokens`. The losses of the minibatch's micro-batches therefore add up to its loss. `outputs` are those
         of the current policy. beta is 0 here unless kl_placement is "loss".
         """
-        config, mask, old = self.config, experience.loss_mask[rows], experience.logprobs[rows]
+        config = self.config
+        mask = experience.loss_mask[rows]
+        old = experience.logprobs[rows]
         ratio = objectives.completion_ratio(outputs.logprobs, old, mask)
         # PPO-clip with the whole completion as one action (sec. 3.2), clipped as in TRL's RLOOTrainer; every token has
         # its completion's advantage, so the first one is enough

@@ -42,7 +42,9 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
     completions that have a score.
     """
     texts = [text for row in completions.texts for text in row]
-    scores, kl, lengths = completions.scores, completions.kl, completions.lengths
+    scores = completions.scores
+    kl = completions.kl
+    lengths = completions.lengths
     known = scored(scores)
     rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
     return {
@@ -79,7 +81,8 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     found = {}
     for name in completions.functions:
         ratings = completions.judged[name]
-        samples, known = ratings.shape[1], scored(ratings)
+        samples = ratings.shape[1]
+        known = scored(ratings)
         if known.size and np.isin(known, (0, 1)).all():
             means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
             found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
@@ -159,7 +162,8 @@ def warnings(
 
     `target` is the run's last KL target as in `target_at_end`.
     """
-    this, before = figures(completions), figures(start)
+    this = figures(completions)
+    before = figures(start)
     now, then = (model["score_length_correlation"] or 0.0 for model in (this, before))
     enough = completions.scores.size >= ENOUGH_COMPLETIONS
     found = _judge_disagrees(completions, start, seed)
@@ -190,9 +194,11 @@ def _judge_disagrees(completions: GenerationResults, start: GenerationResults, s
     score, judge = (contrast.difference for contrast in found)
     if judge.low is None or not score.above(0) or judge.above(0):  # one rated prompt has no interval
         return []
-    moved, why = "fell", ""
+    moved = "fell"
+    why = ""
     if not judge.excludes(0):
-        moved, why = "did not rise significantly", ", or there are too few prompts (evaluate on more)"
+        moved = "did not rise significantly"
+        why = ", or there are too few prompts (evaluate on more)"
     prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
     return [
         f"the score rose by {score.value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, 95% confidence "
@@ -206,7 +212,8 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
         return []
     (nats, per), lengths = target, completions.lengths
     of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
-    kl, most = this["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
+    kl = this["kl" if per == "sequence" else "kl_per_token"]
+    most = KL_BAND[1] * nats
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
     return [

@@ -36,8 +36,10 @@ def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | Non
     values = values[:, ~np.isnan(values).any(axis=(0, 2))]
     if not values.size:
         return None
-    scores, most = values[0], values.shape[2]
-    n, drawn = np.arange(1, most + 1), np.arange(most)[:, None]
+    scores = values[0]
+    most = values.shape[2]
+    n = np.arange(1, most + 1)
+    drawn = np.arange(most)[:, None]
     # all n are from the j lowest samples in C(j, n) of C(N, n) choices; (N, N + 1): n, j
     below = np.cumprod(np.maximum(np.arange(most + 1) - drawn, 0) / (most - drawn), axis=0)
     means = np.zeros((len(values), most))
@@ -60,7 +62,8 @@ def kl_of_passes(passes: np.ndarray, most: int) -> np.ndarray:
         q = 1 - (1 - p) ** np.arange(1, most + 1)[:, None]
         return special.rel_entr(q, p) + special.rel_entr(1 - q, 1 - p)
 
-    p, fewer = passes / most, max(most - 1, 1)
+    p = passes / most
+    fewer = max(most - 1, 1)
     without = p * kl(np.maximum(passes - 1, 0) / fewer) + (1 - p) * kl(np.minimum(passes / fewer, 1))
     return (most * kl(p) - (most - 1) * without).mean(axis=1)
 
@@ -68,6 +71,7 @@ def kl_of_passes(passes: np.ndarray, most: int) -> np.ndarray:
 def best_of_blocks(scores: np.ndarray, n: int) -> np.ndarray:
     """Returns the index of the best completion of each block of n (P, N // n), the first of equal ones: samples of
     best-of-n. Samples after the last block are ignored. A block without scores (NaN) gives its first completion."""
-    prompts, blocks = len(scores), scores.shape[1] // n
+    prompts = len(scores)
+    blocks = scores.shape[1] // n
     cut = np.nan_to_num(scores, nan=-np.inf)[:, : blocks * n].reshape(prompts, blocks, n)
     return cut.argmax(axis=2) + n * np.arange(blocks)

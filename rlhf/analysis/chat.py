@@ -24,7 +24,8 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.streams import lost_streams
 
-NEW, EXIT = "/new", "/exit"
+NEW = "/new"
+EXIT = "/exit"
 
 
 def chat(asked: EvaluationConfig, screen: Screen) -> None:
@@ -101,17 +102,22 @@ class ReplyGenerator:
     """Samples replies as training and evaluations do."""
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
-        self.config, self.tokenizer, self.seed, self.replies = config, tokenizer, seed, 0
+        self.config = config
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.replies = 0
         self.device = start_device(screen)
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
 
     @torch.no_grad()
     def generate(self, ids: list[int]) -> str:
-        prompts, sampling = [ids_alone(ids)], self.config.sampling
+        prompts = [ids_alone(ids)]
+        sampling = self.config.sampling
         uniform = uniform_noise(self.seed, self.replies, "chat", [0], sampling.max_new_tokens)
         self.replies += 1
-        end, pad = stopping_criterion(self.tokenizer, sampling.stops), self.tokenizer.pad_token_id
+        end = stopping_criterion(self.tokenizer, sampling.stops)
+        pad = self.tokenizer.pad_token_id
         with autocast(self.device, self.dtype):
             found = sample_completions(
                 self.policy, prompts, uniform, sampling, eos=end, pad=pad, device=self.device,
@@ -122,7 +128,8 @@ class ReplyGenerator:
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     """Returns the context length minus --max-new-tokens. Raises UserError if nothing is left for a prompt."""
-    context, length = context_of(load_config(model.base or model.source)), config.sampling.max_new_tokens
+    context = context_of(load_config(model.base or model.source))
+    length = config.sampling.max_new_tokens
     if context is not None and length >= context:
         raise UserError(
             "no room for a prompt",

@@ -64,10 +64,12 @@ class RunCurves:
 
         A run with dynamic sampling logs them after each update that is not skipped.
         """
-        logged, each = self.scalars.get("episodes"), self.run.plan.episodes // self.planned
+        logged = self.scalars.get("episodes")
+        each = self.run.plan.episodes // self.planned
         if logged is None:
             return np.asarray(updates) * each
-        known, counts = np.append(0, logged.updates), np.append(0, logged.values)
+        known = np.append(0, logged.updates)
+        counts = np.append(0, logged.values)
         last = np.searchsorted(known, updates, side="right") - 1
         return np.rint(counts[last] + (updates - known[last]) * each).astype(int)
 
@@ -93,7 +95,9 @@ class RunCurves:
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
     """Returns the curves of every run. Raises UserError with all problems, such as a folder without a run."""
-    runs, problems, seen = [], [], set()
+    runs = []
+    problems = []
+    seen = set()
     for folder in folders:
         try:
             if folder.resolve() in seen:
@@ -131,7 +135,8 @@ def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
     No point is left out. A resumed run has one file per session, in the order of their names. The times of the events
     are those of `RunLog.training_time`, which continues in the next session.
     """
-    points, remarks = defaultdict(list), []
+    points = defaultdict(list)
+    remarks = []
     for file in sorted(logs.glob("*tfevents*")):
         unread = _add_session(file, points)
         if unread > 0:
@@ -180,7 +185,8 @@ def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[n
 
     If a run has no point at an x of another run, its value is interpolated linearly.
     """
-    start, end = max(x[0] for x in xs), min(x[-1] for x in xs)
+    start = max(x[0] for x in xs)
+    end = min(x[-1] for x in xs)
     x = np.unique(np.concatenate(xs))
     x = x[(start <= x) & (x <= end)]
     rows = np.stack([np.interp(x, own_x, line) for own_x, line in zip(xs, lines, strict=True)])

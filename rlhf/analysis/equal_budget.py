@@ -210,7 +210,8 @@ def result_over(differences: Sequence[dict[str, Any]]) -> str:
     and some below) or "unknown" (a difference has no interval)."""
     if not differences or any(pair.get("low") is None for pair in differences):
         return "unknown"
-    above, below = any(pair["low"] > 0 for pair in differences), any(pair["high"] < 0 for pair in differences)
+    above = any(pair["low"] > 0 for pair in differences)
+    below = any(pair["high"] < 0 for pair in differences)
     return ("mixed" if below else "better") if above else "worse" if below else "equal"
 
 

@@ -119,7 +119,10 @@ class ModelEvaluator:
         start model. None: models that a checker decides on are not sampled in other ways, too
         (`GenerationResults.variants`).
         """
-        self.models, self.settings, self.device, self.shots = models, settings, device, shots
+        self.models = models
+        self.settings = settings
+        self.device = device
+        self.shots = shots
         self.runs = [model.run for model in models if model.run is not None]
         self.config = shared_settings(models, settings)
         if self.runs and not threads_variable():
@@ -132,7 +135,8 @@ class ModelEvaluator:
                 "note: the runs have different evaluation functions, so none is used. Set them with --eval-func"
             )
         self.start = find_start(self.config, models, settings)
-        plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
+        plain = self.config.data.plain_prompts
+        every = (*filter(None, [self.start]), *models)
         date = next((m.run.date for m in models if m.run is not None), None)
         self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, plain, date) for m in every})
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
@@ -141,7 +145,8 @@ class ModelEvaluator:
         check_columns([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
-                length, text = self.config.sampling.max_new_tokens, self.config.model.rm_text
+                length = self.config.sampling.max_new_tokens
+                text = self.config.model.rm_text
                 check_reward_context(folder, self.examples, length, f"{flag} {folder}", text=text)
         self._load_rewards(sources, judges, date, screen)
         self.reference = None
@@ -153,7 +158,8 @@ class ModelEvaluator:
 
     def _load_rewards(self, sources: RewardSources, judges: JudgeSources, date: str | None, screen: Screen) -> None:
         """Loads the rewards and the judges. Prints what is doubtful about the models among them."""
-        config, examples = self.config, self.examples
+        config = self.config
+        examples = self.examples
         self.rewards, reward_model = make_rewards(config, sources, self.tokenizer, self.device, date)
         if reward_model is not None:
             check_measured(reward_model, f"reward model {config.model.rm_model}", examples, screen)
@@ -211,7 +217,8 @@ class ModelEvaluator:
     def _is_reward_of(self, run: RunRecord) -> bool:
         """True if the scores are those of a run's training: the bytes of the reward model and of the reward
         functions' files are those that the run recorded, if it recorded them."""
-        own, here = config_of_run(run), self.config
+        own = config_of_run(run)
+        here = self.config
         recorded = run.data.get("reward_model_files")
         same_name = own.model.rm_model == here.model.rm_model
         same_model = same_name if recorded is None else recorded == model_files(here.model.rm_model)
@@ -241,7 +248,8 @@ class ModelEvaluator:
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Samples the start model's completions as a run does for its perplexity."""
-        seed, sampling = self.config.run.seed, self.config.sampling
+        seed = self.config.run.seed
+        sampling = self.config.sampling
         uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
         return self.sample(self.reference.copy, self.tokenizer, prompts, uniform).rows()
 
@@ -270,7 +278,8 @@ class ModelEvaluator:
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns how models are evaluated, as pairs of name and text."""
-        s, c = self.settings, self.config
+        s = self.settings
+        c = self.config
         whiches = sorted({model.which for model in self.models if model.run is not None})
         return [
             *([("start model", self.start.name)] if self.start else []),
@@ -328,7 +337,8 @@ class ModelEvaluator:
         reference: Reference | None = None,
     ) -> list[list]:
         """Samples one completion per row in batches. Returns token ids, ended flags, and KL in nats."""
-        parts, size = [], budget_of(self.device, self.config).generation_batch_size
+        parts = []
+        size = budget_of(self.device, self.config).generation_batch_size
         for at in range(0, len(rows), size):
             done = min(at + size, len(rows))
             uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), sampling.max_new_tokens)
@@ -342,9 +352,12 @@ class ModelEvaluator:
     ) -> dict[str, float]:
         """Returns the mean of the checker for greedy completions and for more tokens; of the start model also with
         worked examples."""
-        sampling, count, prompts = self.config.sampling, self.settings.completions, self.encoded(tokenizer)
+        sampling = self.config.sampling
+        count = self.settings.completions
+        prompts = self.encoded(tokenizer)
         asked = {"greedy": (prompts, 1, replace(sampling, top_k=1))}
-        context, longest = context_of(policy.config), max(len(p.ids) for p in prompts)
+        context = context_of(policy.config)
+        longest = max(len(p.ids) for p in prompts)
         room = 2 * sampling.max_new_tokens if context is None else min(2 * sampling.max_new_tokens, context - longest)
         if room > sampling.max_new_tokens:
             asked[f"up to {room} tokens"] = prompts, count, replace(sampling, max_new_tokens=room)

@@ -90,7 +90,8 @@ def load_judges(
     """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
     one decides. Prints what is doubtful about the judge model on the evaluation prompts `examples`. `date`: as in
     `load_tokenizer`."""
-    judges, runs = [], [config_of_run(m.run) for m in models if m.run is not None]
+    judges = []
+    runs = [config_of_run(m.run) for m in models if m.run is not None]
     trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
@@ -149,6 +150,7 @@ def rate_stored(
     if judge.is_function and None in examples:
         return None
     prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
-    texts, ended = [row["completion"] for row in rows], [row["ended"] for row in rows]
+    texts = [row["completion"] for row in rows]
+    ended = [row["ended"] for row in rows]
     ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
     return np.array(judge.rewards.score(prompts, texts, ids, ended).total, dtype=float)

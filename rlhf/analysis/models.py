@@ -68,7 +68,8 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
     """Returns the named models, or the last run in this folder. Raises UserError with all models that do not exist."""
     names = names or [str(last_run(flag))]
     twice = sorted({name for name in names if names.count(name) > 1})
-    found, problems = [], [Problem("given twice", f"{flag} {name}", "Give each model once") for name in twice]
+    found = []
+    problems = [Problem("given twice", f"{flag} {name}", "Give each model once") for name in twice]
     for name in dict.fromkeys(names):
         try:
             found.append(find_model_ref(name, measure.which, measure.baseline, flag))
@@ -89,11 +90,14 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
         if is_path(name) and not is_gguf(name):
             raise missing_path(name, "model", f"{flag} takes a run folder, a model folder, a GGUF file or a hub name")
         return ModelRef(name, find_model(name, flag))
-    run, inside = RunRecord.read(folder), folder.resolve()
+    run = RunRecord.read(folder)
+    inside = folder.resolve()
     if run is not None:
         folder = folder / BEST_FOLDER if which == "best" else folder
     elif inside.name in (BEST_FOLDER, MERGED_FOLDER) or update_number(inside.name) is not None:
-        run, which, folder = RunRecord.read(inside.parent), inside.name, inside
+        run = RunRecord.read(inside.parent)
+        which = inside.name
+        folder = inside
     if run is None or (which == MERGED_FOLDER and run.merged is None):
         return ModelRef(name, *_weights(folder, baseline, flag))
     if which == "best":
@@ -101,7 +105,8 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
             raise UserError("no best checkpoint yet", f"{flag} {name}", "The run has not made its first evaluation")
         update = run.best.update
     elif which == MERGED_FOLDER:
-        which, update = f"{run.merged.which}, merged", run.merged.update
+        which = f"{run.merged.which}, merged"
+        update = run.merged.update
     elif which == "final":
         if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
             status = present_status(folder, run.status)
@@ -167,7 +172,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
 def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> None:
     """Raises UserError if runs differ in settings that decide completions or scores and are not `given`, or in
     evaluation prompts that were given in Python."""
-    first, problems = runs[0], {}
+    first = runs[0]
+    problems = {}
     here = first.run.flat_settings
     for other in runs[1:]:
         there = other.run.flat_settings
@@ -226,7 +232,8 @@ def episodes_of(model: ModelRef) -> int:
     With dynamic sampling it is known for evaluated weights, such as the final and the best ones. For others it is the
     number without the additional episodes.
     """
-    run, plan = model.run, model.run.plan
+    run = model.run
+    plan = model.run.plan
     known = run.best.evaluations if run.best and run.flat_settings.get("dynamic_sampling") else []
     evaluated = {e["update"]: e["episodes"] for e in known}
     return evaluated.get(model.update, model.update * plan.episodes // plan.updates)

@@ -46,11 +46,14 @@ def choose_prompts(
     Prints warnings about prompts that were trained on. Raises UserError if no prompt is left. `usual` is the number
     of held-out prompts without --num-prompts; `tokenizer` is that of the start model.
     """
-    every, topics = takes_every_row(settings), config.data.steps_per_topic if settings.prompts is None else None
+    every = takes_every_row(settings)
+    topics = config.data.steps_per_topic if settings.prompts is None else None
     data = replace(config.data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
     if every:
         sets = load_every_row(data, tokenizer, say)
-        pool, of_text, count = sets.evaluation, sets.evaluation, settings.num_prompts or len(sets.evaluation)
+        pool = sets.evaluation
+        of_text = sets.evaluation
+        count = settings.num_prompts or len(sets.evaluation)
         of = f"all {sets.rows} rows of {data.prompts}"
         if sets.too_long:
             skipped = f"{sets.too_long} longer than --prompt-length {data.prompt_length}"

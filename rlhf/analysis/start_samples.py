@@ -30,9 +30,11 @@ def sample_start(
     They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
     and more are added if `minutes` are more than they took.
     """
-    prompts, seed = evaluator.encoded(evaluator.tokenizer), evaluator.settings.seed
+    prompts = evaluator.encoded(evaluator.tokenizer)
+    seed = evaluator.settings.seed
     key = _key(evaluator, prompts)
-    length, model = evaluator.config.sampling.max_new_tokens, evaluator.reference.copy
+    length = evaluator.config.sampling.max_new_tokens
+    model = evaluator.reference.copy
     samples, spent = read_samples(file, key)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)

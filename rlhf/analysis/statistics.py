@@ -21,7 +21,9 @@ A_SHARE = (0.0, 1.0)  # range of a win rate
 EVEN = 0.5  # win rate of two equal models
 ROUNDING = 1e-9  # largest relative difference of values that are equal
 FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
-OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what intervals are over
+# what intervals are over
+OVER_SEEDS = "seeds and prompts"
+OVER_PROMPTS = "prompts"
 FOUND = 0.8  # power: the share of comparisons that find a difference
 MOST_SEEDS = 100  # per group
 
@@ -78,7 +80,8 @@ class Sources(NamedTuple):
 
     def visible(self, level: float) -> float:
         """Returns the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
-        total, freedom = self.of_prompts, self.freedom[-1]
+        total = self.of_prompts
+        freedom = self.freedom[-1]
         if self.variances.sum() > total:
             total = self.variances.sum()
             freedom = total**2 / (self.variances**2 / self.freedom).sum()
@@ -98,7 +101,8 @@ def sources_of(values: np.ndarray) -> Sources:
 
     The variance of the prompts' means also contains the seeds' noise, which is subtracted, so that it counts once.
     """
-    prompts, found = values.shape[2], []
+    prompts = values.shape[2]
+    found = []
     for axis in (0, 1):
         of_seed = values.mean(axis=1 - axis)  # (S, P) or (T, P)
         if (count := len(of_seed)) > 1:
@@ -127,7 +131,8 @@ def over_seeds(
     that of `over_prompts`, whose arguments the others are.
     """
     values = np.asarray(values, dtype=float)
-    mean, prompts = float(values.mean()), values.shape[2]
+    mean = float(values.mean())
+    prompts = values.shape[2]
     if prompts < 2 or not np.isfinite(mean):
         return Estimate(mean)
     if is_constant(values):
@@ -185,7 +190,8 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     values = np.asarray(values, dtype=float)
     if values.shape[2] < 2 or not np.isfinite(values).all() or not values.any():
         return Power(None, None, None)
-    mean, only = values.mean(), of_runs_only(values, trained)
+    mean = values.mean()
+    only = of_runs_only(values, trained)
     if only:
         values = values.mean(axis=(0, 1), keepdims=True)
     if is_constant(values):
@@ -204,7 +210,9 @@ def _first_wins(mean: float, found: Sources) -> float:
     Its variance is that of the observed mean, plus that of one new run per trained group without its noise (clipped at
     0). The degrees of freedom are those of the smaller group.
     """
-    variances, noise, freedom = found.variances[:-1], found.noise[:-1], found.freedom[:-1]
+    variances = found.variances[:-1]
+    noise = found.noise[:-1]
+    freedom = found.freedom[:-1]
     total = max(variances.sum(), noise.sum())
     if total == 0:
         return float((np.sign(mean) + 1) / 2)
@@ -217,7 +225,8 @@ def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
 
     NaN for a prompt without a pair of scored completions.
     """
-    a, b = np.asarray(one)[:, :, None], np.asarray(another)[:, None, :]
+    a = np.asarray(one)[:, :, None]
+    b = np.asarray(another)[:, None, :]
     pairs = (~np.isnan(a) & ~np.isnan(b)).sum(axis=(1, 2))
     with np.errstate(invalid="ignore"):  # 0 / 0
         return ((a > b) + 0.5 * (a == b)).sum(axis=(1, 2)) / pairs
@@ -241,7 +250,8 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
     """Returns Spearman's rank correlation over the scored completions; None if all scores or all lengths are equal, or
     there is no score."""
     known = ~np.isnan(scores)
-    scores, lengths = np.asarray(scores)[known], np.asarray(lengths)[known]
+    scores = np.asarray(scores)[known]
+    lengths = np.asarray(lengths)[known]
     if len(scores) == 0 or np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
@@ -283,7 +293,9 @@ class Contrast:
     @property
     def text(self) -> str:
         """The difference with its interval, as text."""
-        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        value = self.difference.value
+        low = self.difference.low
+        high = self.difference.high
         if low is None:
             return FEW_SCORED[not np.isnan(value)]
         of = f"{percent(self.level)} confidence interval over {self.over}"
@@ -318,7 +330,9 @@ def contrast_of(
     """
     gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in other] for a in one]))  # (S, T, P)
     wins = paired(np.array([[win_rates(a, b) for b in other] for a in one]))
-    difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
+    difference = Estimate(math.nan)
+    win_rate = Estimate(math.nan)
+    over = OVER_PROMPTS
     if gaps.size:
         difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
         win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)

@@ -211,7 +211,8 @@ def _budget(arms: Sequence[Arm]) -> str:
     if not all(arm.episodes for arm in arms):
         return ""
     episodes = [count for arm in arms for count in arm.episodes]
-    low, high = min(episodes), max(episodes)
+    low = min(episodes)
+    high = max(episodes)
     return (
         f", after {low:,} episodes each" if low == high else f", after UNEQUAL budgets ({low:,} to {high:,} episodes)"
     )
@@ -226,7 +227,9 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) ->
         outcome = "is not comparable with"
     where = found.where if arm.trained else ""  # a baseline has no runs
     parts = [f"{where}{name} {outcome} the start model {evidence.by}: {found.text}"]
-    kl, perplexity, before = arm.mean("kl"), arm.mean("perplexity"), start.mean("perplexity")
+    kl = arm.mean("kl")
+    perplexity = arm.mean("perplexity")
+    before = start.mean("perplexity")
     parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
     parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
     return f"{', '.join(parts)}.{_worth(arm, evidence) if arm.trained and not arm.is_control else ''}"
@@ -245,7 +248,8 @@ def _worth(arm: Arm, evidence: Evidence) -> str:
 
 def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]], evidence: Evidence) -> list[str]:
     """Returns what limits the verdict. `between`: per measure, one contrast for each compared pair."""
-    notes, count = [], len(between["score"])
+    notes = []
+    count = len(between["score"])
     if count > 1:
         level = percent(between["score"][0].level)
         what = f"{count} pairs are compared"
@@ -282,7 +286,8 @@ def _overtaken(arm: Arm, start: Arm) -> list[str]:
     behind = [name for name in names if (mine := arm.mean(name)) is not None and mine < start.mean(name)]
     if not behind:
         return []
-    name, k = behind[0], behind[0].partition("/")[0]
+    name = behind[0]
+    k = behind[0].partition("/")[0]
     return [f"{arm.name}: by {k} the start model is ahead ({start.mean(name):.3f} against {arm.mean(name):.3f})"]
 
 

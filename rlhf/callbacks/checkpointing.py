@@ -30,12 +30,15 @@ class BestCheckpoint(Callback):
     """Saves the model of the best evaluation in `best/`, and writes the choice and its reason to run.json."""
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog):
-        self.trainer, self.config, self.log = trainer, config, log
+        self.trainer = trainer
+        self.config = config
+        self.log = log
         self.candidates: list[Candidate] = []
         self.costs: list[dict[str, float]] = []  # of each evaluation: episodes until then, peak memory in GiB
 
     def on_evaluation(self, evaluation):
-        metrics, run = evaluation.metrics(), self.config.run
+        metrics = evaluation.metrics()
+        run = self.config.run
         target = self.trainer.kl.target_of(evaluation.update)
         self.candidates.append(
             Candidate(
@@ -49,7 +52,8 @@ class BestCheckpoint(Callback):
         )
         memory = self.trainer.progress.peak_memory / 2**30
         self.costs.append({"episodes": self.trainer.episodes, "peak_memory_gib": memory})
-        learned, by_start = self.trainer.rewards.has_model, self.trainer.evaluator.text.by_start
+        learned = self.trainer.rewards.has_model
+        by_start = self.trainer.evaluator.text.by_start
         limit = perplexity_limit(learned, by_start, self.config.kl.steered)
         best, why = choose(self.candidates, run.best_rule, limit)
         if best == len(self.candidates) - 1:
@@ -82,7 +86,11 @@ class Checkpoints(Callback):
     """
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop):
-        self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
+        self.trainer = trainer
+        self.config = config
+        self.log = log
+        self.screen = screen
+        self.stop = stop
         self.folder = Path(config.run.output)
         self.overdue = False  # a save was due after a skipped update
 
@@ -140,7 +148,8 @@ class Checkpoints(Callback):
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""
-        run, keep = self.log.record.id, self.config.run.keep
+        run = self.log.record.id
+        keep = self.config.run.keep
         self.log.check_place()
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
@@ -188,7 +197,8 @@ class Checkpoints(Callback):
         return {"seconds": self.log.seconds(), "cpu_seconds": self.log.cpu_seconds()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.log.seconds_before, self.log.cpu_before = state["seconds"], state["cpu_seconds"]
+        self.log.seconds_before = state["seconds"]
+        self.log.cpu_before = state["cpu_seconds"]
 
 
 def smaller_rate(config: Config) -> float:

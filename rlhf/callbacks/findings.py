@@ -69,7 +69,8 @@ def is_equal(values: Range | None) -> bool:
 def cut_off(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]:
     if figures.truncated <= CUT_OFF:
         return []
-    share, tokens = f"{figures.truncated:.0%}", sampling.max_new_tokens
+    share = f"{figures.truncated:.0%}"
+    tokens = sampling.max_new_tokens
     text = (
         f"{share} of the completions are cut off at {tokens} tokens and scored unfinished ({figures.of}): "
         "--max-new-tokens. Use a larger value first, unless training makes the completions shorter"
@@ -119,7 +120,8 @@ def why_nothing(figures: SampleFigures, sampling: SamplingSettings, failing: Seq
             f"all completions are equal for {figures.same_texts:.0%} of the prompts: raise --temperature (now "
             f"{sampling.temperature:g})"
         )
-    lowest, highest = min(figures.scores), max(figures.scores)
+    lowest = min(figures.scores)
+    highest = max(figures.scores)
     if lowest == highest == 1:
         fixes.append("every completion is solved: use harder prompts")
     elif lowest == highest == 0:
@@ -165,7 +167,8 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen) -> None:
     fires."""
     figures = run_figures(trainer)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
-    last, seed = trainer.evaluations[-1], trainer.config.run.seed
+    last = trainer.evaluations[-1]
+    seed = trainer.config.run.seed
     drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]
     show_findings(found, [(last.texts[i], last.scores[i]) for i in drawn], screen)
 

@@ -19,7 +19,10 @@ from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
 from rlhf.utils.files import saving_tensors, write_json
 
-INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
+INCIDENT_FILE = "incident.json"
+BATCH_FILE = "batch.jsonl"
+TENSORS_FILE = "tensors.safetensors"
+WEIGHTS = "weights"
 # fields of the experience in tensors.safetensors
 LEARNED = ("scores", "kl", "raw_advantages", "advantages", "returns", "rewards")
 
@@ -67,7 +70,9 @@ class Incidents(Callback):
     """Before a run gives up, saves its last skipped update as an incident."""
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
-        self.trainer, self.config, self.screen = trainer, config, screen
+        self.trainer = trainer
+        self.config = config
+        self.screen = screen
 
     def on_update_skipped(self, update, rollout, batch, reason):
         if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:

@@ -33,7 +33,8 @@ class TensorBoardLog(Callback):
 
     def __init__(self, folder: Path, time_of_event: Callable[[], float]):
         """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
-        self.folder, self.time_of_event = folder, time_of_event
+        self.folder = folder
+        self.time_of_event = time_of_event
         self.trainer = None
         self.records = None
 
@@ -86,14 +87,18 @@ class ProgressLine(Callback):
     """Prints the progress line of every update, and one line per evaluation."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
-        self.trainer, self.screen = trainer, screen
-        self.started, self.first = time.monotonic(), 0
+        self.trainer = trainer
+        self.screen = screen
+        self.started = time.monotonic()
+        self.first = 0
 
     def on_train_begin(self, trainer):
-        self.started, self.first = time.monotonic(), trainer.state.global_step
+        self.started = time.monotonic()
+        self.first = trainer.state.global_step
 
     def on_update_end(self, update, metrics):
-        updates, target = self.trainer.updates, self.trainer.kl.target_of(update)
+        updates = self.trainer.updates
+        target = self.trainer.kl.target_of(update)
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics[target.metric]
         aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
@@ -126,7 +131,8 @@ class ProgressLine(Callback):
     def example_of(self, evaluation: Evaluation) -> list[tuple[str, str]]:
         """Return rows of one evaluation prompt, the same throughout the run: the question, the completions of the
         start model and of the current one, and their scores."""
-        start, prompts = self.trainer.evaluations[0], self.trainer.evaluation_prompts
+        start = self.trainer.evaluations[0]
+        prompts = self.trainer.evaluation_prompts
         drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)[0]
         points = [start, evaluation] if evaluation is not start else [start]  # a resumed run has the start's as well
         scores = [one.scores[drawn * one.samples] for one in points]
@@ -147,7 +153,8 @@ class FindingsWarning(Callback):
     prints a warning when the run becomes slow, once until it is fast again."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
-        self.trainer, self.screen = trainer, screen
+        self.trainer = trainer
+        self.screen = screen
         self.first: list[tuple[float, float]] = []  # tokens and episodes per second of the first updates
         self.slow = False
 

@@ -20,7 +20,8 @@ class MetricsFile(Callback):
     """
 
     def __init__(self, file: Path):
-        self.file, self.progress = file, None
+        self.file = file
+        self.progress = None
 
     def on_train_begin(self, trainer):
         self.progress = trainer.progress

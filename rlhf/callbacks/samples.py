@@ -67,7 +67,9 @@ class Samples(Callback):
 
     def __init__(self, folder: Path, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase):
         """`prompts` are the evaluation prompts, `tokenizer` the policy's."""
-        self.folder, self.prompts, self.tokenizer = folder, prompts, tokenizer
+        self.folder = folder
+        self.prompts = prompts
+        self.tokenizer = tokenizer
 
     def on_batch(self, update, batch, scores):
         if not scores.extra:

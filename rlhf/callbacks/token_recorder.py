@@ -39,7 +39,8 @@ def token_rows(
         tokenizer: the policy's.
         gamma: discount, for the TD errors.
     """
-    prompts, completions = batch.prompts, batch.completions.rows()
+    prompts = batch.prompts
+    completions = batch.completions.rows()
     score_of = [None if math.isnan(score) else score for score in scores.tolist()]
     values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
     return [
@@ -85,7 +86,9 @@ class TokenRecord(Callback):
 
     def __init__(self, folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
         """`prompts` are the training prompts. Records contain their indices."""
-        self.folder, self.config, self.tokenizer = folder, config, tokenizer
+        self.folder = folder
+        self.config = config
+        self.tokenizer = tokenizer
         self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def on_batch(self, update, batch, scores):

@@ -115,7 +115,9 @@ class Trackers(Callback):
             screen: prints the warnings.
             run_id: the id in run.json; None: the run cannot be resumed.
         """
-        self.config, self.screen, self.run_id = config, screen, run_id
+        self.config = config
+        self.screen = screen
+        self.run_id = run_id
         self.names = [name for name in TRACKERS if name in (config.record.report_to or ()) and is_first()]
         self.trackers: dict[str, Any] = {}
 
@@ -137,7 +139,8 @@ class Trackers(Callback):
         self._each(lambda tracker: tracker.log(skipped, self.trainer.state))
 
     def on_evaluation(self, evaluation):
-        metrics, state = evaluation.metrics(), self.trainer.state
+        metrics = evaluation.metrics()
+        state = self.trainer.state
         columns, rows = sample_table(evaluation, self.trainer.evaluation_prompts) if self.trackers else ([], [])
         self._each(lambda tracker: tracker.log(metrics, state))
         self._each(lambda tracker: tracker.table(columns, rows, state))

@@ -148,7 +148,8 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
             problem = validate_checkpoint(path, run)
             deleting = problem is not None and (path / DELETING).exists()
         except OSError as error:
-            problem, deleting = f"cannot be read ({error.strerror})", False
+            problem = f"cannot be read ({error.strerror})"
+            deleting = False
             if isinstance(error, PermissionError):
                 scan.forbidden = error
         if problem is None:

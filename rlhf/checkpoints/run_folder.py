@@ -17,9 +17,12 @@ from rlhf.utils.errors import RunError, UserError, name_output, os_advice
 from rlhf.utils.files import UPDATE, check_folder, remove_path
 from rlhf.utils.paths import ANY_NUMBER
 
-LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
+LOCK_FILE = "run.lock"
+INPUTS_FILE = "failed_inputs.json"
 reserved: dict[Path, RunLock] = {}  # the locks of folders in which this process is about to start a run
-BEST_FOLDER, MERGED_FOLDER, SAMPLES_FOLDER = "best", "merged", "samples"
+BEST_FOLDER = "best"
+MERGED_FOLDER = "merged"
+SAMPLES_FOLDER = "samples"
 METRICS_LOG = "metrics.jsonl"
 PROMPTS_FOLDER = "prompts"  # prompts that were given in Python
 # what is written under a temporary name first: a killed process leaves it

@@ -46,8 +46,10 @@ class RunLog:
                 self.record.write(folder)
 
     def _start_clocks(self) -> None:
-        self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self.cpu_at_start, self.cpu_before = cpu_seconds(), 0.0
+        self.started_at = time.monotonic()
+        self.seconds_before = 0.0
+        self.cpu_at_start = cpu_seconds()
+        self.cpu_before = 0.0
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
@@ -116,7 +118,8 @@ class FollowingLog(RunLog):
     """The record of a run in a process that does not write it: all but the first one."""
 
     def __init__(self, folder: Path, record: RunRecord):
-        self.folder, self.record = folder, record
+        self.folder = folder
+        self.record = record
         self._start_clocks()
 
     def add(self, **facts: Any) -> None:

@@ -207,7 +207,8 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
 
 def _build(kind: type, facts: dict[str, Any], path: str = "") -> Any:
     """Return a dataclass `kind` with the values of `facts`. Raises ValueError as `_from_json`."""
-    types, values = get_type_hints(kind), {}
+    types = get_type_hints(kind)
+    values = {}
     for field in fields(kind):
         if field.name not in facts and field.default is not MISSING:
             continue
@@ -264,7 +265,8 @@ def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str]
 
     Ignores settings that only one run has, because different versions of this project wrote the runs.
     """
-    here, there = flat_settings(one), flat_settings(other)
+    here = flat_settings(one)
+    there = flat_settings(other)
     return [n for n in sorted(here.keys() & there.keys()) if n not in aside and not same_value(here[n], there[n])]
 
 
@@ -297,7 +299,8 @@ def version_of(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Return the commit of a checkout; None without git."""
-    here, silent = Path(__file__).resolve().parent, subprocess.DEVNULL
+    here = Path(__file__).resolve().parent
+    silent = subprocess.DEVNULL
     try:
         return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=here, stderr=silent, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):

@@ -13,7 +13,9 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.libraries import check_libraries, import_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
-BLOCKS, LEAST = 4, 8  # samples of the start model per prompt: completions of each best-of-n, and at least
+# samples of the start model per prompt: completions of each best-of-n, and at least
+BLOCKS = 4
+LEAST = 8
 
 
 def compare_command(argv: list[str] | None = None) -> None:
@@ -52,7 +54,8 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name, _ in curves}
     shots = worked_examples(asked.few_shot)
-    usual, device = HELD_OUT_PROMPTS_TO_COMPARE, start_device(screen)
+    usual = HELD_OUT_PROMPTS_TO_COMPARE
+    device = start_device(screen)
     evaluator = ModelEvaluator(models, config.measure, device, screen, usual, shots)
     screen.facts(evaluator.facts())
     start = evaluator.evaluate_start(screen)
@@ -65,7 +68,8 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     best_of = list(dict.fromkeys(arm.best_of for arm in asked.arm if arm.best_of))
     samples = None
     if best_of or asked.limit_minutes:
-        least, file = max([LEAST, *(BLOCKS * n for n in best_of)]), folder / "start_samples.json"
+        least = max([LEAST, *(BLOCKS * n for n in best_of)])
+        file = folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen)
     start = Arm(START, [start])
     notes = equal_to_start(models)

@@ -214,7 +214,8 @@ def _turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     `<｜User｜>`. `split_special_tokens` does not split these, so a text could produce them."""
     if not tokenizer.is_fast or tokenizer.chat_template is None:
         return set()
-    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
+    template = str(tokenizer.chat_template)
+    added = tokenizer.added_tokens_decoder.items()
     return {i for i, token in added if not token.special and token.content.strip() and token.content in template}
 
 

@@ -89,7 +89,8 @@ def load_examples(
 def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: None) -> list[dict[str, str]]:
     """Return the prompts and answers of a file as messages: the column chosen, completion or answer; none without a
     file. Raises UserError for a row without an answer. `say` prints notes about the rows."""
-    shots, missing = [], []
+    shots = []
+    missing = []
     for example in [] if file is None else load_examples(DataSource(file, flag="--few-shot"), say=say):
         answers = (example.chosen, example.columns.get("completion"), example.columns.get("answer"))
         answer = next((str(one) for one in answers if one is not None), None)
@@ -105,7 +106,8 @@ def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: Non
 def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[Problem]]:
     """Return the examples of the usable rows, and one error line for each other row."""
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
-    examples, problems = [], []
+    examples = []
+    problems = []
     for where, row in rows:
         try:
             examples.append(_example(row, where, pairs, topics, every))

@@ -33,7 +33,9 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 def choose_split(splits: list[str], source: DataSource) -> str:
     """Return the split to read: that of --dataset-split, otherwise the usual one ("train") or the only one."""
-    wanted, known, usual = source.dataset_split, f"the splits are {', '.join(splits)}", source.usual_split
+    wanted = source.dataset_split
+    known = f"the splits are {', '.join(splits)}"
+    usual = source.usual_split
     if wanted is None and (usual in splits or len(splits) == 1):
         return usual if usual in splits else splits[0]
     if wanted is None:

@@ -122,7 +122,8 @@ def _with_system(messages: list[Message], row: dict, where: str) -> list[Message
 
 def _no_prompt(row: dict, where: str) -> UserError:
     """Return the error for a row without a prompt, with the column that may be the prompt."""
-    like, columns = _prompt_like(row), sorted(map(str, row))
+    like = _prompt_like(row)
+    columns = sorted(map(str, row))
     fix = f". If {like[0]!r} is the prompt, add {columns_flag('prompt', like[0])}" if like else ""
     if "instruction" in row and row.get("input"):
         fix = ". If the prompt is 'instruction' and 'input' together, write both into one column 'prompt'"

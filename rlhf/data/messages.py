@@ -58,9 +58,13 @@ def _message(message: dict, where: str, name: str) -> Message:
     if message.get("tool_calls"):
         raise UserError("a message with tool_calls", where, "Remove that row, because completions cannot call tools")
     if {"role", "content"} <= message.keys():
-        role, content, roles = message["role"], message["content"], dict.fromkeys(ROLES)
+        role = message["role"]
+        content = message["content"]
+        roles = dict.fromkeys(ROLES)
     elif {"from", "value"} <= message.keys():
-        role, content, roles = message["from"], message["value"], SHAREGPT_ROLES
+        role = message["from"]
+        content = message["value"]
+        roles = SHAREGPT_ROLES
     else:
         raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
     if not isinstance(role, str) or role not in roles:

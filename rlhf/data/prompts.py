@@ -101,7 +101,8 @@ def select_examples(
     With --eval-dataset, its rows are the evaluation part, and no row of --prompts is held out. If `evaluation_alone`,
     --prompts is then not read.
     """
-    by_topic, separate = data.steps_per_topic is not None, data.eval_dataset is not None
+    by_topic = data.steps_per_topic is not None
+    separate = data.eval_dataset is not None
     held_out = load_examples(DataSource.of_evaluation(data), say=say) if separate else []
     unread = separate and evaluation_alone
     examples = [] if unread else load_examples(DataSource.of(data), say=say, topics=by_topic)
@@ -134,8 +135,11 @@ def load_prompts(
     `evaluation_alone`) or no evaluation prompt. `selection` is the result of `select_examples`, if it was called
     already.
     """
-    by_topic, selection = data.steps_per_topic is not None, selection or select_examples(data, say, evaluation_alone)
-    examples, split, parts = selection.examples, selection.split, selection.parts
+    by_topic = data.steps_per_topic is not None
+    selection = selection or select_examples(data, say, evaluation_alone)
+    examples = selection.examples
+    split = selection.split
+    parts = selection.parts
     sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say)
     where = f"{data.prompts}, {len(examples)} rows, split {split}"
     if not sets.train and not evaluation_alone:
@@ -260,7 +264,8 @@ def _encode(
 ) -> tuple[list[list[Prompt]], list[int]]:
     """Return the prompts of each part, those of at most `data.prompt_length` tokens, and the lengths of all. Prints
     warnings about marks of a chat template, also in the worked examples, and if many prompts are too long."""
-    shots, longest = worked_examples(data.few_shot, say), data.prompt_length
+    shots = worked_examples(data.few_shot, say)
+    longest = data.prompt_length
     every = {id(e): e for part in parts for e in part}  # the same rows may be used for training and evaluation
     given = [Example(tuple(shots), where=f"--few-shot {data.few_shot}")] if shots else []
     warn_about_marks(tokenizer, [*every.values(), *given], say)

@@ -48,7 +48,8 @@ def read_rows(source: DataSource) -> list[Row]:
 
 def _read_files(files: Sequence[Path], source: DataSource) -> list[Row]:
     """Return the rows of all files. Raises UserError with the problems of every file that cannot be read."""
-    rows, problems = [], []
+    rows = []
+    problems = []
     for file in files:
         try:
             rows += read_file(file, source)
@@ -96,7 +97,9 @@ def _reason(error: Exception) -> str:
 
 def _line_rows(file: Path, text: str) -> list[Row]:
     """Return the rows of a JSONL file. Raises UserError that lists every line that is not JSON."""
-    rows, problems, lines = [], [], text.split("\n")
+    rows = []
+    problems = []
+    lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -29,7 +29,8 @@ class PromptSampler:
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]):
-        self.config, self.steps = config, config.data.steps_per_topic
+        self.config = config
+        self.steps = config.data.steps_per_topic
         self.by_topic: dict[str | None, list[Prompt]] = {}  # all prompts are under None without steps_per_topic
         for prompt in prompts:
             self.by_topic.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
@@ -60,7 +61,8 @@ class PromptSampler:
     def prompts_of(self, update: int) -> list[Prompt]:
         """Return the prompts of an update (counted from 1)."""
         number, before = self._position(update)
-        prompts, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
+        prompts = self.by_topic[self._topics[number]]
+        size = self.config.batch.batch_size
         # detail 4: a batch may span two passes (this project). Otherwise the last prompts of a pass are lost.
         positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
         return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
@@ -72,7 +74,8 @@ class PromptSampler:
         are of the update's topic.
         """
         topic, _ = self._position(update)
-        prompts, uses = self.by_topic[self._topics[topic]], Counter(map(id, drawn))
+        prompts = self.by_topic[self._topics[topic]]
+        uses = Counter(map(id, drawn))
         order = rng_for(self.config.run.seed, update, "other prompts", number).permutation(len(prompts)).tolist()
         order.sort(key=lambda i: uses[id(prompts[i])])  # a stable sort: otherwise the order stays random
         return [prompts[order[n % len(order)]] for n in range(count)]
@@ -111,9 +114,11 @@ def metric_names(topics: Iterable[str | None]) -> dict[str, str]:
     for topic in topics:
         if topic is not None and topic not in names:
             plain = _NOT_IN_TAGS.sub("_", topic)[:MAX_NAME_LENGTH].strip("_") or "topic"
-            taken, number = set(names.values()), 2
+            taken = set(names.values())
+            number = 2
             name = plain
             while name in taken:
-                name, number = f"{plain}_{number}", number + 1
+                name = f"{plain}_{number}"
+                number = number + 1
             names[topic] = name
     return names

@@ -69,7 +69,8 @@ def code_problems(config: dict[str, Any], name: str) -> list[Problem]:
     An `auto_map` beside a model type of transformers is not used: without trust_remote_code, transformers has its own
     classes for it. Inside the config of a part of the model it is an error: transformers may offer to run that code.
     """
-    place, model_type = f"{CONFIG_NAME} of {name}", config.get("model_type")
+    place = f"{CONFIG_NAME} of {name}"
+    model_type = config.get("model_type")
     is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES
     problems = [needs_code(f"auto_map in {place}")] if config.get("auto_map") and not is_known else []
     problems += _class_problems(config.get("tokenizer_class"), place)
@@ -78,7 +79,8 @@ def code_problems(config: dict[str, Any], name: str) -> list[Problem]:
 
 def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> list[Problem]:
     """Return the error lines of `code_problems` for one key, and for the keys in its value."""
-    setting, problems = key.strip("_").removesuffix("_internal"), []
+    setting = key.strip("_").removesuffix("_internal")
+    problems = []
     if setting in COMPUTED_WITH:
         allowed = COMPUTED_WITH[setting]
         for one in value.values() if isinstance(value, dict) else [value]:
@@ -105,7 +107,8 @@ def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> 
 def tokenizer_code_problems(settings: dict[str, Any], name: str) -> list[Problem]:
     """Return what a tokenizer_config.json names that would load code, one line each. An `auto_map` beside a class of
     transformers is not used."""
-    place, named = f"{TOKENIZER_CONFIG_FILE} of {name}", settings.get("tokenizer_class")
+    place = f"{TOKENIZER_CONFIG_FILE} of {name}"
+    named = settings.get("tokenizer_class")
     if problems := _class_problems(named, place):
         return problems
     known = {"PreTrainedTokenizer", "TokenizersBackend", *TOKENIZER_MAPPING_NAMES.values()}
@@ -163,7 +166,8 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
         tokenizer.init_kwargs[DATE] = trained_at or date or today()
     if tokenizer.eos_token_id is None:
         raise UserError("no EOS token", f"tokenizer of {name}", "Set eos_token in its tokenizer_config.json")
-    end, stops = end_of_turn(tokenizer), tokenizer.init_kwargs.get(EOS_IDS) or _stops(name)
+    end = end_of_turn(tokenizer)
+    stops = tokenizer.init_kwargs.get(EOS_IDS) or _stops(name)
     if end in stops:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.init_kwargs[EOS_IDS] = list(dict.fromkeys([tokenizer.eos_token_id, *stops]))
@@ -221,7 +225,8 @@ def _stops(name: str) -> list[int]:
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     """Return a special token that is not EOS or BOS, and is not part of the chat template."""
-    vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
+    vocabulary = tokenizer.get_vocab()
+    template = tokenizer.chat_template or ""
     special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
     added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text, such as spaces
     for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):

@@ -68,14 +68,16 @@ def reverse(level: int, rng: random.Random) -> Question:
 
 def remove(level: int, rng: random.Random) -> Question:
     """Leave one letter out of a row of letters. Misread: leave out the letter after it, or the first one."""
-    row, at = rng.sample(LETTERS, level + 3), rng.randrange(level + 3)
+    row = rng.sample(LETTERS, level + 3)
+    at = rng.randrange(level + 3)
     left, misread = (row[:gone] + row[gone + 1 :] for gone in (at, (at + 1) % len(row)))
     return _question("remove", level, f"Remove {row[at]}: {' '.join(row)}.", left, misread, (*row, f"-{row[at]}"))
 
 
 def after(level: int, rng: random.Random) -> Question:
     """Name the `level` letters that follow one letter of a row. Misread: from this letter on."""
-    row, at = rng.sample(LETTERS, level + 3), rng.randrange(3)
+    row = rng.sample(LETTERS, level + 3)
+    at = rng.randrange(3)
     which = "letter" if level == 1 else f"{level} letters"
     right, misread = (row[start : start + level] for start in (at + 1, at))
     text = f"The {which} after {row[at]}: {' '.join(row)}."
@@ -85,7 +87,8 @@ def after(level: int, rng: random.Random) -> Question:
 def alternate(level: int, rng: random.Random) -> Question:
     """Take letters from two rows in turn. Misread: begin with the second row."""
     letters = rng.sample(LETTERS, 2 * (level + 1))
-    first, second = letters[: level + 1], letters[level + 1 :]
+    first = letters[: level + 1]
+    second = letters[level + 1 :]
     right, misread = (
         [letter for pair in zip(*rows, strict=True) for letter in pair] for rows in ((first, second), (second, first))
     )
@@ -130,7 +133,9 @@ def questions(per_cell: int, seed: int) -> list[Question]:
     Therefore no evaluation question can be answered from a training question, however they are split. Raises
     ValueError if a cell has too few questions.
     """
-    rng, keys, found = random.Random(f"checker questions {seed}"), set(), []
+    rng = random.Random(f"checker questions {seed}")
+    keys = set()
+    found = []
     for family, level in CELLS:
         for question in itertools.islice(_new_questions(family, level, rng, keys), per_cell):
             found.append(question)

@@ -109,7 +109,8 @@ class Pick:
         return rng.choice([f"{sentence_case(noun)} {is_kind}.", f"The {noun} {is_kind}."])
 
     def judge(self, words: list[str]) -> Verdict:
-        named, kinds = set(mentioned(words, KIND_OF)), set(mentioned(words, KINDS))
+        named = set(mentioned(words, KIND_OF))
+        kinds = set(mentioned(words, KINDS))
         if not named & set(self.options) and self.kind not in kinds:
             return OFF_TOPIC
         if named - {self.answer} or kinds - {self.kind}:
@@ -150,7 +151,8 @@ class Sort:
         return enumerate_in_order(items, rng)
 
     def judge(self, words: list[str]) -> Verdict:
-        items, expected = listed_items(words), list(self.expected)
+        items = listed_items(words)
+        expected = list(self.expected)
         if not set(words) & set(expected):
             return OFF_TOPIC
         if items is None:
@@ -187,7 +189,9 @@ class Kinds:
         return self._say(rng, self.nouns, [KIND_OF[noun] for noun in self.nouns])
 
     def wrong(self, rng: random.Random) -> str:
-        nouns, kinds, index = list(self.nouns), [KIND_OF[noun] for noun in self.nouns], rng.randrange(2)
+        nouns = list(self.nouns)
+        kinds = [KIND_OF[noun] for noun in self.nouns]
+        index = rng.randrange(2)
         if rng.random() < 0.7:
             kinds[index] = rng.choice([kind for kind in KINDS if kind != kinds[index]])
         else:
@@ -200,7 +204,8 @@ class Kinds:
         return sentence_case(f"{the}{first} is {article(kind)} and {the}{second} is {article(other_kind)}.")
 
     def judge(self, words: list[str]) -> Verdict:
-        named, kinds = mentioned(words, KIND_OF), mentioned(words, KINDS)
+        named = mentioned(words, KIND_OF)
+        kinds = mentioned(words, KINDS)
         if not set(named) & set(self.nouns):
             return OFF_TOPIC
         expected = [KIND_OF[noun] for noun in self.nouns]
@@ -227,7 +232,8 @@ class Scene:
 
     @classmethod
     def ask(cls, rng: random.Random) -> str:
-        looks, kinds = rng.sample(LOOKS, 2), rng.sample(sorted(KINDS), 2)
+        looks = rng.sample(LOOKS, 2)
+        kinds = rng.sample(sorted(KINDS), 2)
         first, second = (article(f"{look} {kind}") for look, kind in zip(looks, kinds, strict=True))
         return f"Write about {first} {rng.choice(PLACES)} {second}."
 
@@ -239,7 +245,10 @@ class Scene:
         return self._say(rng, self.looks, self.kinds, self.place)
 
     def wrong(self, rng: random.Random) -> str:
-        looks, kinds, place, index = list(self.looks), list(self.kinds), self.place, rng.randrange(2)
+        looks = list(self.looks)
+        kinds = list(self.kinds)
+        place = self.place
+        index = rng.randrange(2)
         what = rng.choice(("look", "kind", "kind", "place"))
         if what == "look":
             looks[index] = rng.choice([look for look in LOOKS if look != looks[index]])
@@ -254,7 +263,9 @@ class Scene:
         return sentence_case(f"{rng.choice(['', '', 'Today ', 'Now '])}{first} {rng.choice(VERBS)} {place} {second}.")
 
     def judge(self, words: list[str]) -> Verdict:
-        nouns, looks, places = mentioned(words, KIND_OF), mentioned(words, LOOKS), mentioned(words, PLACES)
+        nouns = mentioned(words, KIND_OF)
+        looks = mentioned(words, LOOKS)
+        places = mentioned(words, PLACES)
         named = [*(KIND_OF[noun] for noun in nouns[:2]), *looks[:2], *places[:1]]
         wanted = [*self.kinds[: len(nouns)], *self.looks[: len(looks)], *[self.place][: len(places)]]
         hits = sum(word == other for word, other in zip(named, wanted, strict=True))

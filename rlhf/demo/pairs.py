@@ -121,7 +121,9 @@ def make_pairs(
         report: as in `sample_answers`.
     """
     completions = sample_answers(model, tokenizer, asked, samples_per_question, seed, device, report)
-    seen, rows, good = Counter(), [], []
+    seen = Counter()
+    rows = []
+    good = []
     for index, question in enumerate(asked):
         own = completions[index * samples_per_question : (index + 1) * samples_per_question]
         rows += sampled_pairs(question, own, seen)

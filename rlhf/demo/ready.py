@@ -13,7 +13,9 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import parse_reward_cli
 
 HERE = Path(__file__).parent
-WEIGHTS, CHECKER_WEIGHTS = HERE / "weights", HERE / "checker_weights"  # the shipped start models
+# the shipped start models
+WEIGHTS = HERE / "weights"
+CHECKER_WEIGHTS = HERE / "checker_weights"
 STAMP_FILE = "stamp.json"  # in a folder of parts; written last
 # demo
 FOLDER = Path("demo_parts")
@@ -76,9 +78,11 @@ class CheckerParts:
 def parts_of(recipe: str) -> CheckerParts:
     """Return the parts of demo-checker or smollm2-sums."""
     if recipe == "demo-checker":
-        code, settings = HERE / "checker_questions.py", (PER_CELL, SEED)
+        code = HERE / "checker_questions.py"
+        settings = (PER_CELL, SEED)
         return CheckerParts(recipe, CHECKER_FOLDER, (QUESTIONS_FILE,), settings, code, CHECKER_WEIGHTS)
-    code, settings = HERE / "sums_questions.py", (SUMS_PER_TOPIC, SEED)
+    code = HERE / "sums_questions.py"
+    settings = (SUMS_PER_TOPIC, SEED)
     return CheckerParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), settings, code)
 
 

@@ -131,9 +131,11 @@ def _product(least: int, most: int) -> Callable[[random.Random], Pair]:
     return lambda rng: rng.choice(pairs)
 
 
-SMALL_SUM, LARGE_SUM = _sum(2, 12), _sum(13, 25)
+SMALL_SUM = _sum(2, 12)
+LARGE_SUM = _sum(13, 25)
 SMALL_DIFFERENCE = _difference(4, 15)
-SMALL_PRODUCT, LARGE_PRODUCT = _product(4, 30), _product(31, 100)
+SMALL_PRODUCT = _product(4, 30)
+LARGE_PRODUCT = _product(31, 100)
 # topic -> its pairs of numbers
 TOPICS: dict[str, Callable[[random.Random], Pair]] = {
     "add small": SMALL_SUM,
@@ -166,7 +168,8 @@ def part_of(pair: Pair) -> str:
 def questions(part: str, per_topic: int, seed: int) -> list[Question]:
     """Return shuffled questions for a part, "train" or "evaluation": `per_topic` of each topic, no text twice. Raises
     ValueError if a topic has too few questions."""
-    rng, found = random.Random(f"sums {part} {seed}"), []
+    rng = random.Random(f"sums {part} {seed}")
+    found = []
     for topic in TOPICS:
         found += _questions_of(topic, part, per_topic, rng)
     rng.shuffle(found)

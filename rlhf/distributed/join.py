@@ -135,8 +135,10 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
-    both, timeout = on_gpu and distributed.is_nccl_available(), datetime.timedelta(seconds=timeout_s)
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    both = on_gpu and distributed.is_nccl_available()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    host = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     try:
         socket.getaddrinfo(host, port)  # torch would try again and again until the timeout
         processes.store, _, _ = next(rendezvous("env://", number, count, timeout=timeout))

@@ -37,7 +37,8 @@ class DropoutKeys:
     """What the dropout masks of a forward pass depend on: a seed for each optimizer step, and the tokens."""
 
     def __init__(self):
-        self.seed, self.active = 0, False
+        self.seed = 0
+        self.active = False
         self.tokens: Tensor | None = None  # (N,) int32, a hash of each input token's number and the seed
 
     def set_tokens(self, micro_batch: MicroBatch) -> None:
@@ -171,7 +172,8 @@ class ActorCritic(Actor):
     def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
         super().__init__(container.pretrained_model)  # TRL expects the policy in the attribute `policy`
         # detail 22: two heads, one backbone (37 details, 13). A second one costs the memory and time of another model.
-        self.value_head, self.critic = container.v_head, critic
+        self.value_head = container.v_head
+        self.critic = critic
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
         states = super().forward_backbone(micro_batch)

@@ -98,7 +98,8 @@ class Kernel:
                 query, key, value, is_causal=causal, scale=self.scaling, enable_gqa=groups > 1
             )
         if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            key = key.repeat_interleave(groups, 1)
+            value = value.repeat_interleave(groups, 1)
         if self.softcap is None:
             return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scaling)
         scores = query @ key.transpose(2, 3) * (self.scaling or query.shape[-1] ** -0.5)
@@ -152,7 +153,8 @@ class Segment:
         if self.before is None and window is None:
             return None
         if window not in self.masks:
-            query, key = torch.arange(self.shape[1], device=device), torch.arange(self.shape[2], device=device)
+            query = torch.arange(self.shape[1], device=device)
+            key = torch.arange(self.shape[2], device=device)
             before = self.before if self.before is not None else torch.zeros(1, dtype=torch.long, device=device)
             query = before.view(-1, 1, 1) + query.view(1, -1, 1)
             seen = key <= query

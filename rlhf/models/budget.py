@@ -61,7 +61,8 @@ def budget_of(device: torch.device, config: Config | None = None) -> Budget:
     budget = BUDGETS["cuda" if device.type == "cuda" else "cpu"]
     if config is None:
         return budget
-    tokens, slots = config.batch.micro_batch_tokens, config.speed.rollout_slots
+    tokens = config.batch.micro_batch_tokens
+    slots = config.speed.rollout_slots
     together = min(slots, 256)
     return replace(
         budget,

@@ -31,7 +31,8 @@ class CastWeights:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Context manager: converts all weights, then `stored` returns the copies."""
-        before, CastWeights._in_use = CastWeights._in_use, self
+        before = CastWeights._in_use
+        CastWeights._in_use = self
         try:
             if before is not self:
                 self.refresh()

@@ -81,9 +81,11 @@ def parallel_scan(values: Tensor) -> Tensor:
     Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
     partial sums of an array".
     """
-    total, shift = values, 1
+    total = values
+    shift = 1
     while shift < values.shape[-1]:
         summed = total.clone()
         summed[..., shift:] += total[..., :-shift]
-        total, shift = summed, 2 * shift
+        total = summed
+        shift = 2 * shift
     return total

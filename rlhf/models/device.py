@@ -20,7 +20,9 @@ from rlhf.utils.system import available_cores, cap_gpu_memory, gpu_memory_margin
 OWN_THREADS = torch.get_num_threads()  # before `set_threads` changes it
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 # CUDA 13 supports GPUs from Turing (RTX 20) on; torch 2.14 is the last release with CUDA 12
-OLDER_WHEELS, OLDER_TORCH, TURING = "https://download.pytorch.org/whl/cu126", "torch<2.15", (7, 5)
+OLDER_WHEELS = "https://download.pytorch.org/whl/cu126"
+OLDER_TORCH = "torch<2.15"
+TURING = (7, 5)
 
 
 def installed(device: torch.device) -> int:

@@ -95,7 +95,9 @@ def all_plain(*layers: nn.Module) -> bool:
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
-    attention, size, gain = layer.self_attn, layer.self_attn.head_dim, layer.input_layernorm
+    attention = layer.self_attn
+    size = layer.self_attn.head_dim
+    gain = layer.input_layernorm
     layers = attention.q_proj, attention.k_proj, attention.v_proj
     own_norms = hasattr(attention, "q_norm")  # Qwen 3 normalizes each head before the rotary embedding
     if all_plain(*layers):
@@ -107,14 +109,16 @@ def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Ten
         row = norm(gain, hidden, forward_dtype(hidden))
         query, key, value = (one(row).unflatten(-1, (-1, size)) for one in layers)
     if own_norms:
-        query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+        query = norm(attention.q_norm, query)
+        key = norm(attention.k_norm, key)
     return apply_rotary(query, *cos_sin), apply_rotary(key, *cos_sin), value
 
 
 def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
     """Returns hidden + down(silu(gate) * up), (N, H), in which gate and up are products with the normalized hidden
     states (N, H). Shazeer 2020, arXiv 2002.05202, eq. 6."""
-    mlp, gain = layer.mlp, layer.post_attention_layernorm
+    mlp = layer.mlp
+    gain = layer.post_attention_layernorm
     layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     if all_plain(*layers):
         return _FeedForward.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
@@ -275,7 +279,8 @@ class _AttentionInput(torch.autograd.Function):
         ctx.dtype, weights = forward_dtype(hidden), [stored(weight) for weight in weights]
         ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
         row, (*turning, last) = row.to(ctx.dtype), weights
-        turned, value = _products(row, turning).unflatten(-1, (-1, size)), linear(row, last.to(ctx.dtype))
+        turned = _products(row, turning).unflatten(-1, (-1, size))
+        value = linear(row, last.to(ctx.dtype))
         if cos is not None:
             # on a CPU, attention is in float32
             turned = _rotated(turned, cos, sin).to(ctx.dtype if hidden.is_cuda else cos.dtype)
@@ -287,7 +292,8 @@ class _AttentionInput(torch.autograd.Function):
         by_heads = torch.cat([by_query, by_key], 1)
         by_heads = by_heads if cos is None else _rotated_back(by_heads, cos, sin).to(ctx.dtype)
         by_products = torch.cat([by_heads, by_value], 1).flatten(1)
-        normed, needed = hidden * inverse, ctx.needs_input_grad
+        normed = hidden * inverse
+        needed = ctx.needs_input_grad
         row = (normed * gain).to(ctx.dtype)
         by_row, by_weights = _gradients(by_products, row, weights, needed[6:], hidden.dtype)
         by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, needed[1], normed)
@@ -310,9 +316,11 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx, by_output):
         hidden, gain, inverse, both, *halves, down = ctx.saved_tensors
         (gate, up), needed = both.chunk(2, 1), ctx.needs_input_grad
-        by_down, active = by_output.to(ctx.dtype), silu(gate)
+        by_down = by_output.to(ctx.dtype)
+        active = silu(gate)
         by_down_weight = product(by_down.t(), active * up, hidden.dtype) if needed[5] else None
-        by_inner, by_both = by_down @ down.to(ctx.dtype), torch.empty_like(both)
+        by_inner = by_down @ down.to(ctx.dtype)
+        by_both = torch.empty_like(both)
         by_gate, by_up = by_both.chunk(2, 1)
         torch.mul(active, by_inner, out=by_up)
         torch.ops.aten.silu_backward(by_inner.mul_(up), gate, grad_input=by_gate)

@@ -185,7 +185,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     """Return the configuration of the LoRA adapter in a folder, from known keys only: some others make peft import the
     module that they name. Raises UserError if a key that is not known has another value than peft's default."""
     file = Path(folder, ADAPTER_CONFIG)
-    stored, defaults = read_object(file), LoraConfig().to_dict()
+    stored = read_object(file)
+    defaults = LoraConfig().to_dict()
     problems = [
         Problem(
             f"{key} is not a setting of a plain LoRA adapter ({value!r:.80})",

@@ -124,7 +124,8 @@ def _probabilities(
     full = torch.float32 if states.dtype == torch.bfloat16 else states.dtype
     logits = product(states, head.t(), full if states.is_cuda else states.dtype)
     probabilities = logits if logits.dtype == states.dtype else torch.empty_like(logits, dtype=states.dtype)
-    logprobs, entropies = [], []
+    logprobs = []
+    entropies = []
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
         values = upcast(logits[rows])
         if allowed is not None:
@@ -154,7 +155,8 @@ class _FusedLogprobs(torch.autograd.Function):
         head = stored(weight).to(forward_dtype(hidden))
         states = (hidden if temperature == 1 else upcast(hidden) / temperature).to(head.dtype)
         logprobs, entropies, ctx.probabilities = _probabilities(states, head, tokens, allowed, entropy == "value")
-        ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
+        ctx.temperature = temperature
+        ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -163,7 +165,8 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx, by_logprobs, _):
         states, head, tokens, logprobs = ctx.saved_tensors
         # dL/dlogits = dL/dlogprob * (1[token] - p), computed in the memory of the probabilities
-        by_logits, ctx.probabilities = ctx.probabilities, None
+        by_logits = ctx.probabilities
+        ctx.probabilities = None
         scale = by_logprobs.neg().unsqueeze(-1)
         by_logits.mul_(scale.to(by_logits.dtype))
         # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost

@@ -48,7 +48,8 @@ class MicroBatch(ABC):
     """The inputs of one forward pass over R episodes, `rows`, with M completion tokens in total, row by row."""
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
-        device, width = episodes.completion_ids.device, episodes.completion_ids.shape[1]
+        device = episodes.completion_ids.device
+        width = episodes.completion_ids.shape[1]
         self.episodes, self.rows = episodes, list(rows)
         self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
@@ -65,7 +66,8 @@ class MicroBatch(ABC):
     def token_numbers(self) -> np.ndarray:
         """Returns a number for each input token, which depends on its completion, or its prompt, and its position, but
         not on the micro-batch."""
-        episodes, context = self.episodes, self.episodes.prompt_ids.shape[1]
+        episodes = self.episodes
+        context = self.episodes.prompt_ids.shape[1]
         row, column = np.divmod(self.places, context + episodes.completion_ids.shape[1])
         position = column - context + np.array(episodes.prompt_lengths)[row]
         owner = np.where(column < context, np.array(episodes.groups)[row], len(episodes.groups) + row)
@@ -149,7 +151,8 @@ class _Plan:
     segments: list[tuple[list[np.ndarray], list[np.ndarray], list[int] | None]]  # queries, keys, keys before
 
     def layout(self, device: torch.device) -> Layout:
-        segments, rectangles = [], []
+        segments = []
+        rectangles = []
         for queries, keys, before in self.segments:
             query_index, starts = _rectangle(queries)
             key_index, _ = _rectangle(keys)
@@ -165,7 +168,8 @@ class _Plan:
             )
         if len(segments) == 1 and segments[0].queries is None:
             return PackedLayout(segments, None)
-        inverse_index, offset = np.empty(len(self.flat_index), dtype=np.int64), 0
+        inverse_index = np.empty(len(self.flat_index), dtype=np.int64)
+        offset = 0
         for (queries, starts, width), segment in zip(rectangles, segments, strict=True):
             for gather_index, start in zip(queries, starts, strict=True):
                 inverse_index[gather_index] = offset + start + np.arange(len(gather_index))
@@ -182,9 +186,13 @@ def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> 
     order: dict[int, list[int]] = {}
     for at, row in enumerate(rows):
         order.setdefault(episodes.groups[row] if shared else at, []).append(at)
-    flat_index, positions, completions, end = [], [], [np.empty(0)] * len(rows), 0
+    flat_index = []
+    positions = []
+    completions = [np.empty(0)] * len(rows)
+    end = 0
     for key, members in order.items():
-        first, size = rows[members[0]], episodes.prompt_lengths[rows[members[0]]]
+        first = rows[members[0]]
+        size = episodes.prompt_lengths[rows[members[0]]]
         flat_index.append(first * width + context - size + np.arange(size))
         positions.append(np.arange(size))
         prompts[key] = end + np.arange(size)

@@ -21,7 +21,8 @@ class Reference:
 
     def __init__(self, policy: PreTrainedModel | PeftModel, copy: PreTrainedModel | None):
         """`copy` is None if `policy` has LoRA adapters."""
-        self.policy, self.copy = policy, copy
+        self.policy = policy
+        self.copy = copy
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:

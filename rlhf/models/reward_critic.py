@@ -18,7 +18,8 @@ from rlhf.utils.errors import UserError
 def critic_of_reward_model(config: Config, classifier: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a reward model's backbone with the trainable weights of a critic: all, in float32, or with
     --use-lora adapters like the policy's on the frozen weights. Raises UserError if a LoRA target does not exist."""
-    backbone, m = backbone_of_classifier(copy.deepcopy(classifier)), config.model
+    backbone = backbone_of_classifier(copy.deepcopy(classifier))
+    m = config.model
     disable_dropout(backbone)
     backbone.requires_grad_(not m.use_lora)
     if m.use_lora:

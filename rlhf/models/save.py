@@ -51,7 +51,8 @@ def save_policy(
     `AutoModelForCausalLM` or `PeftModel` can load the folder; they ignore the value head and the critic's backbone.
     Raises RunError and writes nothing if a weight is not finite.
     """
-    folder, bad = Path(local_path(folder)), bad_weights(actor)
+    folder = Path(local_path(folder))
+    bad = bad_weights(actor)
     if bad:
         raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}", folder, "They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
@@ -78,7 +79,8 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
 
     Raises UserError if the folder has no such weights, or those of another model.
     """
-    folder, is_adapter = Path(local_path(folder)), isinstance(actor.policy, PeftModel)
+    folder = Path(local_path(folder))
+    is_adapter = isinstance(actor.policy, PeftModel)
     file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
     if not file.is_file():
         kind = "a LoRA run" if is_adapter else "a run without LoRA"
@@ -128,7 +130,8 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 def check_adapter(policy: PeftModel, folder: Path) -> None:
     """Raise UserError if a saved adapter has another configuration. peft only compares shapes."""
-    policy_config, saved_config = policy.peft_config["default"], read_adapter_config(folder)
+    policy_config = policy.peft_config["default"]
+    saved_config = read_adapter_config(folder)
     for name in ("r", "lora_alpha", "target_modules"):
         here, there = (
             set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (policy_config, saved_config)

@@ -29,7 +29,8 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
     does not support), the model is marked as not packable: it runs padded, with the "plain" rollout engine. If only
     the forward pass of rlhf.models.llama differs, the model's own layers are used. Both are warnings.
     """
-    base, backbone = base_of(policy), backbone_of(policy)
+    base = base_of(policy)
+    backbone = backbone_of(policy)
     embeddings = base.get_input_embeddings()
     ids = torch.arange(sum(LENGTHS), device=embeddings.weight.device) * 7 % embeddings.num_embeddings
     texts = [text.unsqueeze(0) for text in ids.split(LENGTHS)]
@@ -49,7 +50,8 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
             llama.disable(backbone)
             _warn_slower(f"{type(base).__name__} gives other hidden states in the project's layers: they are off")
         if not _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), expected):
-            base.config._attn_implementation, base._supports_attention_backend = own, False
+            base.config._attn_implementation = own
+            base._supports_attention_backend = False
             _warn_slower(f"{type(base).__name__} gives other hidden states in a packed row: packing is off")
 
 

@@ -51,7 +51,8 @@ def make_comparison(
         eval_points: name of an arm -> the evaluations during training of each of its runs.
         notes: more caveats.
     """
-    seed, judge = evaluator.settings.seed, evaluator.judge_name
+    seed = evaluator.settings.seed
+    judge = evaluator.judge_name
     best = None
     if samples is not None:
         best = best_of_n(samples.scores, {m: values for m, values in samples.measures.items() if m != "score"})
@@ -113,7 +114,8 @@ def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
 
 def _costs(run: RunRecord) -> dict[str, float]:
     """Returns the counts, time and memory of a finished run; empty for an unfinished one."""
-    spent, figures = asdict(run.spent) if run.spent else {}, run.figures or {}
+    spent = asdict(run.spent) if run.spent else {}
+    figures = run.figures or {}
     return spent | {name: figures[name] for name in ("seconds", "cpu_seconds", "peak_memory_gib") if name in figures}
 
 

@@ -83,7 +83,9 @@ def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _power_cells(power: dict[str, Any]) -> list[str]:
-    visible, seeds, wins = power["visible"], power["seeds"], power["first_wins"]
+    visible = power["visible"]
+    seeds = power["seeds"]
+    wins = power["first_wins"]
     return [
         "-" if visible is None else f"{visible:.3f}",
         "-" if seeds is None else str(seeds),
@@ -108,7 +110,8 @@ SPENT = {
 
 
 def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
-    rows, runs = [], [report["spent"][arm.name].values() for arm in arms]
+    rows = []
+    runs = [report["spent"][arm.name].values() for arm in arms]
     for name, (label, show) in SPENT.items():
         rows.append([label, *(_over_seeds(show, [run[name] for run in of if name in run]) for of in runs)])
     columns = ["", *(arm.name for arm in arms)]

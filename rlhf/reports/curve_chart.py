@@ -133,7 +133,8 @@ def title(chart: Chart) -> str:
         names = f"{listed(list(titles))}, {len(chart.groups)} groups"
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
-    run, runs = chart.runs[0], len(chart.runs)
+    run = chart.runs[0]
+    runs = len(chart.runs)
     if runs == 1:
         state = "" if run.run.status == "finished" else f"{run.run.status}, {run.last_update:,} of "
         return f"{what}, seed {run.run.seed}\n{run.folder}: {state}{run.planned:,} updates"

@@ -23,14 +23,25 @@ from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
 from rlhf.settings.recipes import published_values
 from rlhf.utils.console import listed
 
-CUT, FAR = 0.02, 3  # the y axis leaves out 2% of a line at each end if it would be 3 times as long with them
+# the y axis leaves out 2% of a line at each end if it would be 3 times as long with them
+CUT = 0.02
+FAR = 3
 TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
-THIN, THICKER, FEW = 1.8, 1.4, 4  # points: a line, and the step to the next thicker one; thicker lines
-ABOVE, ABOVE_HALF = 60, 30  # characters in a row above a panel, and above one that has half a row
+# points: a line, and the step to the next thicker one; thicker lines
+THIN = 1.8
+THICKER = 1.4
+FEW = 4
+# characters in a row above a panel, and above one that has half a row
+ABOVE = 60
+ABOVE_HALF = 30
 EDGES = 0.015, 0.985  # of a panel, as shares of its width: places of published start and end values
-SHORT, TALL = 1.7, 2.5  # inches: heights of the first row and of the others
-EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
+# inches: heights of the first row and of the others
+SHORT = 1.7
+TALL = 2.5
+# entries in the legend
+EVALUATIONS = "evaluation on held-out prompts"
+TARGETS = "dotted: KL target of a group"
 NEUTRAL = {  # entries that stand for all groups, so in no group's colour
     EVALUATIONS: Line2D([], [], ls="none", marker="o", mfc="white", mec="black"),
     TARGETS: Line2D([], [], ls=":", color="black"),
@@ -81,7 +92,8 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
 
 def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
     """Draws one line per topic and run, with gaps while other topics were trained. Each group has its own dashes."""
-    drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
+    drawn = chart.topics[:TOPICS_DRAWN]
+    left = len(chart.topics) - TOPICS_DRAWN
     notes = [f"{group.name} {dashes}" for group, dashes in list(zip(chart.groups, DASHES, strict=False))[1:]]
     notes += [f"{left} more topics: see the CSV table"] if left > 0 else []
     notes += [f"{group.name} is not drawn: see the CSV table" for group in chart.groups[len(DASHES) :]]
@@ -137,7 +149,8 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> N
 def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     """Draws the KL target of each update: one line with its band if all runs have the same target, and otherwise one
     dotted line per group. Targets in another unit are not drawn. Returns the edges of the band."""
-    lines, band = [], []
+    lines = []
+    band = []
     for group in chart.groups:
         found = [(run, curve) for run, curve in group.with_tag(panel.tag) if run.targets is not None]
         if found and found[0][0].config.kl.targets[0].per == chart.per:
@@ -184,10 +197,13 @@ def _limit_y(axes: Axes, values: Sequence[np.ndarray]) -> list[str]:
     values = [y[np.isfinite(y)] for y in values if np.isfinite(y).any()]
     low = min(np.quantile(y, CUT, method="lower") for y in values)
     high = max(np.quantile(y, 1 - CUT, method="higher") for y in values)
-    lowest, highest, spread = min(y.min() for y in values), max(y.max() for y in values), high - low
+    lowest = min(y.min() for y in values)
+    highest = max(y.max() for y in values)
+    spread = high - low
     if not 0 < FAR * spread < highest - lowest:
         return []
-    low, high = max(lowest, low - 0.3 * spread), min(highest, high + 0.3 * spread)
+    low = max(lowest, low - 0.3 * spread)
+    high = min(highest, high + 0.3 * spread)
     axes.set_ylim(low, high)
     for line in axes.lines:
         line.set_ydata(np.clip(line.get_ydata(), low, high))

@@ -22,7 +22,9 @@ from rlhf.utils.files import json_ready, update_dir_atomically, write_json, writ
 from rlhf.utils.html import render
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
-SCORED, UNSCORED = "{label} {score:+z.2f}: {text}", "no score: {text}"  # a completion on the console
+# a completion on the console
+SCORED = "{label} {score:+z.2f}: {text}"
+UNSCORED = "no score: {text}"
 READ_THEM = "The audit checks only figures, so read the completions, too."
 
 

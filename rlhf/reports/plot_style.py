@@ -37,8 +37,12 @@ STYLE = {
     "legend.frameon": False,
     "text.parse_math": False,  # names of folders may contain a dollar sign
 }
-TITLE_WIDTH, LEGEND_WIDTH = 64, 62  # characters in a row of a figure's title, and of its legend
-ROW, HANDLE = 0.21, 6  # height of a row in inches, and width of an entry's line in characters
+# characters in a row of a figure's title, and of its legend
+TITLE_WIDTH = 64
+LEGEND_WIDTH = 62
+# height of a row in inches, and width of an entry's line in characters
+ROW = 0.21
+HANDLE = 6
 
 
 class LineStyle(NamedTuple):

@@ -120,7 +120,8 @@ def _draw_group(axes: Axes, group: Group, tag: str, end: float) -> None:
     same number of evaluations."""
     colour, marker, line = group.line_style
     found = [_evaluations(run, tag) for run in group.runs if {tag, KL} <= run.scalars.keys()]
-    lines, runs = [], [run for run in found if run.size]
+    lines = []
+    runs = [run for run in found if run.size]
     if len({run.shape for run in runs}) == 1:
         lines.append((np.mean(runs, axis=0), {"lw": 2.5, "ms": 8}))
     lines += [(run, {"lw": 0.8, "ms": 5, "alpha": 0.6}) for run in runs]

@@ -24,7 +24,8 @@ STRONGEST = 0.75  # share of the full colour, so that dark text stays readable
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
     """Writes tokens.html into `output` from a run's token records. Raises UserError if there are none."""
-    record, folder = RunRecord.require(Path(run), "--tokens"), check_folder(output)
+    record = RunRecord.require(Path(run), "--tokens")
+    folder = check_folder(output)
     files = recorded_updates(Path(run), "--tokens")
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
     rows = [row for file in chosen for row in read_tokens(file)]

@@ -91,7 +91,8 @@ def readable(text: str) -> str:
 def _plain(character: str) -> str:
     if character.isascii():
         return character
-    category, decomposition = unicodedata.category(character), unicodedata.decomposition(character)
+    category = unicodedata.category(character)
+    decomposition = unicodedata.decomposition(character)
     if category in ("Cf", "Nd"):
         return "" if category == "Cf" else str(unicodedata.decimal(character))
     if decomposition.startswith("<fraction>"):
@@ -109,7 +110,8 @@ def _one_fraction(found: re.Match[str]) -> str:
 
 # --- the final answer of a text --------------------------------------------------------------------------------------
 
-BOXED, BRACE = re.compile(r"\\boxed\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
+BOXED = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(text: str, ended: bool = True) -> str | None:
@@ -132,7 +134,8 @@ def final_answer(text: str, ended: bool = True) -> str | None:
 
 def _last_boxed(text: str) -> str | None:
     """Return what the last `\\boxed{...}` contains; None if there is none, or if it has no end."""
-    starts, depth = [found.end() for found in BOXED.finditer(text)], 1
+    starts = [found.end() for found in BOXED.finditer(text)]
+    depth = 1
     for brace in BRACE.finditer(text, starts[-1]) if starts else ():
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
@@ -174,7 +177,8 @@ MARKS = [  # what stands around an answer, or is LaTeX for something else -> wha
     (re.compile(r"\^\{?\\circ\}?"), "°"),
     (re.compile(r"([\^_])\{([-+]?\w+)\}(?!\w)"), r"\1\2"),
 ]
-RAISED, LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 OPTIONAL_SPACE = re.compile(
     r" (?=[-+*/^=<>(){}\[\],;:|°%\\])|(?<=[-+*/^=<>(){}\[\],;:|°%\\]) |(?<=\d) (?=[a-z])|(?<=[a-z]) (?=\d)"
 )

@@ -56,8 +56,10 @@ def calibration_completions(
     Samples the start model on prompts that fit the contexts of both models. Without a start model, returns the chosen
     completions of the pairs.
     """
-    name, most = config.calibration.actor_model, config.calibration.calibration_prompts
-    dtype, length = model.dtype, config.sampling.max_new_tokens
+    name = config.calibration.actor_model
+    most = config.calibration.calibration_prompts
+    dtype = model.dtype
+    length = config.sampling.max_new_tokens
     examples = shuffled_prompts(examples, config.training.rm_seed)
     if name is None:
         return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"

@@ -35,11 +35,13 @@ def check_reward_folder(
     Raises UserError if the context is too short for the prompts with completions, or the accuracy too low. Warns if
     its tokenizer is not the start model's `tokenizer`, because completions are then encoded again.
     """
-    rows, name = [*prompts.train, *prompts.evaluation], config.model.rm_model
+    rows = [*prompts.train, *prompts.evaluation]
+    name = config.model.rm_model
     own = load_tokenizer(folder, date=date_of(tokenizer))
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
-    length, place = config.sampling.max_new_tokens, f"--rm-model {name}"
+    length = config.sampling.max_new_tokens
+    place = f"--rm-model {name}"
     check_reward_context(folder, [p.example for p in rows], length, place, lengths, config.model.rm_text)
     if own.get_vocab() != tokenizer.get_vocab():
         screen.say(
@@ -177,7 +179,8 @@ def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, scree
 
 def weakness(record: dict) -> str | None:
     """Return why a reward model with this record is too weak for training, or None if it is not."""
-    accuracy, baseline = record["accuracy"], record["length_baseline"]
+    accuracy = record["accuracy"]
+    baseline = record["length_baseline"]
     required = max(LOWEST_ACCURACY, baseline)
     if accuracy >= required:
         return None

@@ -239,7 +239,8 @@ def name_in_settings(function: Given) -> str:
 
     if isinstance(function, str):
         return function
-    name, module = name_of(function), sys.modules.get(getattr(function, "__module__", None) or "")
+    name = name_of(function)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or getattr(module, name, None) is not function:
         return FROM_PYTHON + name
     if name in BUILT_IN and module.__name__.startswith("rlhf."):

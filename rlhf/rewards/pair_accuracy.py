@@ -42,7 +42,8 @@ def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
 
 def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
     """Compute the accuracy of the model and of the length baseline on held-out pairs."""
-    messages, always = [p.messages for p in pairs], [True] * len(pairs)
+    messages = [p.messages for p in pairs]
+    always = [True] * len(pairs)
     chosen = model.score(messages, [p.chosen for p in pairs], always)
     rejected = model.score(messages, [p.rejected for p in pairs], [p.rejected_ended for p in pairs])
     margins = [c - r for c, r in zip(chosen, rejected, strict=True)]

@@ -44,7 +44,9 @@ def _key(messages: Sequence[dict[str, str]]) -> tuple:
 
 def equal_start(rows: Sequence[Sequence[int]]) -> int:
     """Return the number of ids with which all rows begin."""
-    first, last = min(rows), max(rows)  # in the order of lists, these two differ first
+    # in the order of lists, these two differ first
+    first = min(rows)
+    last = max(rows)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
@@ -99,7 +101,10 @@ class RewardModel:
         text: str | None = None,
     ):
         self.model = model.eval().requires_grad_(False).to(device)
-        self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
+        self.tokenizer = tokenizer
+        self.device = device
+        self.dtype = dtype
+        self.record = record
         self.model.config.use_cache = False  # the model does not generate
         store_frozen_weights(self.model, dtype)
         release_mmap(self.model)
@@ -167,7 +172,8 @@ class RewardModel:
                 "scoring",
                 ("Use a smaller --prompt-length or --max-new-tokens, or a reward model with a larger context"),
             )
-        scores, groups = [0.0] * len(sequences), range(len(sequences)) if groups is None else groups
+        scores = [0.0] * len(sequences)
+        groups = range(len(sequences)) if groups is None else groups
         longest: dict[Hashable, int] = {}
         for group, sequence in zip(groups, sequences, strict=True):
             longest[group] = max(len(sequence), longest.get(group, 0))

@@ -158,7 +158,8 @@ class Rewards:
         log: RewardLog,
     ) -> dict[str, list[float | None]]:
         """Call each function with completions of this process. The arguments are those of `scores_by_function`."""
-        names, start = zip(self.functions, self.names, self.limits_s, strict=True), time.monotonic()
+        names = zip(self.functions, self.names, self.limits_s, strict=True)
+        start = time.monotonic()
         rows = {
             always: per_completion(prompts, texts, ids, ended, columns, always)
             for always in {is_of_trl(function) for function in self.functions}

@@ -110,10 +110,13 @@ def usable_pairs(
 
     Raises UserError if no training pair or no held-out pair is left.
     """
-    limit, flag = config.data.pair_length, "--pair-length"
+    limit = config.data.pair_length
+    flag = "--pair-length"
     shown = f"{limit:,} tokens"
     if model.context is not None and model.context < limit:
-        limit, flag, shown = model.context, None, f"{model.context:,} tokens (the base model's context)"
+        limit = model.context
+        flag = None
+        shown = f"{model.context:,} tokens (the base model's context)"
     pairs = {name: [(pair_length(model, p), p) for p in parts[name]] for name in ("reward", "evaluation")}
     train, held_out = ([p for length, p in part if length <= limit] for part in pairs.values())
     for name, use, left in (("reward", "train", train), ("evaluation", "evaluate", held_out)):
@@ -134,7 +137,8 @@ def usable_pairs(
         )
     if margins_of(train):
         screen.say(f"note: the loss uses the column {MARGIN!r}, as in TRL: -log sigmoid(chosen - rejected - margin)")
-    split, others = config.data.split or DEFAULT_SPLIT, len(parts["rl"])
+    split = config.data.split or DEFAULT_SPLIT
+    others = len(parts["rl"])
     rest = f"; {others} pairs are for the prompts of RL (--split {split})" if others else ""
     screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs{rest}")
     too_long = len(parts["reward"]) - len(train)
@@ -202,7 +206,8 @@ def _shared_outputs(
     """Return the logits of all pairs of TRL's batch, of which each process computes a share."""
     if size() == 1:
         return outputs(input_ids=input_ids, attention_mask=attention_mask, **more)
-    pairs, lengths = len(input_ids) // 2, attention_mask.sum(1).tolist()
+    pairs = len(input_ids) // 2
+    lengths = attention_mask.sum(1).tolist()
     by_pairs = by_tokens(range(pairs), lengths[:pairs], lengths[pairs:], range(pairs))
     shares = [[*share, *(pairs + i for i in share)] for share in by_pairs]
     rows, own = own_share(
@@ -216,7 +221,8 @@ def _packed_outputs(
     classifier: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, **_
 ) -> SequenceClassifierOutputWithPast:
     """Return the logits of TRL's batch: the chosen sides of all pairs, then the rejected ones, padded on the right."""
-    lengths, pairs = attention_mask.sum(1).tolist(), len(input_ids) // 2
+    lengths = attention_mask.sum(1).tolist()
+    pairs = len(input_ids) // 2
     rows = [ids[:length] for ids, length in zip(input_ids.tolist(), lengths, strict=True)]
     logits = packed_logits(classifier, rows, [*range(pairs)] * 2, classifier.config.pad_token_id, input_ids.device)
     return SequenceClassifierOutputWithPast(logits=logits)

@@ -66,7 +66,8 @@ class Completions(TokenBatch):
                 "Check the weights of the model, and --temperature",
             )
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
-        longest, first = max(lengths), {}
+        longest = max(lengths)
+        first = {}
         return cls(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
@@ -109,7 +110,8 @@ class Completions(TokenBatch):
         """Return these rows, without columns that none of them uses."""
         index = torch.tensor(rows, device=self.mask.device)
         prompts, completions = ([of[r] for r in rows] for of in (self.prompt_lengths, self.completion_lengths))
-        context, longest = self.prompt_ids.shape[1] - max(prompts), max(completions)
+        context = self.prompt_ids.shape[1] - max(prompts)
+        longest = max(completions)
 
         def chosen(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.index_select(0, index)[:, :longest]
@@ -193,7 +195,8 @@ class Rollout:
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """Return these rows, without columns that none of them uses."""
-        index, completions = torch.tensor(rows, device=self.mask.device), self.completions.select(rows)
+        index = torch.tensor(rows, device=self.mask.device)
+        completions = self.completions.select(rows)
         longest = completions.mask.shape[1]
         return Rollout(
             completions,
@@ -233,7 +236,8 @@ def token_batch(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> TokenBatch:
     """Return a batch of prompts with given completions, both as ids."""
-    width, lengths = max(map(len, completions)), [len(r) for r in completions]
+    width = max(map(len, completions))
+    lengths = [len(r) for r in completions]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
     return TokenBatch(
         prompt_ids=prompt_ids,

@@ -38,7 +38,10 @@ class ContinuousBatcher:
     ):
         """Make room for `slots` completions at a time, texts of `columns` tokens (prompt and completion), and `places`
         tokens: those of all completions, and of one more. `graph`: run the decoding step as a CUDA graph."""
-        self.policy, self.device, self.graph, self.places = policy, device, graph, places
+        self.policy = policy
+        self.device = device
+        self.graph = graph
+        self.places = places
         self.cache = SlotKVCache(slots, round_up(columns, device), static=graph)
         self.decoder = make_decoder(policy, slots, self.cache.columns, static=graph)
         self.uniform = torch.zeros(places, dtype=torch.float64, device=device)
@@ -85,7 +88,8 @@ class ContinuousBatcher:
             free = [slot for slot, place in enumerate(self.place.tolist()) if place < self.length]
             for slot in free:
                 self.used[slot] = 0
-        end, shape = (len(prompts) + 1) * self.length, (len(prompts), self.length)
+        end = (len(prompts) + 1) * self.length
+        shape = (len(prompts), self.length)
         found = [self.completions, *([self.allowed_tokens] if sampling.filters else [])]
         found = [x[self.length : end].unflatten(0, shape) for x in found]
         found = [x.clone() for x in found] if self.graph else found  # a later rollout writes into the same tensors
@@ -93,13 +97,16 @@ class ContinuousBatcher:
 
     def _start(self, prompts, uniform: Tensor, sampling: SamplingSettings, criterion, slots: int) -> None:
         """Prepare for a rollout."""
-        self.prompts, self.sampling, self.criterion = prompts, sampling, criterion
+        self.prompts = prompts
+        self.sampling = sampling
+        self.criterion = criterion
         self.length, self.waiting = sampling.max_new_tokens, list(range(len(prompts)))[::-1]
         self.cache.use(slots)
         self.token, self.at, self.place, self.last = (values[:slots].zero_() for values in self.whole)
         self.last += self.length - 1
         self.used = [0] * slots  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
-        first, end = self.length, (len(prompts) + 1) * self.length
+        first = self.length
+        end = (len(prompts) + 1) * self.length
         self.uniform[first:end].view(len(prompts), -1).copy_(uniform[:, : self.length])
         self.completions[:end].fill_(criterion.eos)
 

@@ -84,7 +84,8 @@ def can_fuse(policy: PreTrainedModel | PeftModel) -> bool:
 
 
 def _linears(layer: nn.Module) -> list[nn.Module]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
@@ -99,7 +100,8 @@ def adapters_of(layer: nn.Module) -> list[str]:
 def decoding_weight(layer: nn.Module, merge: bool) -> Tensor:
     """Return the weight (out, in) of a linear layer: with its adapters if `merge`, otherwise its copy in the precision
     of the forward pass, if one exists. A decoder takes the weights of all its products from here."""
-    weight, adapters = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight, adapters_of(layer)
+    weight = (layer if type(layer) is nn.Linear else layer.get_base_layer()).weight
+    adapters = adapters_of(layer)
     if not (merge and adapters):
         return stored(weight).detach()
     return weight.detach() + sum(layer.get_delta_weight(name).detach() for name in adapters)
@@ -118,8 +120,12 @@ class _Product:
             outputs: function that changes the rows of matrices (out, ...).
             inputs: function that changes the columns of matrices (..., in).
         """
-        self.layers, self.dtype, self.slots, self.static = layers, dtype, slots, static
-        self.outputs, self.inputs = outputs or (lambda rows: rows), inputs or (lambda columns: columns)
+        self.layers = layers
+        self.dtype = dtype
+        self.slots = slots
+        self.static = static
+        self.outputs = outputs or (lambda rows: rows)
+        self.inputs = inputs or (lambda columns: columns)
         # in bfloat16 a merged weight would lose most of a small update
         self.apart = dtype == torch.bfloat16 and any(map(adapters_of, layers))
         self.kept: dict[str, Tensor] = {}  # in `dtype`; a and b are those of all adapters of the layers
@@ -128,7 +134,8 @@ class _Product:
 
     def load(self) -> None:
         """Copy the present weights."""
-        layers, outputs = self.layers, self.outputs
+        layers = self.layers
+        outputs = self.outputs
         weight = joined([decoding_weight(layer, not self.apart) for layer in layers])
         parts = {"weight": outputs(self.inputs(weight))}
         if self.apart:
@@ -170,8 +177,10 @@ class FusedDecoder:
 
     def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False):
         self.policy, self.backbone = policy, backbone_of(policy)
-        embeddings, head = policy.get_input_embeddings().weight, base_of(policy).get_output_embeddings()
-        self.dtype, static = forward_dtype(embeddings), static or embeddings.is_cuda
+        embeddings = policy.get_input_embeddings().weight
+        head = base_of(policy).get_output_embeddings()
+        self.dtype = forward_dtype(embeddings)
+        static = static or embeddings.is_cuda
 
         self.products: list[_Product] = []
 
@@ -198,7 +207,8 @@ class FusedDecoder:
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
-        hidden, layout = self.backbone.embed_tokens(tokens), DecodeLayout(at, span, self.columns)
+        hidden = self.backbone.embed_tokens(tokens)
+        layout = DecodeLayout(at, span, self.columns)
         cos, sin = self.cos_sin.index_select(0, at).unbind(1)  # (S, 1, D) each
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, layout, cache, number)
@@ -265,7 +275,10 @@ class _FusedLayer:
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DecodeLayout, cache: SlotKVCache, number: int
     ) -> Tensor:
         """Return the hidden states (S, H) after the layer."""
-        attention, count, turned, dtype = self.attention, self.kv_heads, self.turned, self.qkv.dtype
+        attention = self.attention
+        count = self.kv_heads
+        turned = self.turned
+        dtype = self.qkv.dtype
         row = self.before(hidden, dtype)
         heads = self.qkv(row).unflatten(-1, (-1, attention.head_dim))  # (S, heads + 2 KV heads, D), or more
         if hasattr(attention, "q_norm"):

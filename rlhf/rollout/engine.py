@@ -41,7 +41,9 @@ class KeptBatcher:
 
     def __init__(self, columns: int = 0):
         """`columns`: tokens of the longest text of the run; 0: unknown. Longer texts need new tensors and captures."""
-        self.columns, self.places, self.slots = columns, 0, 0
+        self.columns = columns
+        self.places = 0
+        self.slots = 0
         self.batcher: ContinuousBatcher | None = None
 
     def run(
@@ -49,7 +51,9 @@ class KeptBatcher:
         criterion: StoppingCriterion, slots: int, graph: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Sample as `ContinuousBatcher.run`, with the tensors of the last call if they are large enough."""
-        batcher, self.batcher = self.batcher, None  # after an error the cache may have NaN
+        # after an error the cache may have NaN
+        batcher = self.batcher
+        self.batcher = None
         columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
         size = slots, columns, (len(prompts) + 1) * sampling.max_new_tokens
         if batcher is None or not batcher.fits(policy, *size):
@@ -96,14 +100,16 @@ def sample_completions(
         slots: completions sampled at a time; 0: the default of the device.
         kept: of a caller that samples several rollouts with CUDA graphs.
     """
-    uniform, criterion = uniform.to(device), StoppingCriterion.of(eos)
+    uniform = uniform.to(device)
+    criterion = StoppingCriterion.of(eos)
     base = base_of(policy)
     engine = choose_engine(engine, packable(base), device)
     check_engine(engine, packable(base), type(base).__name__, device)
     if engine == "plain":
         completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, criterion, pad)
     else:
-        most, graph = slots or budget_of(device).rollout_slots, engine == "graph"
+        most = slots or budget_of(device).rollout_slots
+        graph = engine == "graph"
         size = graph_slots(len(prompts), most) if graph else min(most, len(prompts))
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
             completion_ids, allowed_tokens = ((graph and kept) or KeptBatcher()).run(
@@ -131,7 +137,9 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, criteri
     completions = torch.full((rows, length), criterion.eos, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     allowed_tokens: list[Tensor] = []
-    cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
+    cache = DynamicCache(config=policy.config)
+    inputs = prompt_ids
+    backbone = backbone_of(policy)
     for t in range(length):
         output = backbone(
             input_ids=inputs,
@@ -152,5 +160,6 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, criteri
                 done = done | torch.tensor([criterion.found(row) for row in last], device=device)
             if bool(done.all()):
                 break
-        inputs, positions = token.clamp(max=logits.shape[-1] - 1).unsqueeze(1), positions[:, -1:] + 1
+        inputs = token.clamp(max=logits.shape[-1] - 1).unsqueeze(1)
+        positions = positions[:, -1:] + 1
     return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -67,7 +67,8 @@ def exchange_completions(
 def _kind(share: Completions) -> tuple[int, int | None, torch.dtype | None]:
     """Return what a process without rows needs to know: the vocabulary, the bytes of `allowed_tokens` per token, and
     the dtype of `sampled_logprobs`; None for one that is None."""
-    allowed, sampled = share.allowed_tokens, share.sampled_logprobs
+    allowed = share.allowed_tokens
+    sampled = share.sampled_logprobs
     return share.vocabulary, None if allowed is None else allowed.shape[-1], None if sampled is None else sampled.dtype
 
 

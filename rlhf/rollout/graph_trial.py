@@ -20,7 +20,10 @@ from rlhf.utils.system import gpu_driver, waiting_lock
 
 TRIAL = (sys.executable, "-m", "rlhf.rollout.graph_trial")
 TIME_LIMIT_S = 120.0  # the imports take most of the time, on a slow disk a minute
-ROUNDS, ROWS, LENGTH = 4, 64, 96  # calls of each engine, completions per call, tokens per completion
+# calls of each engine, completions per call, tokens per completion
+ROUNDS = 4
+ROWS = 64
+LENGTH = 96
 # share of completions that must be equal: rounding can change a token whose probabilities are at its random number
 ALMOST_ALL = {"float32": 0.9, "bfloat16": 0.5}
 
@@ -83,15 +86,18 @@ def main(
     from rlhf.rollout.engine import KeptBatcher, sample_completions
     from rlhf.settings.training import SamplingSettings
 
-    where, kept = torch.device(device), KeptBatcher()
+    where = torch.device(device)
+    kept = KeptBatcher()
     shape = AutoConfig.for_model(model_type, vocab_size=512, hidden_size=128, intermediate_size=256,
                                  num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                                  max_position_embeddings=256)  # fmt: skip
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(shape, trust_remote_code=False).eval().to(where)
-    prompts, equal = [ids_alone(range(3, 7 + row % 5)) for row in range(ROWS)], 0
+    prompts = [ids_alone(range(3, 7 + row % 5)) for row in range(ROWS)]
+    equal = 0
     for _ in range(ROUNDS):
-        noise, sampling = torch.rand(ROWS, LENGTH), SamplingSettings(max_new_tokens=LENGTH)
+        noise = torch.rand(ROWS, LENGTH)
+        sampling = SamplingSettings(max_new_tokens=LENGTH)
         with autocast(where, getattr(torch, dtype) if dtype == "bfloat16" else None):
             found, expected = (
                 sample_completions(policy, prompts, noise, sampling, eos=1, pad=0, device=where, engine=one, kept=kept)

@@ -23,7 +23,10 @@ class SlotKVCache:
 
     def __init__(self, slots: int, columns: int, static: bool = False):
         """`static`: the tensors keep their memory when slots are dropped and used again."""
-        self.most, self.slots, self.columns, self.static = slots, slots, columns, static
+        self.most = slots
+        self.slots = slots
+        self.columns = columns
+        self.static = static
         self.layers: dict[int, Tensor] = {}  # keys and values, (2, S, KV heads, columns, D)
         self.whole: dict[int, Tensor] = {}  # the same of all slots
         self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
@@ -38,7 +41,9 @@ class SlotKVCache:
 
     def begin_decode(self, at: Tensor, span: int) -> None:
         """Prepare for a pass with one token per slot, stored in column `at` (S,). `span` columns are attended to."""
-        self.prefill_index, self.at, self.span = None, at, span
+        self.prefill_index = None
+        self.at = at
+        self.span = span
         self.every = torch.arange(self.slots, device=at.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
@@ -93,7 +98,9 @@ class DecodeLayout(Layout):
 
     def __init__(self, at: Tensor, span: int, columns: Tensor | None = None):
         """`columns` (at least span,) are the numbers from 0; None: they are made for each mask."""
-        self.at, self.span, self.columns = at.view(-1, 1, 1, 1), span, columns
+        self.at = at.view(-1, 1, 1, 1)
+        self.span = span
+        self.columns = columns
         self.masks: dict[tuple, Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,8 @@ class StoppingCriterion:
         """Return a mask (B, T) that is True up to and including the token that ends each completion, and True for the
         completions that end, (B,). With stop strings, it synchronizes with the device."""
         is_eos = self.is_eos(completions)
-        mask, ended = is_eos.long().cumsum(1) - is_eos.long() == 0, is_eos.any(1)
+        mask = is_eos.long().cumsum(1) - is_eos.long() == 0
+        ended = is_eos.any(1)
         if not self.stop:
             return mask, ended
         rows = [row[:n] for row, n in zip(completions.tolist(), mask.sum(1).tolist(), strict=True)]

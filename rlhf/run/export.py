@@ -47,7 +47,8 @@ WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, 
 
 def export_run(config: Config, screen: Screen) -> None:
     """Export a finished run as its settings request, and print where its files are and the next commands."""
-    folder, export = Path(config.run.output), config.export
+    folder = Path(config.run.output)
+    export = config.export
     with RunLock(folder) as lock:
         run = RunRecord.require(folder, "--output")
         if export.merge_lora:
@@ -104,7 +105,8 @@ def merge_adapter(
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG})", adapter, "Remove --merge-lora")
-    tokenizer, base_name = load_tokenizer(str(adapter), date=run.date if run else None), base_of_adapter(adapter)
+    tokenizer = load_tokenizer(str(adapter), date=run.date if run else None)
+    base_name = base_of_adapter(adapter)
     fix = "Restore it, then run the training command with --resume --merge-lora"
     found = find_base(adapter, "--merge-lora,", fix, run)
     if getattr(load_config(found), "quantization_config", None) is not None:
@@ -142,7 +144,8 @@ def untie_adapted_head(model: PeftModel) -> None:
 
 def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     """Upload one of a run's models. Raises RunError with the command that tries again."""
-    name, folder = config.export.push_to_hub, Path(config.run.output)
+    name = config.export.push_to_hub
+    folder = Path(config.run.output)
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
     if saved.is_adapter:  # the saved config may point to a local cache: on the hub the base is found by its name
         named = read_object(saved.folder / ADAPTER_CONFIG)

@@ -58,8 +58,10 @@ def compare(
         gold: the demo's judge. None: no gold quality.
         seed: for the bootstrap intervals.
     """
-    pairs, start_scores = paired(before, after, before.scores, after.scores), scored(before.scores)
-    spread, rise = stdev(start_scores) if len(start_scores) > 1 else 0.0, rises(pairs)
+    pairs = paired(before, after, before.scores, after.scores)
+    start_scores = scored(before.scores)
+    spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
+    rise = rises(pairs)
     score_before, score_after = means(pairs, before, after)
     figures: dict = {
         "prompts": len(prompts),
@@ -87,7 +89,8 @@ def compare(
 
 def results_of(trainer: OnPolicyLoop) -> dict[str, float | list[float] | None]:
     """Return the results of a trainer whose training has ended, as `compare` does, without gold quality."""
-    before, after = trainer.evaluations[0], trainer.evaluations[-1]
+    before = trainer.evaluations[0]
+    after = trainer.evaluations[-1]
     return compare(before, after, trainer.evaluation_prompts, None, trainer.config.run.seed)
 
 

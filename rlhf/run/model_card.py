@@ -49,7 +49,8 @@ class Saved:
 
 def model_card(run: RunRecord, saved: Saved, name: str) -> str:
     """Return the model card of one of a run's models. Its code loads the model by `name`: a folder or a hub name."""
-    settings, tokenizer = run.flat_settings, load_tokenizer(str(saved.folder), date=run.date)
+    settings = run.flat_settings
+    tokenizer = load_tokenizer(str(saved.folder), date=run.date)
     chat = tokenizer.chat_template is not None
     sampling = config_of_run(run).sampling
     asked = with_shots(tokenizer, [{"role": "user", "content": PLACEHOLDER}], run.data.get("few_shot", ()))
@@ -88,7 +89,9 @@ def model_card_command(words: Sequence[str]) -> str:
 def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:
     """Return the card's metadata for the hub. Base model and dataset are included only if they came from the hub."""
     settings = run.flat_settings
-    base, data, on_hub = settings["actor_model"], settings["prompts"], run.on_hub
+    base = settings["actor_model"]
+    data = settings["prompts"]
+    on_hub = run.on_hub
     return ModelCardData(
         base_model=base if base in on_hub else None,
         datasets=[data] if data in on_hub else None,
@@ -108,13 +111,15 @@ def reward_line(settings: dict[str, Any]) -> str:
 
 def columns(run: RunRecord) -> list[str]:
     """Return the column titles of the results: the start model, the best checkpoint, the final weights."""
-    best, last = run.best.update, (run.spent or run.plan).updates
+    best = run.best.update
+    last = (run.spent or run.plan).updates
     return ["start model", f"best, after update {best}", f"final, after update {last}"]
 
 
 def figure_rows(run: RunRecord) -> list[list[str]]:
     """Return one row per result: start model, best checkpoint, final weights. "" if a value was not recorded."""
-    figures, evaluations = run.figures, run.best.evaluations
+    figures = run.figures
+    evaluations = run.best.evaluations
     best = next(e for e in evaluations if e["update"] == run.best.update)
     at = [evaluations[0], best, evaluations[-1]]
     rows = [
@@ -149,7 +154,8 @@ def number(value: float | None, form: str) -> str:
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Return name and value of the settings that affect what is learned: not speed, not other algorithms'."""
-    settings, declared = run.flat_settings, settings_of(Config)
+    settings = run.flat_settings
+    declared = settings_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
     aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
     shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group not in foreign]

@@ -29,7 +29,8 @@ from rlhf.utils.paths import is_gguf, is_on_hub
 def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json. With --resume continue the existing run.json; raises UserError
     if its data differs."""
-    data, folder = data_of(config, components), Path(config.run.output)
+    data = data_of(config, components)
+    folder = Path(config.run.output)
     require_equal(data, "Give all machines the same files")
     began = []
 

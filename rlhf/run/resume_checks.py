@@ -88,7 +88,8 @@ def is_extended(config: Config, run: RunRecord) -> bool:
 
 def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
     """Return the settings that differ between a run and its resumption, one line each."""
-    before, after = run.flat_settings, flat_settings(settings)
+    before = run.flat_settings
+    after = flat_settings(settings)
     changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
     return [f"{name} was {before[name]} in this run and is {after[name]} now" for name in changed]
 

@@ -78,7 +78,8 @@ def reserved_or_why_not(config: Config, before: dict | None) -> str | None:
     """Reserve the folder of a seed for this process and return None, or return why this process does not train it.
     Raises UserError if another process trains it with other settings. `before`: the folder's run.json when the command
     began."""
-    folder, looks = Path(config.run.output), config.run.only_looks
+    folder = Path(config.run.output)
+    looks = config.run.only_looks
     if not looks and not reserve(folder):
         differ = [] if config.run.overwrite or read_status(folder) != "running" else other_settings(config)
         if differ:
@@ -215,7 +216,9 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
 
     `runs`: seed -> figures of its run.
     """
-    table, summary, labels = [], summary_of(runs), labels_of(next(iter(runs.values())))
+    table = []
+    summary = summary_of(runs)
+    labels = labels_of(next(iter(runs.values())))
     for name, found in summary.items():
         show = clock if name == "seconds" else "{:.3f}".format
         cells = [show(v) for v in (*found["by_seed"].values(), found["mean"])]

@@ -66,8 +66,11 @@ class RunSession(Session):
             folder: the run's folder; None: nothing is written.
             progress: False: only warnings are printed.
         """
-        self.config, self.components, self.screen = config, components, screen
-        self.folder, self.progress = folder, progress
+        self.config = config
+        self.components = components
+        self.screen = screen
+        self.folder = folder
+        self.progress = progress
         self.shown = screen if progress else Screen(quiet=True)
         self.trainer: OnPolicyLoop | None = None
         self.log: RunLog | None = None
@@ -83,7 +86,9 @@ class RunSession(Session):
     @contextmanager
     def opened(self, trainer: OnPolicyLoop) -> Iterator[None]:
         """Open the session around the training: files, callbacks, signals. Ends them also after an error."""
-        self.trainer, config, stop = trainer, self.config, None
+        self.trainer = trainer
+        config = self.config
+        stop = None
         with ExitStack() as stack:
             stack.enter_context(guarded_streams())
             stack.enter_context(self.screen)
@@ -115,7 +120,9 @@ class RunSession(Session):
         return found
 
     def _writers(self, trainer: OnPolicyLoop) -> list[Callback]:
-        config, folder, tokenizer = self.config, self.folder, trainer.processing_class
+        config = self.config
+        folder = self.folder
+        tokenizer = trainer.processing_class
         tokens = TokenRecord(folder / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
         return [
             TensorBoardLog(folder / "logs", self.log.training_time),

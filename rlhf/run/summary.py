@@ -26,7 +26,8 @@ from rlhf.utils.intervals import interval
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     """Print the results of `compare`, one line per quantity. `averaged` is the number of updates whose KL is averaged
     in `kl_last_10_updates`."""
-    rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
+    rise = figures["score_after"] - figures["score_before"]
+    rise_in_sd = figures["score_rise_in_start_sd"]
     in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
     within = figures["score_rise_interval"]
     change = "no prompt has a score in both evaluations"
@@ -65,11 +66,10 @@ def _eval_rows(figures: dict) -> list[tuple[str, str]]:
     for name in [
         key.removesuffix("_before") for key in figures if key.startswith("eval/") and key.endswith("_before")
     ]:
-        before, after = figures[f"{name}_before"], figures[f"{name}_after"]
-        within, text = (
-            figures.get(f"{name}_rise_interval"),
-            f"{before:.3f} -> {after:.3f}, change {after - before:+z.3f}",
-        )
+        before = figures[f"{name}_before"]
+        after = figures[f"{name}_after"]
+        within = figures.get(f"{name}_rise_interval")
+        text = f"{before:.3f} -> {after:.3f}, change {after - before:+z.3f}"
         rows.append(
             (name.removeprefix("eval/"), text if within is None else f"{text} (95% interval {interval(*within)})")
         )
@@ -78,7 +78,8 @@ def _eval_rows(figures: dict) -> list[tuple[str, str]]:
 
 def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
     """Return the rows of the KL at the end of the run, and of each phase if there are several."""
-    per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
+    per = figures["kl_unit"].removeprefix("nats/")
+    kl = figures["kl_last_10_updates"]
     measured = "not measured, because every update was skipped"
     if kl is not None:
         updates = f"mean of the last {averaged} updates" if averaged > 1 else "one update"
@@ -138,7 +139,9 @@ def show_samples(
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
     """Compare the model before and after training, save it, print the results and write them to run.json."""
-    before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
+    before = trainer.evaluations[0]
+    after = trainer.evaluations[-1]
+    prompts = trainer.evaluation_prompts
     gold = gold_of(config)
     target = config.kl.targets[-1]
     figures = compare(before, after, prompts, gold, config.run.seed) | {
@@ -169,7 +172,9 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
 
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     """Print the saved files of a finished run and the next commands."""
-    output, best, merged = config.run.output, run.best, run.merged
+    output = config.run.output
+    best = run.best
+    merged = run.merged
     code = code_words(config.reward.reward_func, config.reward.eval_func)
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"

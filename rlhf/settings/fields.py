@@ -237,7 +237,8 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
 
 def at_commas(text: str) -> list[str]:
     """Split a list at its commas, but not at those in parentheses: `f(a=1, b=(2, 3)),g` has two entries."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)
         if character == "," and depth == 0:

@@ -24,7 +24,8 @@ from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
 from rlhf.utils.errors import Problem, UserError
 
-HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
+HELP = ("-h", "--help")
+HELP_ALL = ("--help-all", "--help_all")
 NEGATIVE = "no_"  # prefix of a boolean flag that sets false
 
 
@@ -69,7 +70,8 @@ class CommandLine:
 
     def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[Problem]:
         """Return one error line for each flag that the command does not have."""
-        known, foreign = _flags_of(parser), self._foreign_flags()
+        known = _flags_of(parser)
+        foreign = self._foreign_flags()
 
         def problem(flag: str) -> Problem:
             if flag in foreign:
@@ -115,7 +117,8 @@ class CommandLine:
         parser.add_argument(*HELP, action="store_true", help="print the most important settings")
         parser.add_argument(*HELP_ALL, action="store_true", help="print all settings")
         groups: dict[str, Any] = {}
-        hints, settings = typing.get_type_hints(self.config_class), self.settings
+        hints = typing.get_type_hints(self.config_class)
+        settings = self.settings
         has_words = any(s.positional for s in settings.values())
         for s in settings.values():
             if s.group not in groups:
@@ -193,7 +196,8 @@ class _Given(argparse.Action):
         layer = namespace.layer if "layer" in namespace else {}
         name = self.dest if option_string is None else option_string.lstrip("-").replace("-", "_")
         if self.nargs == 0:
-            name, values = name.removeprefix(NEGATIVE), self.const
+            name = name.removeprefix(NEGATIVE)
+            values = self.const
         if values != []:  # a positional setting without words
             layer[name] = (values, option_string or "command line")
         namespace.layer = layer

@@ -55,7 +55,9 @@ class Values(dict[str, Any]):
 def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[Problem] = ()) -> Values:
     """Return the values of all settings: the declared defaults, replaced by `layers`, the lowest first. Raises
     UserError with the errors of all layers, after the `problems` found earlier."""
-    settings, merged, problems = settings_of(config_class), {}, list(problems)
+    settings = settings_of(config_class)
+    merged = {}
+    problems = list(problems)
     for layer in layers:
         known, wrong = translate(layer, settings)
         merged |= known
@@ -114,10 +116,13 @@ def without_effect(
             ones are checked.
         assumed: settings that get their values later: conditions on them count as met.
     """
-    first, read, problems = name_table(settings), {name: values[name] for name in settings}, []
+    first = name_table(settings)
+    read = {name: values[name] for name in settings}
+    problems = []
     named = {first[name] for name in given if name in first}
     for name, setting in settings.items():
-        value, condition = values[name], unmet(setting, read, assumed)
+        value = values[name]
+        condition = unmet(setting, read, assumed)
         is_off = value is None or (value == setting.default and not value)
         if condition is None or is_off or not (name in named or (setting.strict and name in values.places)):
             continue

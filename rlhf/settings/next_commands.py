@@ -44,13 +44,15 @@ def resume_command(config: Any, *more: str) -> str:
     are additional arguments. A run that was started in Python is resumed there."""
     if config.in_python:
         return python_resume(*more)
-    run, code = config.run, code_words(config.reward.reward_func, config.reward.eval_func)
+    run = config.run
+    code = code_words(config.reward.reward_func, config.reward.eval_func)
     return resume_line(config.algorithm, run.output, run.seeds, code, *more)
 
 
 def python_resume(*more: str) -> str:
     """Return how to resume a run that was started in Python. `more` as in `resume_command`."""
-    given, values = {"resume": "True"}, (*more[1:], "--")
+    given = {"resume": "True"}
+    values = (*more[1:], "--")
     for word, value in zip(more, values, strict=False):
         if word.startswith("--"):
             given[word[2:].replace("-", "_")] = "True" if value.startswith("--") else value
@@ -67,7 +69,9 @@ def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, code: 
 
 def reward_model_command(config: Config) -> str:
     """Return the command that trains the reward model of a training run."""
-    usual, m, data = usual_reward_config(config.recipe, config.user_file), config.model, config.data
+    usual = usual_reward_config(config.recipe, config.user_file)
+    m = config.model
+    data = config.data
     layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
     policy = values_of(Config, [layer])
     words = _recipe_words(config.recipe)
@@ -96,7 +100,8 @@ def training_command(made: RewardModelConfig, usual: Config) -> str:
 
 def training_words(made: RewardModelConfig, usual: Config) -> list[str]:
     """Return the arguments of `training_command`."""
-    data, words = made.data, _recipe_words(made.recipe)
+    data = made.data
+    words = _recipe_words(made.recipe)
     if made.training.rm_output != usual.model.rm_model:
         words += ["--rm-model", made.training.rm_output]
     start = made.calibration.actor_model or made.training.base_model

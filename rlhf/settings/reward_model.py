@@ -163,7 +163,8 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     given = read_given(LINE, argv)
     layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
     values = values_of(RewardModelConfig, layers, given.problems)
-    named, checks = given.layers[1].keys(), (RewardModelConfig.validate,)
+    named = given.layers[1].keys()
+    checks = (RewardModelConfig.validate,)
     return build(RewardModelConfig, values, (), checks, named, recipe=given.recipe, user_file=user)
 
 

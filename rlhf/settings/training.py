@@ -627,7 +627,9 @@ class OptimizerSettings:
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * updates)
 
 
-EPOCHS, ROUNDS = 3.0, 1.0  # default length of a run: passes over the prompts, or rounds over all topics
+# default length of a run: passes over the prompts, or rounds over all topics
+EPOCHS = 3.0
+ROUNDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -886,15 +888,18 @@ class Config(Command):
 
     def most_episodes(self, updates: int) -> int:
         """Return the largest number of episodes of a run of `updates`, with those that --dynamic-sampling may draw."""
-        batch, goal = self.episodes_per_update, self.run.episodes
+        batch = self.episodes_per_update
+        goal = self.run.episodes
         most = updates * batch * (1 + self.group.dynamic_sampling)
         # after `goal` episodes no update starts and nothing is drawn; groups are whole
         return most if goal is None else min(most, (goal - 1) // self.group_size * self.group_size + batch)
 
     def resolved(self) -> Config:
         """Return the configuration with minibatches and a micro-batch size in place of accumulation steps."""
-        batch, episodes = self.batch, self.episodes_per_update
-        steps, at_once = batch.gradient_accumulation_steps, batch.micro_batch_size
+        batch = self.batch
+        episodes = self.episodes_per_update
+        steps = batch.gradient_accumulation_steps
+        at_once = batch.micro_batch_size
         if steps is None:
             return self
         same = {"minibatches": episodes // (steps * at_once)} if at_once else {"micro_batch_size": episodes // steps}

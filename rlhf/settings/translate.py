@@ -64,7 +64,9 @@ def only(layer: Layer, settings: dict[str, Setting], names: Collection[str]) -> 
 def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[Problem]]:
     """Return the layer with the first name of each setting instead of the written name, and the errors in the names,
     one line each."""
-    names, problems, known = name_table(settings), [], {}
+    names = name_table(settings)
+    problems = []
+    known = {}
     for name, (value, where) in layer.items():
         if name.endswith(":"):
             continue

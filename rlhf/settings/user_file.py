@@ -66,7 +66,8 @@ def edits_line(
         unused_because: why config.py is not used; None: it is used.
         foreign: groups of settings that the command does not use.
     """
-    old, settings = values_of(config_class, without), settings_of(config_class)
+    old = values_of(config_class, without)
+    settings = settings_of(config_class)
     try:
         new = values_of(config_class, with_file)
     except UserError:
@@ -85,7 +86,8 @@ def edits_line(
 
 def _assigned(tree: ast.Module) -> dict[str, int]:
     """Return the names that the module assigns outside functions and classes -> the last line that does so."""
-    lines, nodes = {}, [tree]
+    lines = {}
+    nodes = [tree]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

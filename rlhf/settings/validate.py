@@ -38,8 +38,10 @@ def renaming_problems(columns: Sequence[Renaming]) -> list[Problem]:
 
 def _batch(config: Config) -> list[Problem]:
     problems = []
-    episodes, parts = config.episodes_per_update, config.batch.minibatches
-    steps, at_once = config.batch.gradient_accumulation_steps, config.batch.micro_batch_size
+    episodes = config.episodes_per_update
+    parts = config.batch.minibatches
+    steps = config.batch.gradient_accumulation_steps
+    at_once = config.batch.micro_batch_size
     if steps is not None and episodes % (steps * (at_once or 1)):
         of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
         problems.append(
@@ -139,7 +141,8 @@ def _speed(config: Config) -> list[Problem]:
 
 
 def _warmup(config: Config) -> list[Problem]:
-    steps, updates = config.optimizer.warmup_steps, config.run.num_iterations
+    steps = config.optimizer.warmup_steps
+    updates = config.run.num_iterations
     if steps >= 1 and steps != int(steps):
         return [
             Problem(
@@ -161,7 +164,8 @@ def _warmup(config: Config) -> list[Problem]:
 
 
 def _kl(config: Config) -> list[Problem]:
-    problems, kl = [], config.kl
+    problems = []
+    kl = config.kl
     if kl.kl_coef == 0 and kl.steered:
         problems.append(
             Problem(
@@ -226,11 +230,9 @@ def _rollback(config: Config) -> list[Problem]:
 
 def _rewards(config: Config) -> list[Problem]:
     problems = []
-    learned, rules, weights = (
-        config.model.rm_model is not None,
-        config.reward.reward_func,
-        config.reward.reward_weights,
-    )
+    learned = config.model.rm_model is not None
+    rules = config.reward.reward_func
+    weights = config.reward.reward_weights
     if config.critic_from_reward_model and not learned:
         problems.append(
             Problem(
@@ -283,7 +285,8 @@ def _rewards(config: Config) -> list[Problem]:
 
 def _evaluation(config: Config) -> list[Problem]:
     names = [function_name(rule) for rule in config.reward.eval_func]
-    problems, rules = [replace(p, settings=("eval_func",)) for p in name_problems(names, "")], (*BEST_RULES, *names)
+    problems = [replace(p, settings=("eval_func",)) for p in name_problems(names, "")]
+    rules = (*BEST_RULES, *names)
     if config.run.best_rule not in rules:
         problems.append(
             Problem(

@@ -75,8 +75,12 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     check_device(config, inputs.start, device)
     reset_peak_memory(device)
     before = 0 if device.type == "cuda" else memory_in_use(device)
-    m, start, sets, watched = config.model, inputs.start, inputs.prompts, inputs.eval_functions
-    tokenizer, evaluated = start.tokenizer, None
+    m = config.model
+    start = inputs.start
+    sets = inputs.prompts
+    watched = inputs.eval_functions
+    tokenizer = start.tokenizer
+    evaluated = None
     rewards, reward_model = make_rewards(config, inputs.rewards, tokenizer, device, start.date)
     if reward_model is not None:
         if m.rm_text not in (None, reward_model.text):
@@ -89,7 +93,8 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
         check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     if watched:
-        limit_s, kind = config.reward.reward_timeout, "evaluation function"
+        limit_s = config.reward.reward_timeout
+        kind = "evaluation function"
         evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), kind)
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
 
@@ -98,7 +103,8 @@ def build_trainer(config: Config, components: Components, session: Session | Non
     """Return a trainer for `config.algorithm`. `session` saves, prints and stops; None: nothing is saved. Raises
     UserError if the run would sample with CUDA graphs, and they do not work."""
     policy = components.policy
-    device, engine = base_of(policy).device, config.speed.rollout_engine
+    device = base_of(policy).device
+    engine = config.speed.rollout_engine
     if device.type == "cuda" and (default_engine(policy, device) if engine == "auto" else engine) == "graph":
         graphs = graphs_do_not_hang(policy, autocast_dtype(config.model.bf16, device), again=False)
         if not graphs.ok:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 MARGIN = 1.1  # times the prediction
 CONTEXT = {"cpu": 0, "cuda": 2**29}  # bytes on a GPU outside torch's tensors: CUDA's context and its kernels
 # of a GPU, largest first. More tokens than 16,384 do not make a GPU faster; fewer than 1,024 leave it idle
-TOKENS, SLOTS = [2**k for k in range(14, 9, -1)], [2**k for k in range(10, 2, -1)]
+TOKENS = [2**k for k in range(14, 9, -1)]
+SLOTS = [2**k for k in range(10, 2, -1)]
 
 
 def estimator(inputs: RunInputs, updates: int, device: torch.device, memory: MemorySize | None = None) -> Estimator:
@@ -59,7 +60,8 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
     """Return the estimator of the memory of a trainer's updates, without its libraries and evaluations."""
     from rlhf.models.attention import packable  # slow to import
 
-    policy, learned = trainer.actor.policy, trainer.rewards.learned
+    policy = trainer.actor.policy
+    learned = trainer.rewards.learned
     reward_model = learned[0].model if learned is not None else None
     return Estimator(
         policy=Shape.of(base_of(policy).config, base_parameters(policy)),
@@ -128,8 +130,10 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
 
 def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
     """Return the configuration with settings that fit the size of --fit, and print them. UserError if none do."""
-    estimate, room = of_longest(config, inputs, device), int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
-    tensors, m = weights_of(inputs.start.folder), config.model
+    estimate = of_longest(config, inputs, device)
+    room = int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
+    tensors = weights_of(inputs.start.folder)
+    m = config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
     has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
     chosen = choose(config, estimate, room, has_targets)
@@ -198,7 +202,8 @@ def _largest_parts(config: Config, estimate: Estimator, room: int) -> Config:
 
 def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, screen: Screen) -> None:
     """Print what --fit chose, and what each choice changes."""
-    before, after = estimate(config).peak, estimate(chosen).peak
+    before = estimate(config).peak
+    after = estimate(chosen).peak
     changed = _changes(config, chosen)
     if not changed:
         return screen.say(f"--fit {config.speed.fit}: predicted peak at most {gib(after)} GiB, nothing is changed")
@@ -218,7 +223,8 @@ def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, sc
 
 
 def _changes(config: Config, chosen: Config) -> dict[str, Any]:
-    before, after = flat_settings(to_dict(config)), flat_settings(to_dict(chosen))
+    before = flat_settings(to_dict(config))
+    after = flat_settings(to_dict(chosen))
     return {name: after[name] for name in reversed(FITTED) if before[name] != after[name]}
 
 
@@ -236,7 +242,8 @@ def changed_flags(config: Config, chosen: Config) -> str:
 
 def what_helps(config: Config, estimate: Estimator) -> str:
     """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
-    now, size = estimate(config).peak, config.batch.batch_size // 2
+    now = estimate(config).peak
+    size = config.batch.batch_size // 2
     options: dict[str, dict[str, Any]] = {"--gradient-checkpointing": {"gradient_checkpointing": True}}
     length = max(1, config.sampling.max_new_tokens // 2)
     options[f"--max-new-tokens {length}"] = {"max_new_tokens": length}

@@ -39,7 +39,8 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     """
     built = {find_recipe(config.recipe).value(name) for name in DEMOS.get(config.recipe, ())}
     _check_missing(config, built)
-    m, targets = config.model, config.model.lora_targets if config.model.use_lora else ()
+    m = config.model
+    targets = config.model.lora_targets if config.model.use_lora else ()
     problems = policy_problems(m.actor_model, "--actor-model", targets) if _is_there(m.actor_model, built) else []
     if m.rm_model is not None and _is_there(m.rm_model, built):
         problems += reward_model_problems(m.rm_model, "--rm-model")
@@ -148,13 +149,17 @@ def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -
 def _missing(flag: str, name: str) -> list[Problem]:
     """Return the error line for a missing input."""
     if flag in ("--actor-model", "--base-model"):
-        what, hint = "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
+        what = "model"
+        hint = f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--eval-dataset", "--pairs"):
-        what, hint = "data file", f"{flag} takes a data file, a folder or the name of a hub dataset"
+        what = "data file"
+        hint = f"{flag} takes a data file, a folder or the name of a hub dataset"
     elif flag == "--critic":
-        what, hint = "run folder", f"{flag} takes {CriticName.expects}"
+        what = "run folder"
+        hint = f"{flag} takes {CriticName.expects}"
     else:
-        what, hint = "file", f"{flag} takes a file"
+        what = "file"
+        hint = f"{flag} takes a file"
     return missing_path(name, what, hint).problems
 
 
@@ -163,7 +168,8 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
 
     The record of a finished `run` lists which of its inputs came from the hub.
     """
-    model, name = config.model, config.export.push_to_hub
+    model = config.model
+    name = config.export.push_to_hub
     if name is None:
         return
     from rlhf.utils.hub import require_push  # slow to import

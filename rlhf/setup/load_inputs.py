@@ -121,7 +121,8 @@ def load_inputs(
         check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
     if config.critic_from_reward_model or config.critic.run is not None:
         check_critic(config, sources.folder, start, sets)
-    held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
+    held_out = [p.example for p in sets.evaluation]
+    kind = "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
     return RunInputs(start, sets, sources, watched)
 
@@ -173,7 +174,8 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
         raise UserError("the head is not one linear layer on a causal model", place, "Use --critic separate")
     own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
     same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
-    some, shots = prompts.train[:PROMPTS_TO_COMPARE], worked_examples(config.data.few_shot)
+    some = prompts.train[:PROMPTS_TO_COMPARE]
+    shots = worked_examples(config.data.few_shot)
     if not same or any(encode_prompt(tokenizer, p.example.messages, shots) != list(p.ids) for p in some):
         raise UserError(
             "the reward model's tokenizer or chat template differs from the start model's",
@@ -206,7 +208,8 @@ def _load_prompt_sets(
         sets = load_prompts(data, start.tokenizer, screen.say, selection=selection)
         check_fills_a_batch(config, len(sets.train))
     else:
-        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
+        source = "prompts"
+        sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
         if len(sets.train) < config.batch.batch_size:  # a flag is refused; a list in a program is often a first try
             screen.say(
                 f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "
@@ -263,7 +266,8 @@ def check_prompts(
 
 def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
     """Warn if a topic has fewer prompts than a batch: some prompts are then repeated within a batch."""
-    sampler, size = PromptSampler(config, train), config.batch.batch_size
+    sampler = PromptSampler(config, train)
+    size = config.batch.batch_size
     counts = {shorten(topic): len(sampler.by_topic[topic]) for topic in sampler.topics}
     short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
     if short:

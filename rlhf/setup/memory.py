@@ -165,10 +165,13 @@ class _Run:
 
     def held(self, completions: int) -> dict[str, int]:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
-        m, policy, reward_model = self.config.model, self.given.policy, self.given.reward_model
+        m = self.config.model
+        policy = self.given.policy
+        reward_model = self.given.reward_model
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
-        sampled, evaluated = self.config.sampling, self.config.eval_sampling
+        sampled = self.config.sampling
+        evaluated = self.config.eval_sampling
         masks = max(self.token_masks(completions, sampled), self.token_masks(len(self.evaluated), evaluated))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
@@ -195,7 +198,8 @@ class _Run:
 
     def cast_weights(self) -> int:
         """Return the bytes of rlhf.models.cast_weights: the float32 weights of the products, in 16 bits."""
-        policy, lora = self.given.policy, self.config.model.use_lora
+        policy = self.given.policy
+        lora = self.config.model.use_lora
         if self.element == FLOAT:
             return 0
         head = policy.vocabulary * policy.hidden * (policy.tied or not lora)
@@ -221,7 +225,8 @@ class _Run:
 
     def decoding(self) -> dict[str, int]:
         """Return purpose -> bytes of the KV cache and of the decoder's copies of the weights."""
-        policy, config = self.given.policy, self.config
+        policy = self.given.policy
+        config = self.config
         longest = max([*(len(prompt.ids) for prompt in self.given.train), *self.given.evaluation])
         columns = longest + max(config.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
         cache = policy.layers * self.slots * columns * 2 * policy.kv * self.element
@@ -241,7 +246,8 @@ class _Run:
         """Return purpose -> bytes for sampling one completion per prompt, or those of an evaluation."""
         if self.engine == "vllm":
             return {}  # its memory is held throughout the run
-        policy, filters = self.given.policy, self.config.sampling.filters
+        policy = self.given.policy
+        filters = self.config.sampling.filters
         together = sum(sorted(prompts)[-self.slots :]) // self.config.group_size
         tokens = max(together, sum(self.evaluated[-min(self.slots, self.budget.eval_batch_size) :]))
         drawing = self.slots * policy.vocabulary * FLOAT * (8 if filters else 3)
@@ -267,7 +273,8 @@ class _Run:
 
     def micro_batch(self, prompts: list[int]) -> Row:
         """Return the largest micro-batch."""
-        batch, length = self.config.batch, self.config.sampling.max_new_tokens
+        batch = self.config.batch
+        length = self.config.sampling.max_new_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         most = self.budget.tokens_per_micro_batch // max(1, length - 1) + 1  # episodes; fewer if prompts are long
@@ -281,7 +288,8 @@ class _Run:
 
     def activations(self, row: Row) -> int:
         """Return the bytes that the forward pass over a micro-batch keeps until its backward pass."""
-        m, device = self.config.model, self.given.device.type
+        m = self.config.model
+        device = self.given.device.type
         targets = m.lora_targets if m.use_lora else None
         attention = FLOAT if device == "cpu" else self.element
         kept = 0
@@ -295,7 +303,8 @@ class _Run:
     def chunk(self, completion: int) -> int:
         """Return the bytes of a chunk of logits: in the forward's precision, and a part of them in float32."""
         numbers = completion * self.given.policy.vocabulary
-        chunk, masks = min(numbers, self.budget.logits_per_chunk), numbers * self.config.sampling.filters
+        chunk = min(numbers, self.budget.logits_per_chunk)
+        masks = numbers * self.config.sampling.filters
         return chunk * self.element + min(chunk, self.budget.floats_per_chunk) * FLOAT * 2 + masks
 
     def logits(self, row: Row) -> int:

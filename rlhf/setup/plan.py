@@ -47,9 +47,12 @@ def process_rows() -> list[tuple[str, str]]:
 
 def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
     """Print the plan, warnings about memory and KL control, and the first prompt."""
-    m, sets, tensors = config.model, inputs.prompts, weights_of(inputs.start.folder)
+    m = config.model
+    sets = inputs.prompts
+    tensors = weights_of(inputs.start.folder)
     estimate = estimator(inputs, updates, device, config.run.memory)
-    total, trained = parameters_in(tensors), adapter_weights(tensors, m.lora_r, m.lora_targets)
+    total = parameters_in(tensors)
+    trained = adapter_weights(tensors, m.lora_r, m.lora_targets)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
@@ -109,7 +112,8 @@ def prompts_line(sets: PromptSets) -> str:
 def warn_of_memory(config: Config, estimate: Estimator, device: torch.device, screen: Screen) -> None:
     """Warn if less memory is free than predicted. It is not an error, because the forecast is uncertain. On Windows
     nothing else reports it, because the driver moves GPU memory to main memory."""
-    needed, there = estimate(config).peak, free_memory(config, device)
+    needed = estimate(config).peak
+    there = free_memory(config, device)
     if needed > there:
         screen.say(
             f"warning: the predicted peak memory is {gib(needed)} GiB, but {device} has only {gib(there)} GiB free. "
@@ -130,7 +134,8 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
 
 def evaluation_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
     """Return the plan's row of evaluation functions and of how evaluations sample; no row for the defaults."""
-    count, temperature = config.run.eval_samples, config.run.eval_temperature
+    count = config.run.eval_samples
+    temperature = config.run.eval_temperature
     sampled = "" if temperature is None else f"temperature {temperature:g}" if temperature else "greedy completions"
     parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else "", sampled]
     return [("evaluation", "; ".join(filter(None, parts)))] if any(parts) else []
@@ -170,7 +175,8 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
 
 def optimizer_line(config: Config, updates: int) -> str:
     """Return learning rate and schedule, and how completions are sampled."""
-    o, sampling = config.optimizer, config.sampling
+    o = config.optimizer
+    sampling = config.sampling
     stop = f", stop {' '.join(map(repr, sampling.stops))}" if sampling.stop else ""
     warmup = o.warmup_updates(updates)
     rises = f" after a warm-up of {counted(warmup, 'update')}" if warmup else ""
@@ -205,7 +211,8 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     """Return one warning per reason why the KL targets cannot be enforced."""
     if not config.kl.steered:
         return []
-    controller, episodes = kl_controller(config, updates), config.episodes_per_update
+    controller = kl_controller(config, updates)
+    episodes = config.episodes_per_update
     lines = []
     without = sum(last < first for first, last, _ in controller.phases)
     if without:

@@ -24,7 +24,9 @@ CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up wh
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
 SECONDS = 0.5  # of the measurement of each precision
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
-MOST_ROWS, FEWEST_ROWS, WORK = 128, 32, 2**28
+MOST_ROWS = 128
+FEWEST_ROWS = 32
+WORK = 2**28
 TWICE = 2  # times as fast: one thread is used from here on
 THREADS_S = 1.0  # of the measurement of the threads
 TURN_S = 0.05  # longer than the time slices of other programs

@@ -107,8 +107,10 @@ def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtyp
     Only modules are checked. Reward functions receive text, which has no padding, and reward models are loaded with a
     class of transformers that uses the mask.
     """
-    short, long = "Yes.", "Yes, and that is all there is to say. " * 8
-    chat, moved = list(prompt.example.messages), {}
+    short = "Yes."
+    long = "Yes, and that is all there is to say. " * 8
+    chat = list(prompt.example.messages)
+    moved = {}
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         if isinstance(function, ModuleReward):
             alone = function([short], messages=[chat], ended=[True])[0]

@@ -33,19 +33,23 @@ from rlhf.utils.console import Screen, counted, number
 from rlhf.utils.errors import Problem, RunError, raise_if
 from rlhf.utils.processes import alone
 
-MOST, FEW = 16, 4  # prompts: of --check-reward; of --check and of a run
+# prompts: of --check-reward; of --check and of a run
+MOST = 16
+FEW = 4
 MOST_SECONDS = 8.0  # after this time no other prompt is scored
 SECONDS_IN_A_RUN = 2.0  # a run skips the probes if they may take longer
 SEARCHED = 256  # prompts in which right answers are searched
 ANSWERS = ("answer", "solution", "completion")
-SENTENCE, TAGS = "The answer is {}.", "<think>\nThis is my answer.\n</think>\n<answer>\n{}\n</answer>"
+SENTENCE = "The answer is {}."
+TAGS = "<think>\nThis is my answer.\n</think>\n<answer>\n{}\n</answer>"
 RIGHT = {
     "right answer": "{}",
     "right answer in a sentence": SENTENCE,
     "right answer in a box": "\\boxed{{{}}}",
     "right answer in tags": TAGS,
 }
-CUT_OFF, TOTAL = "right answer cut off", "total"
+CUT_OFF = "right answer cut off"
+TOTAL = "total"
 EQUAL = 1e-6  # scores that differ by less are equal: rounding depends on the other completions of a batch
 
 
@@ -85,7 +89,8 @@ class RewardReport:
     def hacks(self, every: bool = False) -> list[str]:
         """Return the probes that are paid at least as much as the best form of the right answer: on average over the
         prompts, or with `every` for each prompt."""
-        found, right = [], self.scores[self.best][TOTAL] if self.best else []
+        found = []
+        right = self.scores[self.best][TOTAL] if self.best else []
         for probe in (name for name in self.scores if right and name not in RIGHT):
             pairs = zip(self.scores[probe][TOTAL], right, strict=True)
             apart = [paid - best for paid, best in pairs if paid is not None and best is not None]
@@ -127,9 +132,11 @@ def probes_of(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTo
     known = [(prompt, right) for prompt, right in known if len(encode_completion(tokenizer, right)) <= most]
     found = []
     for prompt, right in (known or [(prompt, None) for prompt in order])[:MOST]:
-        others, probes = [answer for _, answer in known if answer != right], {}
+        others = [answer for _, answer in known if answer != right]
+        probes = {}
         for name, text in texts_of(prompt.example.messages[-1]["content"], right, others, most).items():
-            ids, ended = encode_completion(tokenizer, text, name != CUT_OFF), name != CUT_OFF
+            ids = encode_completion(tokenizer, text, name != CUT_OFF)
+            ended = name != CUT_OFF
             if len(ids) > most:
                 ids = [*ids[: most - 1], tokenizer.eos_token_id]
                 text = decode_completion(tokenizer, ids)
@@ -142,7 +149,8 @@ def probe_rewards(
     config: Config, rewards: Rewards, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, most: int = MOST
 ) -> RewardReport:
     """Score the probes of at most `most` prompts, one prompt after the other, until MOST_SECONDS are over."""
-    report, end = RewardReport(str(rewards)), time.monotonic() + MOST_SECONDS
+    report = RewardReport(str(rewards))
+    end = time.monotonic() + MOST_SECONDS
     functions = zip(rewards.names, rewards.functions, rewards.limits_s, strict=True)
     each = [Rewards([function], None, tokenizer, limit, [name]) for name, function, limit in functions]
     for probes in probes_of(config, prompts, tokenizer)[:most]:
@@ -183,7 +191,8 @@ def check_reward(config: Config, screen: Screen, selection: Selection | None) ->
 def show_reward_report(report: RewardReport, screen: Screen) -> None:
     """Print the table. Raises UserError if a function fails, or if a hack is paid as much as the right answer."""
     screen.say(f"mean scores of the probes of {counted(report.prompts, 'training prompt')}:")
-    marks, rows = dict.fromkeys(report.hacks(), "hack") | {report.best: "best"}, []
+    marks = dict.fromkeys(report.hacks(), "hack") | {report.best: "best"}
+    rows = []
     for name, scores in report.scores.items():
         means = [report.mean(name, function) for function in scores]
         cells = ["-" if mean is None else "fails" if mean != mean else number(mean) for mean in means]
@@ -216,7 +225,8 @@ class RewardWarning(Callback):
     """
 
     def __init__(self, trainer, screen: Screen):
-        self.trainer, self.screen = trainer, screen
+        self.trainer = trainer
+        self.screen = screen
 
     def on_evaluation(self, evaluation):
         trainer, (seconds, completions) = self.trainer, self.trainer.rewards.last_call

@@ -19,7 +19,8 @@ def check_critic_of_run(config: Config, run: str, start: str) -> None:
     with all weights needs the same architecture: `load_critic` compares names and shapes. One with adapters also needs
     their base model.
     """
-    folder, place = Path(run), f"--critic {run}, --actor-model {config.model.actor_model}"
+    folder = Path(run)
+    place = f"--critic {run}, --actor-model {config.model.actor_model}"
     if not (folder / VALUE_HEAD_FILE).is_file():
         raise UserError(
             f"no {VALUE_HEAD_FILE} in this folder", f"--critic {run}", "Give the folder of a run with a critic"
@@ -43,7 +44,8 @@ def _check_backbone(use_lora: bool, file: Path, start: str, place: str) -> None:
     """Raise UserError if only one of the saved backbone and the run's has adapters, or if the base models differ."""
     try:
         with safe_open(file, "numpy") as tensors:
-            names, base = list(tensors.keys()), (tensors.metadata() or {}).get("base", "unknown")
+            names = list(tensors.keys())
+            base = (tensors.metadata() or {}).get("base", "unknown")
     except SafetensorError as error:
         raise UserError(f"not a complete file ({error})", file, "Use another folder of that run") from None
     adapters = any("lora_" in name for name in names)

@@ -82,7 +82,8 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
     have a score."""
     samples = max(config.run.scan_samples, config.group_size)
     indices = drawn(components.prompts.train, config.run.seed)[: config.run.scan_prompts]
-    began, sampled = time.monotonic(), []
+    began = time.monotonic()
+    sampled = []
     for part in sample_and_score(config, components, indices, samples):
         sampled += part
         left = (time.monotonic() - began) / len(sampled) * (len(indices) - len(sampled))
@@ -130,7 +131,8 @@ def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
 
 def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> SampleFigures:
     """Return the figures for `findings_of`."""
-    figures, values = overall.figures, {}
+    figures = overall.figures
+    values = {}
     for one in rows:
         for name, found in one.by_function.items():
             values.setdefault(name, []).extend(found)
@@ -199,7 +201,8 @@ def columns_of(scan: Scan) -> list[str]:
 
 def cells_of(scan: Scan, part: Part) -> list[str]:
     """Return the cells of a row after the first, in the order of `columns_of`."""
-    f, i = part.figures, part.interval
+    f = part.figures
+    i = part.interval
     ends = "" if i.low is None else f" ({i.low:.2f} to {i.high:.2f})"
     shares = [f.no_difference, *([f.never, f.always] if scan.binary else [])]
     reach = [f"{f.in_reach:.0%}"] if scan.overall.figures.in_reach is not None else []
@@ -211,10 +214,12 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
 
 def command_with(config: Config, recommended: dict[str, Any], without: Sequence[str]) -> str:
     """Return the command with the run's settings, except `without`, and the recommended ones that are not None."""
-    usual, words = usual_config(config.recipe, config.user_file, config.algorithm), []
+    usual = usual_config(config.recipe, config.user_file, config.algorithm)
+    words = []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
-    defaults, foreign = values_in(usual), ALGORITHMS[config.algorithm].foreign
+    defaults = values_in(usual)
+    foreign = ALGORITHMS[config.algorithm].foreign
     values = values_in(config) | {name: value for name, value in recommended.items() if value is not None}
     values |= {name: defaults[name] for name in without}
     for name, one in settings_of(Config).items():

@@ -110,7 +110,8 @@ def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple
         now: the K of the run.
         episodes: episodes per update, which stay the same: batch size x K.
     """
-    samples, least = min(map(len, prompts)), FEWEST if is_binary(prompts) else now
+    samples = min(map(len, prompts))
+    least = FEWEST if is_binary(prompts) else now
     sizes = [2**i for i in range(1, episodes.bit_length()) if episodes % 2**i == 0 and 2**i < episodes]
     fitting = [size for size in sorted({*sizes, now}) if least <= size <= samples]
     if not fitting or now > samples:

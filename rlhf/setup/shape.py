@@ -63,7 +63,8 @@ class Shape:
         """Return the dimensions in a transformers config or a dict of config.json. `parameters` is the number of
         weights."""
         values = config if isinstance(config, dict) else values_of(config)
-        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        heads = values["num_attention_heads"]
+        hidden = values["hidden_size"]
         size = values.get("head_dim") or hidden // heads
         return cls(
             layers=values["num_hidden_layers"],

@@ -62,7 +62,8 @@ def sample_and_score(
         indices: indices of the training prompts to sample, in this order.
         samples: completions per prompt.
     """
-    train, at_once = components.prompts.train, max(1, config.episodes_per_update // samples)
+    train = components.prompts.train
+    at_once = max(1, config.episodes_per_update // samples)
     components.rewards.trainer_state = TrainerState(global_step=0, max_steps=planned_updates(config, train))
     for start in range(0, len(indices), at_once):
         part = indices[start : start + at_once]
@@ -73,8 +74,11 @@ def sample_and_score(
 def _scored(
     config: Config, components: Components, episodes: Sequence[tuple[int, Prompt]], samples: int
 ) -> list[Sampled]:
-    prompts, policy, tokenizer = [p for _, p in episodes], components.policy, components.tokenizer
-    device, speed = base_of(policy).device, config.speed
+    prompts = [p for _, p in episodes]
+    policy = components.policy
+    tokenizer = components.tokenizer
+    device = base_of(policy).device
+    speed = config.speed
     numbers = [number for number, _ in episodes]
     uniform = uniform_noise(config.run.seed, 0, PURPOSE, numbers, config.sampling.max_new_tokens)
     was_training = policy.training
@@ -85,9 +89,11 @@ def _scored(
             pad=tokenizer.pad_token_id, device=device, engine=speed.own_engine, slots=speed.rollout_slots,
         )  # fmt: skip
     policy.train(was_training)
-    texts, ended = completions.texts(tokenizer), completions.ended.tolist()
+    texts = completions.texts(tokenizer)
+    ended = completions.ended.tolist()
     given = components.rewards.score(prompts, texts, completions.rows(), ended)
-    total, functions = given.total, given.by_function.items()
+    total = given.total
+    functions = given.by_function.items()
     penalty = config.reward.missing_eos_penalty
     found = []
     for start in range(0, len(prompts), samples):

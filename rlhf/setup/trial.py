@@ -42,7 +42,8 @@ ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
 RELOADED = 1e-4  # logits and score units; the same weights in the same forward pass should give equal outputs
 # The forecast assumes full completions to the longest prompts, so it is usually above the measured memory. Library
 # memory differs between machines.
-MORE, SLACK = 1.25, 128 * 2**20
+MORE = 1.25
+SLACK = 128 * 2**20
 
 
 # --- running the checks ----------------------------------------------------------------------------------------------
@@ -144,7 +145,9 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """Return |ratio - 1| of each completion token, (N,)."""
-    passes, completions, apart = trainer.passes, rollout.completions, []
+    passes = trainer.passes
+    completions = rollout.completions
+    apart = []
     for rows in trainer.policy_optimizer.minibatches(1, 0):
         parts = passes.split(completions, rows)
         new = passes.heads(completions, (passes.run(completions, part) for part in parts)).logprobs
@@ -180,7 +183,8 @@ def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Ch
     measured = memory_in_use(device)
     evaluation = [len(prompt.ids) for prompt in components.prompts.evaluation]
     whole = dataclasses.replace(estimator_of(trainer), evaluation=evaluation, libraries=components.memory_before)
-    predicted, there = whole(trainer.config), available(device)
+    predicted = whole(trainer.config)
+    there = available(device)
     return Check(
         "memory",
         f"{gib(predicted.peak)} GiB predicted for full-length completions, {gib(measured)} GiB used by one update, "

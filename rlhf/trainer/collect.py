@@ -42,9 +42,13 @@ class RolloutCollector:
         longest_prompt: int = 0,
     ):
         """`longest_prompt`: tokens of the run's longest prompt, for which the KV cache has room from the start."""
-        self.config, self.host, self.tokenizer = config, host, tokenizer
-        self.rewards, self.passes = rewards, passes
-        self.device, self.sampling = host.accelerator.device, config.sampling
+        self.config = config
+        self.host = host
+        self.tokenizer = tokenizer
+        self.rewards = rewards
+        self.passes = passes
+        self.device = host.accelerator.device
+        self.sampling = config.sampling
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
         self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
         self.kept = KeptBatcher(longest_prompt + config.sampling.max_new_tokens)
@@ -91,7 +95,8 @@ class RolloutCollector:
         shares = by_group([prompt.ids for prompt in prompts])
         how = sampling or self.sampling
         rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose, how))
-        pad, length = self.tokenizer.pad_token_id, self.sampling.max_new_tokens
+        pad = self.tokenizer.pad_token_id
+        length = self.sampling.max_new_tokens
         return exchange_completions(own, rows, prompts, self.criterion, pad, length, self.device)
 
     def _sample(
@@ -99,9 +104,11 @@ class RolloutCollector:
     ) -> Completions:
         """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
         evaluations need the same random numbers every time."""
-        prompts, length = [prompt for _, prompt in episodes], sampling.max_new_tokens
+        prompts = [prompt for _, prompt in episodes]
+        length = sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
-        pad, device = self.tokenizer.pad_token_id, self.device
+        pad = self.tokenizer.pad_token_id
+        device = self.device
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
         training = purpose != "evaluate"
         phase = "the rollout" if training else "an evaluation"
@@ -132,7 +139,8 @@ class RolloutCollector:
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
         `drawn_again` as in `shaped`."""
-        completions, reward = rollout.completions, self.config.reward
+        completions = rollout.completions
+        reward = self.config.reward
         try:
             with self.passes.raise_on_oom("scoring"):
                 given = self.rewards.score(

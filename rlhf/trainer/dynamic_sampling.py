@@ -27,7 +27,10 @@ class DynamicSampler:
     """Replaces the groups with equal scores in an update's rollout, and counts what it sampled in that update."""
 
     def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector, progress: Progress):
-        self.config, self.sampler, self.collector, self.progress = config, sampler, collector, progress
+        self.config = config
+        self.sampler = sampler
+        self.collector = collector
+        self.progress = progress
         self.limit = config.group.dynamic_sampling
         self._start()
 
@@ -47,7 +50,9 @@ class DynamicSampler:
         with the rollout, for values that are not finite.
         """
         self._start()
-        size, drawn, logged = self.config.group_size, list(rollout.prompts[:: self.config.group_size]), []
+        size = self.config.group_size
+        drawn = list(rollout.prompts[:: self.config.group_size])
+        logged = []
         logged.append((len(rollout.prompts), scores.logged))
         for number in range(1, self.limit + 1):
             equal = self._without_signal(rollout, scores).nonzero().flatten().tolist()
@@ -73,7 +78,8 @@ class DynamicSampler:
         self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int, timer: Timer
     ) -> tuple[Rollout, Scores]:
         """Return the rollout with completions of `prompts` in `rows`, and the scores of these completions."""
-        size, batch = self.config.group_size, self.config.episodes_per_update
+        size = self.config.group_size
+        batch = self.config.episodes_per_update
         episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
         with timer("rollout"):
             new = self.collector.collect(episodes, update, f"draw {number}")
@@ -99,7 +105,8 @@ class DynamicSampler:
         self.progress.completion_tokens += tokens
 
     def _budget_is_spent(self, update: int) -> bool:
-        budget, sampled = self.config.run.episodes, update * self.config.episodes_per_update
+        budget = self.config.run.episodes
+        sampled = update * self.config.episodes_per_update
         return budget is not None and sampled + self.progress.resampled_episodes >= budget
 
     def metrics(self, update: int) -> dict[str, float]:

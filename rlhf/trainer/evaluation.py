@@ -173,12 +173,15 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
 
     Each process computes its share of the text.
     """
-    total, tokens, packed = 0.0, 0, packable(base_of(policy))
+    total = 0.0
+    tokens = 0
+    packed = packable(base_of(policy))
     order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
     batch = budget_of(device).eval_batch_size
     for start in range(rank() * batch, len(order), size() * batch):
         rows = order[start : start + batch]
-        prompts, completions = [text.prompts[i].ids for i in rows], [text.completions[i] for i in rows]
+        prompts = [text.prompts[i].ids for i in rows]
+        completions = [text.completions[i] for i in rows]
         micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
             token_batch(prompts, completions, pad, device), range(len(rows))
         )
@@ -217,8 +220,13 @@ class PolicyEvaluator:
             functions: evaluation functions, which training never calls.
             gold: the demo's judge, which training never calls.
         """
-        self.config, self.tokenizer, self.collector = config, tokenizer, collector
-        self.prompts, self.topic_tags, self.functions, self.gold = prompts, topic_tags, functions, gold
+        self.config = config
+        self.tokenizer = tokenizer
+        self.collector = collector
+        self.prompts = prompts
+        self.topic_tags = topic_tags
+        self.functions = functions
+        self.gold = gold
         self.text: FixedText | None = None
 
     def read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
@@ -263,12 +271,14 @@ class PolicyEvaluator:
 
     def _measured(self, parts: Sequence[Rollout], update: int) -> Evaluation:
         """Computes the results of the rollout. Raises RunError if no completion has a score."""
-        collector, run = self.collector, self.config.run
+        collector = self.collector
+        run = self.config.run
         prompts = [prompt for part in parts for prompt in part.prompts]
         texts = [text for part in parts for text in part.texts]
         rows = [row for part in parts for row in part.completions.rows()]
         ended = [ended for part in parts for ended in part.completions.ended.tolist()]
-        given, log = collector.rewards.score(prompts, texts, rows, ended), RewardLog(len(texts))
+        given = collector.rewards.score(prompts, texts, rows, ended)
+        log = RewardLog(len(texts))
         if not scored(given.total):
             names = ", ".join(collector.rewards.names)
             raise RunError(
@@ -280,7 +290,9 @@ class PolicyEvaluator:
         if self.functions is not None:
             values = self.functions.scores_by_function(prompts, texts, rows, ended, log=log)
         topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
-        policy, pad, device = collector.host.actor.policy, self.tokenizer.pad_token_id, parts[0].mask.device
+        policy = collector.host.actor.policy
+        pad = self.tokenizer.pad_token_id
+        device = parts[0].mask.device
         return Evaluation(
             update=update,
             texts=texts,

@@ -42,7 +42,8 @@ class Events:
     def extended(self, callbacks: Sequence[Any], check: Callable[[], None] | None) -> Iterator[None]:
         """Context manager that calls these callbacks, too, before the others, and `check` before each event. At the
         end, also after an error, those with a method `close` are closed."""
-        others, self.callbacks = self.callbacks, [*callbacks, *self.callbacks]
+        others = self.callbacks
+        self.callbacks = [*callbacks, *self.callbacks]
         self.check = check
         try:
             yield

@@ -20,7 +20,8 @@ class KLControl:
     def __init__(self, config: Config, updates: int):
         """`updates` is the number of updates in the run."""
         self.controller = kl_controller(config, updates)
-        self.steered, self.episodes = config.kl.steered, config.episodes_per_update
+        self.steered = config.kl.steered
+        self.episodes = config.episodes_per_update
         self.requested: float | None = None
         self.runaways = 0  # updates in a row with a KL far above the target
 
@@ -36,7 +37,8 @@ class KLControl:
 
     def apply_request(self) -> None:
         """Make the requested beta, if there is one, that of the controller."""
-        self.controller.beta, self.requested = self.beta, None
+        self.controller.beta = self.beta
+        self.requested = None
 
     def target_of(self, update: int) -> KLTarget:
         """The target of an update, counted from 1."""

@@ -97,22 +97,32 @@ class OnPolicyLoop:
 
     def _construct_host(self, policy: PreTrainedModel | PeftModel) -> None:
         """Construct the TRL trainer and the frozen reference, which must be copied before the policy is wrapped."""
-        config, device = self.config, selected_device()
+        config = self.config
+        device = selected_device()
         if device.type == "cpu":
             keep_freed_memory()
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
-        tokenizer, planned = self.processing_class, self.sampler.updates
+        tokenizer = self.processing_class
+        planned = self.sampler.updates
         host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
-        self.host, self.model, self.accelerator, self.args = host, host.model, host.accelerator, host.args
+        self.host = host
+        self.model = host.model
+        self.accelerator = host.accelerator
+        self.args = host.args
         self.host_callbacks = HostEvents(host)
-        self.optimizer, self.lr_scheduler, self.state = host.optimizer, host.lr_scheduler, host.state
+        self.optimizer = host.optimizer
+        self.lr_scheduler = host.lr_scheduler
+        self.state = host.state
 
     def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
-        config, host, tokenizer = self.config, self.host, self.processing_class
-        batch, model = config.batch, config.model
+        config = self.config
+        host = self.host
+        tokenizer = self.processing_class
+        batch = config.batch
+        model = config.model
         for functions in filter(None, (self.rewards, eval_functions)):
             functions.trainer_state = host.state
         self.passes = passes = ForwardPasses(
@@ -192,7 +202,8 @@ class OnPolicyLoop:
             if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
                 self.evaluate()
             self.events.call("on_update_done", update)
-            last, signal = self.reason_to_end() is not None, self.session.stop_signal()
+            last = self.reason_to_end() is not None
+            signal = self.session.stop_signal()
             self.session.save(update, last, signal)
             if signal is not None and not last:
                 raise self.session.interrupted(update, signal)
@@ -213,7 +224,8 @@ class OnPolicyLoop:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         with self.passes.weights.in_use():
             self.host_callbacks.call("on_step_begin")
-            timer, experience = Timer(), None
+            timer = Timer()
+            experience = None
             # 1. sample: completions, their log-probs, the reference's, and the critic's values
             with timer("rollout"):
                 rollout = self.collector.collect(self.episodes_of(update), update)
@@ -281,8 +293,11 @@ class OnPolicyLoop:
     def metrics_of(self, update: int, experience: Experience, scores: Scores, timer: Timer) -> dict[str, float]:
         """Return the metrics of an update, without those of its optimizer steps."""
         self.update_peak_memory()
-        sampler, kl, tokens = self.dynamic_sampler, self.config.kl, experience.completions.tokens
-        episodes, tag = self.config.episodes_per_update, self.topic_tags.get(self.sampler.topic_of(update))
+        sampler = self.dynamic_sampler
+        kl = self.config.kl
+        tokens = experience.completions.tokens
+        episodes = self.config.episodes_per_update
+        tag = self.topic_tags.get(self.sampler.topic_of(update))
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
             **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),

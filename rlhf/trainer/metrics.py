@@ -20,7 +20,9 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     score are left out of the metrics of scores and advantages. These metrics are missing if no completion has a score.
     If the whole batch is on one `topic`, the mean score and the KL are also returned under its name.
     """
-    mask, scored, raw = batch.mask, batch.scored_mask, scores.raw[~scores.raw.isnan()]
+    mask = batch.mask
+    scored = batch.scored_mask
+    raw = scores.raw[~scores.raw.isnan()]
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
     values = {

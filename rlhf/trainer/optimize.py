@@ -28,7 +28,11 @@ class PolicyOptimizer:
     """Takes the optimizer steps of an update, with the algorithm's loss."""
 
     def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
-        self.config, self.host, self.algorithm, self.passes, self.progress = config, host, algorithm, passes, progress
+        self.config = config
+        self.host = host
+        self.algorithm = algorithm
+        self.passes = passes
+        self.progress = progress
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -53,7 +57,8 @@ class PolicyOptimizer:
 
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Yields the rows of each minibatch, shuffled by (seed, update, epoch)."""
-        episodes, size = self.config.episodes_per_update, self.config.minibatch_size
+        episodes = self.config.episodes_per_update
+        size = self.config.minibatch_size
         # detail 33: a new order in each epoch (37 details, 6). Otherwise the same completions always share a step.
         order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
@@ -88,7 +93,8 @@ class PolicyOptimizer:
                 del one  # frees its memory before the next pass
             return stats
 
-        stats, error = {}, None
+        stats = {}
+        error = None
         try:
             stats = self.passes.over(completions, own, all_micro_batches, "the backward pass")
         except Exception as found:
@@ -134,11 +140,14 @@ class PolicyOptimizer:
         """Yields chunks of whole completions whose logits fit the device's budget, as slices of rows and of tokens."""
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
         most = max(1, budget_of(micro_batch.tokens.device).logits_per_chunk // vocabulary)
-        first, start, end = 0, 0, 0
+        first = 0
+        start = 0
+        end = 0
         for row, length in enumerate(micro_batch.lengths):
             if end > start and end + length - start > most:
                 yield slice(first, row), slice(start, end)
-                first, start = row, end
+                first = row
+                start = end
             end += length
         yield slice(first, len(micro_batch.lengths)), slice(start, end)
 

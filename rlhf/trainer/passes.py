@@ -82,10 +82,14 @@ class ForwardPasses:
             oom_hint: returns the advice at the end of an out-of-memory message.
         """
         base = base_of(actor.policy)
-        self.actor, self.reference, self.temperature, self.dtype = actor, reference, temperature, dtype
+        self.actor = actor
+        self.reference = reference
+        self.temperature = temperature
+        self.dtype = dtype
         self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
         self.max_tokens = max_tokens or budget_of(base.device).tokens_per_micro_batch
-        self.share_first, self.oom_hint = share_first, oom_hint
+        self.share_first = share_first
+        self.oom_hint = oom_hint
         layers = llama.plain_weights(actor) if self.packed else ()
         self.weights = CastWeights([base.get_output_embeddings().weight, *layers], dtype)
         self._kept: tuple[Completions, Pass] | None = None
@@ -167,7 +171,8 @@ class ForwardPasses:
     def _pop(self, completions: Completions, rows: Sequence[int]) -> Pass | None:
         """Return the stored pass if it covers exactly these rows, otherwise None. It is removed in either case: it is
         valid once, because the optimizer step changes the weights."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         valid = kept is not None and kept[0] is completions and kept[1].micro_batch.rows == rows
         return kept[1] if valid else None
 
@@ -182,18 +187,22 @@ class ForwardPasses:
         they are packed, their prompt counts once.
         """
         width = completions.prompt_ids.shape[1] + completions.completion_ids.shape[1]  # tokens per row if not packed
-        prompts, lengths, groups = completions.prompt_lengths, completions.completion_lengths, completions.groups
+        prompts = completions.prompt_lengths
+        lengths = completions.completion_lengths
+        groups = completions.groups
         sizes = {r: prompts[r] + lengths[r] if self.packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
             longest[groups[r]] = max(longest.get(groups[r], 0), sizes[r])
-        parts, tokens = [], 0
+        parts = []
+        tokens = 0
         for r in sorted(rows, key=lambda r: (longest[groups[r]], groups[r], r)):
             shared = self.packed and bool(parts) and groups[parts[-1][-1]] == groups[r]
             more = lengths[r] if shared else sizes[r]
             if not parts or len(parts[-1]) == self.max_rows or tokens + more > self.max_tokens:
                 parts.append([])
-                tokens, more = 0, sizes[r]
+                tokens = 0
+                more = sizes[r]
             parts[-1].append(r)
             tokens += more
         return parts

@@ -54,7 +54,8 @@ class Scores:
 
         A column that only one of them logged has None for the other's completions.
         """
-        count, index = len(self.raw), torch.tensor(rows, device=self.raw.device)
+        count = len(self.raw)
+        index = torch.tensor(rows, device=self.raw.device)
         place = dict(zip(rows, range(len(rows)), strict=True))
 
         def column(own: Sequence | None, other: Sequence | None) -> list:

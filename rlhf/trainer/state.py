@@ -27,13 +27,15 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.user_code import generators
 
-TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
+TENSORS_FILE = "training.safetensors"
+STATE_FILE = "training.json"
 
 
 def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder."""
     trainer.save_model(folder)
-    optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
+    optimizer = trainer.optimizer.state_dict()
+    normalizer = trainer.collector.normalizer
     tensors = {
         f"optimizer/{number}/{name}": _tensor(name, value)
         for number, state in optimizer["state"].items()
@@ -67,8 +69,10 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     base_lrs = schedule_of(trainer).base_lrs  # differs from the saved one if --learning-rate was changed
     trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
     set_learning_rates(trainer)
-    trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
-    trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
+    trainer.state.global_step = state["update"]
+    trainer.state.episode = state["episode"]
+    trainer.state.epoch = state["epoch"]
+    trainer.state.log_history = state["log_history"]
     trainer.kl.load_state_dict(state["kl"])
     trainer.this_epoch = state["this_epoch"]
     state["progress"].pop("explained", None)  # in older checkpoints

@@ -18,7 +18,8 @@ class Timer:
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         """Context manager that adds its time to a part."""
-        outer, self._inner = self._inner, 0.0
+        outer = self._inner
+        self._inner = 0.0
         start = perf_counter()
         try:
             yield

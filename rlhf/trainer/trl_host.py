@@ -90,7 +90,8 @@ class _SharedBackboneCritic(nn.Module):
 
     def __init__(self, policy: PreTrainedModel | PeftModel, value_head: nn.Module):
         super().__init__()
-        self.backbone, self.score = backbone_of(policy), value_head
+        self.backbone = backbone_of(policy)
+        self.score = value_head
 
 
 def second_network(
@@ -99,7 +100,8 @@ def second_network(
     """Return the critic's own backbone, a copy of the policy's or of the reward model's; None if the critic shares the
     policy's. With the reward model or a run, `value_head` becomes its head."""
     if not config.critic_from_reward_model:
-        critic, run = critic_backbone(policy) if config.separate_critic else None, config.critic.run
+        critic = critic_backbone(policy) if config.separate_critic else None
+        run = config.critic.run
         if run is not None and critic is not None and isinstance(policy, PeftModel):
             check_adapter(policy, Path(run))
         if run is not None:

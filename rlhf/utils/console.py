@@ -187,7 +187,8 @@ class Screen:
 
     def end_progress(self) -> None:
         """End the live progress line. Later output starts below it, and the next progress line is printed at once."""
-        self._last_line, self._output = 0.0, None
+        self._last_line = 0.0
+        self._output = None
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -22,7 +22,8 @@ from rlhf.utils.streams import guarded_streams
 
 MAX_PRINTED = 5
 # seconds that the other processes wait for the first one to report the same error, and to end its run
-FIRST_REPORTS_S, FIRST_ENDS_S = 10.0, 2.0
+FIRST_REPORTS_S = 10.0
+FIRST_ENDS_S = 2.0
 
 
 # C0 and C1 control characters (escape sequences start with one), direction marks and invisible characters
@@ -246,11 +247,15 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
             print_line(interrupted, file=sys.stderr)
         sys.exit(getattr(error, "exit_status", 130))  # of StoppedAtOnce
     except UserError as error:
-        lines, status, by_all, at_once = error.report(), error.exit_status, error.by_all, error.at_once
+        lines = error.report()
+        status = error.exit_status
+        by_all = error.by_all
+        at_once = error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file
         lines = f"error: {visible_line(_unexpected_error_line(error))}"
         status = UserError.exit_status if is_before_start(error) else RunError.exit_status
-        by_all, at_once = getattr(error, "by_all", False), False
+        by_all = getattr(error, "by_all", False)
+        at_once = False
     print_error(lines, by_all, at_once)
     sys.exit(status)
 

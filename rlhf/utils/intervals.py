@@ -63,7 +63,8 @@ def over_prompts(
     found = _bootstrapped(values, "BCa", seed, level)
     if not np.isfinite(found).all():
         found = _bootstrapped(values, "percentile", seed, level)
-    freedom, normal = len(values) - 1, stats.norm.ppf((1 + level) / 2)
+    freedom = len(values) - 1
+    normal = stats.norm.ppf((1 + level) / 2)
     factor = np.sqrt(len(values) / freedom) * stats.t.ppf((1 + level) / 2, freedom) / normal
     return cut_off(mean, *(mean + (found - mean) * factor), limits)
 
@@ -82,7 +83,8 @@ def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> n
 def cut_off(mean: float, low: float, high: float, limits: tuple[float, float] | None) -> Estimate:
     """Returns the estimate with its interval cut off at `limits`."""
     if limits is not None:
-        low, high = max(low, limits[0]), min(high, limits[1])
+        low = max(low, limits[0])
+        high = min(high, limits[1])
     return Estimate(mean, float(low), float(high))
 
 

@@ -27,7 +27,8 @@ _acts_alone = False
 def alone() -> Iterator[None]:
     """Context manager in which this process acts as the only one: it exchanges nothing."""
     global _acts_alone
-    before, _acts_alone = _acts_alone, True
+    before = _acts_alone
+    _acts_alone = True
     try:
         yield
     finally:

@@ -23,7 +23,8 @@ class TrainingInterrupted(RunError):
 
     def __init__(self, by: signal.Signals, message: str):
         super().__init__(message)
-        self.by, self.exit_status = by, 128 + by
+        self.by = by
+        self.exit_status = 128 + by
 
     def __reduce__(self):
         return type(self), (self.by, str(self)), vars(self)
@@ -47,7 +48,8 @@ class GracefulStop:
         self.at = 0.0
         self.several = size() > 1
         self.process = os.getpid()
-        self.say, self.previous_handlers = say, {}
+        self.say = say
+        self.previous_handlers = {}
 
     def __enter__(self) -> GracefulStop:
         # Python allows signal handlers in the main thread only

@@ -39,7 +39,9 @@ def threads_variable() -> bool:
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+# mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 LARGEST_THRESHOLDS = (2**31 - 1, 2**25)  # bytes: the limits of mallopt in recent and in older releases of glibc
 
 
@@ -235,7 +237,8 @@ def programs_using(folder: Path) -> list[str]:
     are not found."""
     import psutil
 
-    found, inside = [], folder.resolve()
+    found = []
+    inside = folder.resolve()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
             if process.pid != os.getpid() and any(Path(f.path).is_relative_to(inside) for f in process.open_files()):

@@ -44,7 +44,8 @@ def _is_in_event_loop() -> bool:
 
 
 def _on_the_main_thread(limit_s: float, call: Callable[[], Any]) -> Any:
-    finished, main = threading.Event(), threading.main_thread().ident
+    finished = threading.Event()
+    main = threading.main_thread().ident
 
     def interrupt(*_: Any) -> None:
         if not finished.is_set():
@@ -82,7 +83,8 @@ def _on_a_thread(limit_s: float, call: Callable[[], Any]) -> Any:
         except BaseException as error:  # raised again below, on the calling thread
             result.set_exception(error)
 
-    worker, deadline = threading.Thread(target=work, daemon=True), time.monotonic() + limit_s
+    worker = threading.Thread(target=work, daemon=True)
+    deadline = time.monotonic() + limit_s
     worker.start()
     while worker.is_alive() and (left := deadline - time.monotonic()) > 0:
         worker.join(min(left, 1.0))  # on Windows, Ctrl-C is handled only after a wait ends

@@ -41,7 +41,8 @@ def user_code(*key: object) -> Iterator[None]:
     The code inside draws random numbers that depend only on the text of `key`: a resumed run repeats them.
     """
     seed = crc32(repr(key).encode())
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     states = {generator: generator.get_state() for generator in generators().values()}
     with settings_restored():
         try:

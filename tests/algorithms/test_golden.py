@@ -23,7 +23,10 @@ from rlhf.rollout.completions import Completions
 from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic
 
-BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
+BATCH = 4
+LENGTH = 8
+UPDATES = 3
+EPOCHS = 2
 SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}
 FLAGS = [
     "--kl-coef", "0.3", "--kl-schedule", "fixed", "--value-coef", "0.5", "--gamma", "0.97", "--lam", "0.9",
@@ -57,7 +60,9 @@ class StockRun:
     ):  # fmt: skip
         self.tokenizer = load_tokenizer(str(start_model))
         self.prompts = make_prompts(self.tokenizer)
-        self.completions, self.orders = completions, []  # completions[update][prompt]
+        # completions[update][prompt]
+        self.completions = completions
+        self.orders = []
         policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
         container = with_value_head(policy).to(dtype)
         monkeypatch.setattr(trl_ppo, "batch_generation", self.replay)
@@ -165,7 +170,9 @@ def test_score_is_placed_at_eos_and_not_one_position_later_as_in_trl(
                                                           value loss 0.5 * (1/16 + 1/4 + 1) / 3 * s^2 = 0.21875 s^2.
     """
     tokenizer = load_tokenizer(str(start_model))
-    word, eos, pad = encode_text(tokenizer, " cat")[0], tokenizer.eos_token_id, tokenizer.pad_token_id
+    word = encode_text(tokenizer, " cat")[0]
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     completions = [[[word, eos, *[pad] * (LENGTH - 2)]] * BATCH]
     settings = {"kl_coef": 0.0, "gamma": 0.5, "lam": 1.0, "num_ppo_epochs": 1}
     stock = StockRun(monkeypatch, start_model, reward_folder, completions, tmp_path, **settings)
@@ -188,7 +195,8 @@ def test_score_is_placed_at_eos_and_not_one_position_later_as_in_trl(
 
 def mean_squared_score(stock: StockRun) -> float:
     """Returns the mean square of the reward model's scores in the stock run, computed without either trainer."""
-    model, squares = stock.trainer.reward_model, []
+    model = stock.trainer.reward_model
+    squares = []
     for i, prompt in enumerate(stock.prompts):
         completion = [t for t in stock.completions[0][i] if t != stock.tokenizer.pad_token_id]
         with torch.no_grad():
@@ -219,7 +227,9 @@ class StockGroups:
     """TRL's GRPOTrainer or RLOOTrainer with the prompts, completions and scores of one of our runs."""
 
     def __init__(self, algorithm, start_model, tmp_path, rollouts: list, scores: list, **settings):
-        self.rollouts, self.scores, self.index = rollouts, scores, -1
+        self.rollouts = rollouts
+        self.scores = scores
+        self.index = -1
         tokenizer = load_tokenizer(str(start_model))
         episodes = len(rollouts[0].texts)
         trainer_class, config_class = STOCK[algorithm]
@@ -418,7 +428,8 @@ def half_end(monkeypatch) -> None:
 def test_masked_truncated_completions_match_trl(build, start_model, tmp_path, monkeypatch, algorithm, flags, settings):
     """Weights equal TRL's if two of four completions are truncated and left out of the loss."""
     half_end(monkeypatch)
-    flags, settings = [*flags, "--mask-truncated-completions"], {**settings, "mask_truncated_completions": True}
+    flags = [*flags, "--mask-truncated-completions"]
+    settings = {**settings, "mask_truncated_completions": True}
     compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings)
 
 
@@ -429,7 +440,9 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
         "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
         algorithm=algorithm, rewards=[reward],
     )  # fmt: skip
-    rollouts, scores, advantages = [], [], ours.advantages
+    rollouts = []
+    scores = []
+    advantages = ours.advantages
 
     def recorded(rollout, rollout_scores):
         rollouts.append(rollout)

@@ -20,7 +20,8 @@ def grpo(build):
 
 def per_completion(batch) -> torch.Tensor:
     """Returns the advantage of each completion, (B,), after checking that all of its tokens have the same."""
-    mask, advantages = batch.mask, batch.raw_advantages
+    mask = batch.mask
+    advantages = batch.raw_advantages
     assert torch.equal(torch.where(mask, advantages, 0.0), advantages), "advantages outside the mask must be 0"
     first = advantages[:, 0]
     assert_close(torch.where(mask, advantages, first.unsqueeze(1)), first.unsqueeze(1).expand_as(advantages))
@@ -79,7 +80,8 @@ def test_ppo_and_grpo_log_the_same_kl_for_the_same_completions(build, tmp_path):
     trained = build("--learning-rate", "1e-2")
     trained.train()
     trained.save_model(tmp_path / "trained")
-    logged_kl, completions = [], []
+    logged_kl = []
+    completions = []
     for algorithm in ("ppo", "grpo"):
         for placement in ("reward", "loss", "none"):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
@@ -142,7 +144,8 @@ def test_loss_types_match_values_computed_by_hand_on_the_first_step(grpo, loss_t
     trainer = grpo("--loss-type", loss_type, "--kl-placement", "none", "--max-new-tokens", 12)
     rollout = collect_rollout(trainer)
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
-    advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), torch.tensor(rollout.completions.completion_lengths)
+    advantages = torch.tensor([-1.5, 1.5, -1.0, 1.0])
+    lengths = torch.tensor(rollout.completions.completion_lengths)
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     expected = {

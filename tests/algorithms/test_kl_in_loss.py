@@ -77,10 +77,12 @@ def test_gradient_matches_a_plain_forward_pass_after_the_policy_changed(
 
     policy.zero_grad()
     completions = rollout.completions.rows()
-    tokens, all_tokens = sum(len(completions[i]) for i in rows), sum(map(len, completions)) / minibatches
+    tokens = sum(len(completions[i]) for i in rows)
+    all_tokens = sum(map(len, completions)) / minibatches
     loss = torch.zeros(())
     for i in rows:
-        prompt, completion = rollout.prompts[i], completions[i]
+        prompt = rollout.prompts[i]
+        completion = completions[i]
         ids = torch.tensor([[*prompt.ids, *completion]])
         at = torch.arange(len(prompt.ids) - 1, ids.shape[1] - 1)
         p, q = (

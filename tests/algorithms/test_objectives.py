@@ -45,22 +45,27 @@ def test_gae_ends_at_the_last_token():
 
 
 def test_kl_estimators_match_values_computed_by_hand():
-    p, q = row(math.log(0.5), math.log(0.2), 0.0), row(math.log(0.25), math.log(0.4), 9.0)
+    p = row(math.log(0.5), math.log(0.2), 0.0)
+    q = row(math.log(0.25), math.log(0.4), 9.0)
     assert_close(o.kl_k1(p, q, mask(1, 1, 0)), row(math.log(2), -math.log(2), 0))
     # k3 = (r - 1) - log r with r = q / p = 1/2 and 2
     assert_close(o.kl_k3(p, q, mask(1, 1, 0)), row(-0.5 + math.log(2), 1 - math.log(2), 0))
 
 
 def test_k1_and_k3_are_unbiased_on_a_known_distribution():
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    p = torch.tensor([0.5, 0.3, 0.2])
+    q = torch.tensor([0.2, 0.5, 0.3])
     exact = float((p * (p / q).log()).sum())
-    lp, lq, on = p.log().unsqueeze(0), q.log().unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)
+    lp = p.log().unsqueeze(0)
+    lq = q.log().unsqueeze(0)
+    on = torch.ones(1, 3, dtype=torch.bool)
     assert float((p * o.kl_k1(lp, lq, on)[0]).sum()) == pytest.approx(exact, rel=1e-6)
     assert float((p * o.kl_k3(lp, lq, on)[0]).sum()) == pytest.approx(exact, rel=1e-6)
 
 
 def test_shaped_rewards_match_values_computed_by_hand():
-    kl, on = row(0.1, 0.2, 5.0), mask(1, 1, 0)
+    kl = row(0.1, 0.2, 5.0)
+    on = mask(1, 1, 0)
     assert_close(o.shape_rewards(kl, torch.tensor([3.0]), on, beta=0.5), row(-0.05, 2.9, 0))
     eos = o.shape_rewards(row(0.1, 0.2, 0), torch.tensor([3.0]), on, beta=0.5, kl_penalty_at="eos")
     assert_close(eos, row(0, 2.85, 0))
@@ -75,7 +80,8 @@ def test_whitening_matches_values_computed_by_hand():
 
 def test_the_help_of_whiten_rewards_is_what_it_computes():
     # rewards 0 0 0 1 and 0 0 0 3: mean 0.5, unbiased variance 8/7, so a reward of 0 becomes 0.5 - 0.5 / 1.069 = 0.032
-    rewards, every = row(0, 0, 0, 1, 0, 0, 0, 3), mask(*[1] * 8)
+    rewards = row(0, 0, 0, 1, 0, 0, 0, 3)
+    every = mask(*[1] * 8)
     assert o.whiten(rewards, every, shift_mean=False)[0, 0] == pytest.approx(0.5 - 0.5 / (8 / 7) ** 0.5, abs=1e-5)
     text = " ".join(settings_of(Config)["whiten_rewards"].help.split())
     assert "(r - mean) / std + mean" in text and "mean - mean / std" in text and "divide" not in text
@@ -121,14 +127,17 @@ def test_both_limits_act_in_the_loss_of_every_algorithm():
     """Ratios 1.5 and 9, clip [0.8, 1.3], delta 3. A = 2: -2.6 each. A = -2: 3 and 6. RLOO and gspo have one token.
     cispo has only the limit 1.3: its loss is -1.3 * A * log p."""
     clip, (new, old) = Clip(0.2, 0.3, 3.0), ratios(1.5, 9.0)
-    tokens, good, bad = mask(1, 1), row(2, 2), row(-2, -2)
+    tokens = mask(1, 1)
+    good = row(2, 2)
+    bad = row(-2, -2)
     for loss_type in ("dapo", "grpo", "dr_grpo"):
         assert_close(o.grpo_policy_loss(new, old, good, tokens, clip, loss_type)[0], row(-2.6, -2.6))
         assert_close(o.grpo_policy_loss(new, old, bad, tokens, clip, loss_type)[0], row(3.0, 6.0))
     assert_close(o.grpo_policy_loss(new, old, bad, tokens, clip, "cispo")[0], 2.6 * new)
     assert_close(o.clipped_policy_loss(new, old, good, tokens, clip)[0], torch.tensor(-2.6))
     assert_close(o.clipped_policy_loss(new, old, bad, tokens, clip)[0], torch.tensor(4.5))
-    one, advantages = (new.T, old.T, mask(1, 1).T), torch.tensor([-2.0, -2.0])
+    one = (new.T, old.T, mask(1, 1).T)
+    advantages = torch.tensor([-2.0, -2.0])
     assert_close(clipped_surrogate(o.completion_ratio(*one), advantages, clip)[0], torch.tensor([3.0, 6.0]))
     assert_close(o.grpo_policy_loss(one[0], one[1], bad.T, one[2], clip, "gspo")[0], torch.tensor([[3.0], [6.0]]))
 
@@ -156,7 +165,8 @@ def test_explained_variance_matches_values_computed_by_hand():
 
 def test_statistics_of_the_policy_match_values_computed_by_hand():
     """The second token is not in the loss."""
-    outputs, one = PolicyOutputs(row(0.3, 5), row(2, 7), None), torch.tensor(1.0)
+    outputs = PolicyOutputs(row(0.3, 5), row(2, 7), None)
+    one = torch.tensor(1.0)
     experience = SimpleNamespace(loss_mask=mask(1, 0), logprobs=row(0.1, 0))
     losses = {"loss": 3 * one, "policy_loss": one, "clipfrac": 0.5 * one}
     stats = policy_stats(experience, torch.tensor([0]), outputs, 2 * one, **losses)
@@ -203,7 +213,9 @@ def test_tokens_after_eos_have_no_effect(seed):
 
 def test_micro_batch_losses_add_up_to_the_minibatch_loss():
     on = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    new, old, advantages = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
+    new = torch.randn(2, 3)
+    old = torch.randn(2, 3)
+    advantages = torch.randn(2, 3)
     whole, _ = o.clipped_policy_loss(new, old, advantages, on, CLIP)
     rows = [slice(i, i + 1) for i in range(2)]
     parts = [o.clipped_policy_loss(new[i], old[i], advantages[i], on[i], CLIP, on.sum()) for i in rows]
@@ -269,7 +281,8 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
 
 def test_token_weights_match_values_computed_by_hand():
     """Completions of 2 and 6 tokens. The minibatch has 4 completions and 16 tokens, and the maximum length is 10."""
-    lengths, tokens = torch.tensor([2, 6]), torch.tensor(16.0)
+    lengths = torch.tensor([2, 6])
+    tokens = torch.tensor(16.0)
     expected = {
         "dapo": [1 / 16, 1 / 16], "cispo": [1 / 16, 1 / 16], "grpo": [1 / 8, 1 / 24], "gspo": [1 / 8, 1 / 24],
         "dr_grpo": [1 / 40, 1 / 40],

@@ -39,7 +39,8 @@ def test_whitened_rewards_keep_their_mean(build):
     rollout.completions.mask[:, :2] = True
     batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4])
-    mean, std = rewards.mean(), rewards.std()
+    mean = rewards.mean()
+    std = rewards.std()
     assert_close(batch.raw_advantages[:, 1], (torch.tensor([1.0, 2, 3, 4]) - mean) / std + mean)
 
 
@@ -102,7 +103,8 @@ def test_k_completions_per_prompt_are_k_copies_of_the_prompt(build, critic):
 
 
 def test_a_prompt_is_computed_once_for_its_completions(build):
-    trainer, seen = build("--batch-size", 2, "--K", 4), []
+    trainer = build("--batch-size", 2, "--K", 4)
+    seen = []
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(8.0))
     trainer.passes.clear()

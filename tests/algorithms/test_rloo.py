@@ -98,7 +98,8 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_gradient_is_not_a_multiple_of_grpos_gradient(loss_type):
     """The directions agree at ratio 1 with equal lengths, and differ at other ratios with every GRPO loss type."""
     noise = torch.Generator().manual_seed(3)
-    old, mask = torch.randn(4, 6, generator=noise), torch.ones(4, 6, dtype=torch.bool)
+    old = torch.randn(4, 6, generator=noise)
+    mask = torch.ones(4, 6, dtype=torch.bool)
     scores = torch.tensor([1.0, 4.0, 0.0, 2.0])
 
     def rloo(logprobs):
@@ -201,7 +202,9 @@ def functions_in(source: str) -> dict[str, str]:
 
 
 def test_page_on_adding_an_algorithm_quotes_the_code():
-    folder, quoted, rows = ROOT / "rlhf" / "algorithms", {}, []
+    folder = ROOT / "rlhf" / "algorithms"
+    quoted = {}
+    rows = []
     for block in blocks(ROOT / "docs" / "adding_an_algorithm.md", "python"):
         quoted |= functions_in(block)
         rows += [{k.arg: ast.literal_eval(k.value) for k in node.value.keywords}

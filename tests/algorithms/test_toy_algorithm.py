@@ -92,7 +92,8 @@ def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
 ):
     monkeypatch.chdir(tmp_path)
     flags = ("--num-iterations", 4, "--eval-every", 2, "--save-every", 1, "--seed", 1, "--record-tokens")
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     train_command("toy", run_flags(*flags, "--output", whole))
     assert f"python {ROOT}/compare_runs.py" in capsys.readouterr().out
 

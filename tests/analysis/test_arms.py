@@ -84,7 +84,8 @@ def test_what_is_no_arm(text):
 
 
 def test_parts_of_an_arm():
-    named, baseline = ArmName.parse(" my, DPO = ./a=b "), ArmName.parse("best-of-16")
+    named = ArmName.parse(" my, DPO = ./a=b ")
+    baseline = ArmName.parse("best-of-16")
     assert (named.name, named.model, named.best_of) == ("my, DPO", "./a=b", 0)
     assert (baseline.name, baseline.model, baseline.best_of) == ("best-of-16", "", 16)
 

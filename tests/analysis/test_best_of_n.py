@@ -43,7 +43,8 @@ def test_kl_of_best_of_n_matches_hand_computed_values():
 
 def test_kl_of_best_of_n_from_few_samples_has_no_bias():
     """Pass rate 0.3, 16 samples, n = 4: without the correction, the mean is 4% too low."""
-    p, q = 0.3, 1 - 0.7**4
+    p = 0.3
+    q = 1 - 0.7**4
     passes = np.random.default_rng(8).binomial(16, p, 20_000)
     true = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
     assert kl_of_passes(passes, 16)[3] == pytest.approx(true, rel=0.01)

@@ -33,7 +33,8 @@ def talk(monkeypatch, capsys):
     """Returns a function that pipes lines into `--chat` and returns the console output and the prompts (token ids)."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
-        prompts, generate = [], ReplyGenerator.generate
+        prompts = []
+        generate = ReplyGenerator.generate
         monkeypatch.setattr(
             ReplyGenerator, "generate", lambda generator, ids: prompts.append(ids) or generate(generator, ids)
         )
@@ -141,7 +142,8 @@ def test_reply_ends_before_a_stop_string(tmp_path, talk):
 
 
 def test_worked_examples_precede_each_line_of_a_base_model(tmp_path):
-    base, shots = make_base_model(tmp_path / "base"), [user("1 + 1 ="), {"role": "assistant", "content": "2"}]
+    base = make_base_model(tmp_path / "base")
+    shots = [user("1 + 1 ="), {"role": "assistant", "content": "2"}]
     tokenizer = load_tokenizer(str(base))
     ids, turns = newest_turns(tokenizer, [user("2 + 2 =")], None, shots)
     assert tokenizer.decode(ids) == "1 + 1 = 2\n\n2 + 2 ="
@@ -150,7 +152,8 @@ def test_worked_examples_precede_each_line_of_a_base_model(tmp_path):
 
 def test_oldest_messages_are_dropped_when_the_context_is_full(start_model, talk):
     """The context has 512 tokens, a reply has 5, and each line has about 100."""
-    tokenizer, long = load_tokenizer(str(start_model)), "is the river "
+    tokenizer = load_tokenizer(str(start_model))
+    long = "is the river "
     lines = [f"{n} {long * 14}".strip() for n in range(8)]
     output, prompts = talk(start_model, "\n".join(lines))
     assert max(map(len, prompts)) <= 507 and len(prompts) == 8
@@ -195,7 +198,8 @@ def test_chat_uses_the_sampling_settings_of_the_run_only(runs, tmp_path, talk, m
     """The values of generation_config.json are ignored, and flags override the settings of the run."""
     folder = Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
     (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 9.0, "top_k": 3}))
-    used, sample = [], chat.sample_completions
+    used = []
+    sample = chat.sample_completions
     monkeypatch.setattr(chat, "sample_completions", lambda *a, **k: used.append(a[3]) or sample(*a, **k))
     changed, _ = talk(folder, "Hello\n", "--top-p", 0.5)
     [sampling] = used
@@ -206,7 +210,8 @@ def test_chat_uses_the_sampling_settings_of_the_run_only(runs, tmp_path, talk, m
 
 def test_reply_at_low_temperature_is_greedy_decoding(runs, talk):
     """The reply equals transformers' greedy decoding of the same prompt."""
-    model, tokenizer = runs["ppo", 1], load_tokenizer(str(runs["ppo", 1]))
+    model = runs["ppo", 1]
+    tokenizer = load_tokenizer(str(runs["ppo", 1]))
     output, (ids,) = talk(model, "What is a cat?\n", "--temperature", "1e-4")
     policy = AutoModelForCausalLM.from_pretrained(model).eval()
     prompt = torch.tensor([ids])

@@ -124,7 +124,8 @@ def test_purge_step_drops_all_tags_from_that_update(tmp_path):
 
 def test_seconds_are_those_of_training_in_all_sessions(tmp_path, monkeypatch):
     """An update takes ten seconds. The clock jumps during session 1. Session 2 starts a day later, from update 2."""
-    passed, clock = [1000.0], [0.0]
+    passed = [1000.0]
+    clock = [0.0]
     monkeypatch.setattr(run_log.time, "monotonic", lambda: passed[0])
     monkeypatch.setattr(time, "time", lambda: clock[0])
 
@@ -213,7 +214,8 @@ def test_error_reports_the_unreadable_event_file(tmp_path):
 
 
 def test_error_lists_every_unreadable_run(tmp_path):
-    good, empty = make_run(tmp_path / "good"), make_run(tmp_path / "empty")
+    good = make_run(tmp_path / "good")
+    empty = make_run(tmp_path / "empty")
     write_events(good / "logs", "1", 0, losses(1, [1.0], 0))
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
@@ -262,13 +264,15 @@ def test_kl_targets_are_read_from_the_run(tmp_path):
 
 def test_running_mean_matches_hand_computed_values():
     # a window of 3 updates: 1, (1+2)/2, (1+2+6)/3. Update 4 is missing, so the window of update 5 has updates 3 and 5
-    updates, values = np.array([1, 2, 3, 5]), np.array([1.0, 2.0, 6.0, 4.0])
+    updates = np.array([1, 2, 3, 5])
+    values = np.array([1.0, 2.0, 6.0, 4.0])
     assert running_mean(updates, values, 3).tolist() == [1, 1.5, 3, 5]
     assert running_mean(updates, values, 1).tolist() == values.tolist()
 
 
 def test_running_mean_skips_non_finite_values_and_is_exact_after_a_spike():
-    updates, values = np.arange(1, 7), np.array([1.0, np.nan, 3.0, 1e20, 5.0, 7.0])
+    updates = np.arange(1, 7)
+    values = np.array([1.0, np.nan, 3.0, 1e20, 5.0, 7.0])
     found = running_mean(updates, values, 2)
     assert math.isnan(found[1]) and found[[0, 2, 5]].tolist() == [1, 3, 6]
 

@@ -57,10 +57,8 @@ def test_equal_budgets_over_seeds_require_the_same_prompts(snapshot):
 
 def test_equal_budget_ignores_the_evaluation_of_the_start_model(snapshot):
     """If a run has no evaluation after the start, its last evaluation within the budget is that of the start model."""
-    ppo, grpo = (
-        [eval_point(0, 0, (0, 0)), eval_point(1, 9, (1, 3))],
-        [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))],
-    )
+    ppo = [eval_point(0, 0, (0, 0)), eval_point(1, 9, (1, 3))]
+    grpo = [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))]
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert all("missing" in row["differences"][0] for row in rows)
     snapshot(*not_compared(rows))
@@ -148,7 +146,8 @@ def test_interpolation_at_a_kl_matches_hand_computed_weights():
 
 def test_equal_kl_matches_hand_computed_values():
     """PPO's score is sqrt(KL), GRPO's half of it, measured or interpolated; GRPO's updates are at KL 1, 4 and 9."""
-    ppo, grpo = rising(0, 1, 6, scores=(0, 1, 6**0.5)), rising(0, 1, 4, 9, scores=(0, 0.5, 1, 1.5))
+    ppo = rising(0, 1, 6, scores=(0, 1, 6**0.5))
+    grpo = rising(0, 1, 4, 9, scores=(0, 0.5, 1, 1.5))
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert [(row["kind"], row["number"], row["budget"]) for row in rows] == [
         ("episodes", 20, "20 episodes"), ("seconds", 2, "2 s of training"), ("kl", 2, "KL 2 nats/sequence"),
@@ -163,7 +162,8 @@ def test_equal_kl_matches_hand_computed_values():
 
 def test_spread_over_prompts_includes_the_error_of_the_kl():
     """At KL 4 the gain is 2, so the slope is 2 / (2 x 4). KLs of 2 and 6 change scores of 1 and 3 to 1.5 and 2.5."""
-    start, end = eval_point(0, 0, (0, 0), kl=0), eval_point(1, 1, (1, 3), kl=(2, 6))
+    start = eval_point(0, 0, (0, 0), kl=0)
+    end = eval_point(1, 1, (1, 3), kl=(2, 6))
     assert _values(at_kl([start, end], 4), "score") == pytest.approx([1.5, 2.5])
     end = eval_point(1, 1, (None, 3), kl=(2, 6))
     assert _values(at_kl([start, end], 4), "score")[1] == 3, "the only prompt with a score has no spread"
@@ -229,7 +229,8 @@ def trained_equally(rng, seeds: int, evaluations: int, shape: str, scatter: floa
     Gains differ between seeds by `scatter`, speeds by 1.5 times as much. A completion's KL has a standard deviation of
     1.5 times its mean, and its score one of 0.5.
     """
-    prompts, times = rng.normal(0, 1, 64), np.arange(evaluations + 1) / evaluations
+    prompts = rng.normal(0, 1, 64)
+    times = np.arange(evaluations + 1) / evaluations
     groups = {}
     for name, speed in (("PPO", 2), ("GRPO", 1)):
         groups[name] = runs = []

@@ -164,7 +164,8 @@ def test_runs_with_different_settings_require_a_flag(runs):
 def test_start_model_evaluated_as_a_model_gives_the_same_results(settings, start_model):
     """The weights and random numbers are the same, so the completions are the same and the KL is 0."""
     evaluator, models = evaluator_of([start_model], settings)
-    start, same = evaluator.evaluate_start(Screen()), evaluator.evaluate(models[0], Screen())
+    start = evaluator.evaluate_start(Screen())
+    same = evaluator.evaluate(models[0], Screen())
     assert start.texts == same.texts and start.perplexity == same.perplexity
     assert np.abs(same.kl).max() < 1e-6 and np.array_equal(start.scores, same.scores)
     assert len({text for row in start.texts for text in row}) > 1, "completions differ from each other"
@@ -177,7 +178,8 @@ def test_changed_model_has_other_completions_and_a_positive_kl(settings, start_m
     other = shutil.copytree(start_model, tmp_path / "other")
     policy.save_pretrained(other)
     evaluator, models = evaluator_of([other], settings)
-    measured, start = evaluator.evaluate(models[0], Screen()), evaluator.evaluate_start(Screen())
+    measured = evaluator.evaluate(models[0], Screen())
+    start = evaluator.evaluate_start(Screen())
     assert measured.kl.mean() > 1 and measured.texts != start.texts
     assert measured.perplexity != pytest.approx(start.perplexity, rel=0.01)
 

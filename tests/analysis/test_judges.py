@@ -122,7 +122,8 @@ def test_first_judge_decides_the_verdict(snapshot):
 
 def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_path, capsys, snapshot):
     """One row per judge, the judge model first; values of 0 and 1 also give pass@k. `half` applies to 4 of 6 rows."""
-    judge, out = make_reward_model(tmp_path / "judge", seed=7), tmp_path / "out"
+    judge = make_reward_model(tmp_path / "judge", seed=7)
+    out = tmp_path / "out"
     words = ["--model-path", runs["ppo", 1], "--prompts", wanted, "--judge-model", judge, "--completions", 3,
              "--eval-func", f"{rules}:has_e", f"{rules}:half", "--output", out]  # fmt: skip
     evaluate_generations.main([str(word) for word in words])
@@ -221,7 +222,8 @@ def test_evaluation_functions_of_the_runs_are_inherited(runs):
 
 def test_different_evaluation_functions_of_the_runs_are_not_used(runs, capsys, snapshot):
     one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2)))
-    models, measure = [one, with_settings(other, eval_func=["word_penalty"])], MeasureSettings(num_prompts=2)
+    models = [one, with_settings(other, eval_func=["word_penalty"])]
+    measure = MeasureSettings(num_prompts=2)
     evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
     assert evaluator.judges == []
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "evaluation functions" in line)

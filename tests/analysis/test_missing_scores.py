@@ -89,7 +89,8 @@ def test_judge_that_rates_few_prompts():
 
 
 def test_counts_of_completions_and_prompts_without_a_score():
-    this, other = made([[1, 3], [5, 5], [4, NAN]], [[0, 0]] * 3), made([[0, 0], [NAN, NAN], [1, 1]], [[0, 0]] * 3)
+    this = made([[1, 3], [5, 5], [4, NAN]], [[0, 0]] * 3)
+    other = made([[0, 0], [NAN, NAN], [1, 1]], [[0, 0]] * 3)
     assert without_score([this, other]) == [
         "3 of 12 completions have no score, because no function applies to them. 1 of 3 prompts are left out of "
         "comparisons: a model has no score for them"
@@ -116,7 +117,8 @@ def test_groups_are_compared_on_the_prompts_that_all_runs_scored():
 
 def test_verdict_without_a_common_prompt():
     """Each model has scores for other prompts, so nothing can be compared."""
-    first, second = made([[1, 1], [NAN, NAN]]), made([[NAN, NAN], [1, 1]])
+    first = made([[1, 1], [NAN, NAN]])
+    second = made([[NAN, NAN], [1, 1]])
     groups = [group("PPO", first, first), group("GRPO", second, second)]
     verdict = judge_runs(groups, made([[0, 0], [0, 0]]), None, 1)
     pair, ppo, grpo = verdict.sentences
@@ -146,8 +148,10 @@ def test_equal_budgets_leave_out_completions_without_a_score():
 def test_figures_without_missing_scores_are_bit_identical_to_plain_means(shape):
     """The plain NumPy expressions are the definitions. Equality is exact."""
     rng = np.random.default_rng(0)
-    a, b = rng.normal(0.3, 1, shape), rng.normal(0, 1, shape)
-    one, other = made(a, a * 2), made(b, b * 3)
+    a = rng.normal(0.3, 1, shape)
+    b = rng.normal(0, 1, shape)
+    one = made(a, a * 2)
+    other = made(b, b * 3)
     found = figures(one)
     assert found["score"] == a.mean() and found["score_sd"] == a.std(ddof=1)
     assert found["score_of_best"] == a.max(axis=1).mean() and found["score_of_worst"] == a.min(axis=1).mean()

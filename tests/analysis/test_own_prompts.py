@@ -150,7 +150,8 @@ def test_other_split_of_a_hub_dataset_was_not_trained_on(runs):
     data = {**model.run.settings["data"], "prompts": "openai/gsm8k", "dataset_config": "main", "split": "0/100/0"}
     run = dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
     run = dataclasses.replace(run, prompts={"rows": 10, "split": "0/100/0"})
-    trained, examples = dataclasses.replace(model, run=run), examples_of(QUESTIONS)
+    trained = dataclasses.replace(model, run=run)
+    examples = examples_of(QUESTIONS)
     same = DataSettings(prompts="openai/gsm8k", dataset_config="main")
     assert "10" in _trained_on(examples, same, [trained])[0]
     assert _trained_on(examples, dataclasses.replace(same, dataset_split="test"), [trained]) == []

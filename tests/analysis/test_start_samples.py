@@ -102,7 +102,8 @@ def test_checkers_are_sampled_in_other_ways(settings, other, tmp_path):
         "1 worked examples",
         "1 worked examples, cut off",
     ]
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval(), evaluator.tokenizer
+    policy = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    tokenizer = evaluator.tokenizer
     greedy = []
     for example in evaluator.examples:
         ids = torch.tensor([encode_prompt(tokenizer, example.messages)])

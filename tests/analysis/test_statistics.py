@@ -33,7 +33,8 @@ TRAINED = (True, True)
 
 def test_win_rates_match_hand_computed_values():
     """Prompt 1 wins 3.5 of 4 pairs (3 > 1, 3 > 2, 2 > 1, 2 = 2: a tie is half a win). Prompt 2 wins one of four."""
-    ours, theirs = np.array([[3.0, 2.0], [0.0, 5.0]]), np.array([[1.0, 2.0], [1.0, 6.0]])
+    ours = np.array([[3.0, 2.0], [0.0, 5.0]])
+    theirs = np.array([[1.0, 2.0], [1.0, 6.0]])
     assert win_rates(ours, theirs).tolist() == [3.5 / 4, 1 / 4]
     assert win_rates(theirs, ours).tolist() == [0.5 / 4, 3 / 4], "the two win rates add up to 1"
 
@@ -207,7 +208,8 @@ def test_false_positive_rate_is_at_most_5_percent_with_unequal_spread(seeds, spr
 def test_false_positive_rates_by_seeds_spread_and_noise(seeds, noise):
     """Of 20,000 comparisons of two equal groups, at most 5% (1.67% with the correction for three pairs) are
     significant, plus 3 standard errors, with spreads up to 10 times as large in either group. Prints the rates."""
-    rng, levels = np.random.default_rng(0), (0.95, level_of_each(3))
+    rng = np.random.default_rng(0)
+    levels = (0.95, level_of_each(3))
     for ratio in (1, 2, 5, 10, 0.5, 0.2, 0.1):
         wrong = np.zeros(2)
         for _ in range(20_000):
@@ -257,7 +259,8 @@ def test_seeds_needed_are_the_fewest_with_which_the_difference_is_visible():
     needed = power_of(values, TRAINED, 0.95).seeds
     visible = [sources_of(values).with_seeds(n).visible(0.95) for n in (needed - 1, needed)]
     assert visible[0] > values.mean() >= visible[1] and 3 < needed < 30
-    before, after = sources_of(values[:2, :2]), sources_of(values[:2, :2]).with_seeds(8)
+    before = sources_of(values[:2, :2])
+    after = sources_of(values[:2, :2]).with_seeds(8)
     assert after.variances[:2] == pytest.approx(before.variances[:2] / 4) and after.freedom.tolist() == [7, 7, 63]
     assert after.variances[2] == before.variances[2]
     limited = rng.normal(0.01, 1, (1, 1, 64)) + simulated(rng, (3, 3))
@@ -307,7 +310,8 @@ def test_share_that_finds_the_visible_difference_by_seeds_and_rewards(seeds, rew
 def won_by_new_runs(rng, seeds: int, trials: int) -> tuple[float, float, int]:
     """Returns the mean of `first_wins` between 0.7 and 0.9, the share of new runs that win then, and their number.
     True differences have the standard deviation 0.2, seeds 0.1."""
-    stated, won = [], []
+    stated = []
+    won = []
     for _ in range(trials):
         difference = rng.normal(0, 0.2)
         gaps = simulated(rng, (seeds, seeds), noise=0.3, difference=difference)

@@ -221,7 +221,8 @@ def test_caveats_of_three_groups(snapshot):
     groups = [group("PPO", *three(1.0, 0.2)), group("GRPO", *three(1.0, 0.8)), group("TOY", *three(0.5, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     pairs = ("PPO - GRPO", "PPO - TOY", "GRPO - TOY")
-    by_score, by_judge = results(verdict), results(verdict, "judge")
+    by_score = results(verdict)
+    by_judge = results(verdict, "judge")
     assert [(by_score[p], by_judge[p]) for p in pairs] == [
         ("equal", "worse"), ("better", "worse"), ("better", "equal"),
     ]  # fmt: skip

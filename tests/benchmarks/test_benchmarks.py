@@ -43,7 +43,8 @@ def test_against_trl_reports_equal_work(tmp_path):
     assert found["optimizer_steps"] == {"ours": 4, "stock": 4}, "2 updates (including the warm-up) of 2 epochs"
     tokens = 2 * 3 * 6
     assert found["completion_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every completion has the full length"
-    seconds, memory = found["seconds"], found["memory"]
+    seconds = found["seconds"]
+    memory = found["memory"]
     assert seconds["stock"]["whole"] / seconds["ours"]["whole"] == pytest.approx(found["update_ratio"]["median"])
     assert 0 < sum(seconds["ours"][part] for part in ("rollout", "score", "update")) <= seconds["ours"]["whole"]
     assert all(0 < side["above_imports"] < side["peak"] for side in memory.values())

@@ -26,7 +26,9 @@ def test_flops_of_an_update():
     once = 2 * (4_200 + 784 + 320)
     assert gpu_limits.forward_flops(SMALL, 2, 3, 4) == once
     assert gpu_limits.forward_flops(SMALL, 2, 3, 4, head=False) == once - 2 * 320
-    prefill, decoding = 2 * (1_800 + 144), 4 * 2 * (680 + 160)  # five columns on average
+    # five columns on average
+    prefill = 2 * (1_800 + 144)
+    decoding = 4 * 2 * (680 + 160)
     expected = prefill + decoding + 2 * once + (once - 640) + 3 * 4 * once
     assert gpu_limits.update_flops(SMALL, 2, 3, 4, passes=4, reward=True) == expected
 

@@ -125,7 +125,8 @@ def test_mixed_lengths_end_at_eos_and_share_the_slots(tmp_path):
     work = Work("", size="tiny", prompt_length=16, reply_length=64)
     policy = gpu_measures.policy_for(section, work, gpu_measures.Case(8, mixed=True))
     noise = uniform_noise(0, 0, "rollout", range(64), 64)
-    prompts, sampling = random_prompts([8] * 64, policy.config.vocab_size, 0), SamplingSettings(64, TEMPERATURE)
+    prompts = random_prompts([8] * 64, policy.config.vocab_size, 0)
+    sampling = SamplingSettings(64, TEMPERATURE)
     at = {"eos": EOS, "pad": PAD, "device": policy.device, "engine": "slots", "slots": 8}
     lengths = sample_completions(policy, prompts, noise, sampling, **at).completion_lengths
     mean = sum(min(n, 64) * (31 / 32) ** (n - 1) / 32 for n in range(1, 2_000))  # 27.8: geometric, cut off at 64
@@ -150,7 +151,8 @@ time.sleep(60)
 
 @pytest.mark.ci
 def test_section_over_its_time_limit_is_ended_with_its_child_processes():
-    process, received = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS), []
+    process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    received = []
     family: set[psutil.Process] = set()
     assert not on_gpu.follow(process, time.monotonic() + 2, received.append, family)
     on_gpu.end_all(process, family)
@@ -246,7 +248,8 @@ time.sleep(1.5 * float(sys.argv[1]))
 def test_child_process_of_a_section_that_has_ended_is_ended(monkeypatch):
     """It does not belong to the section's process group, as on Windows, where there are none."""
     words = [sys.executable, "-c", ENDED, str(on_gpu.LOOK_EVERY)]
-    process, received = Popen(words, stdout=PIPE, text=True, start_new_session=not WINDOWS), []
+    process = Popen(words, stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    received = []
     family: set[psutil.Process] = set()
     assert on_gpu.follow(process, time.monotonic() + 30, received.append, family)
     (child,) = received
@@ -277,8 +280,11 @@ class Updates:
     """Takes the place of a worker whose updates all take the same time."""
 
     def __init__(self, name: str, seconds: float, work: Work):
-        self.name, self.seconds, self.tokens = name, seconds, work.episodes * work.reply_length
-        self.process, self.calls = SimpleNamespace(kill=lambda: None, wait=lambda: 0), 0
+        self.name = name
+        self.seconds = seconds
+        self.tokens = work.episodes * work.reply_length
+        self.process = SimpleNamespace(kill=lambda: None, wait=lambda: 0)
+        self.calls = 0
 
     def go(self) -> dict:
         self.calls += 1

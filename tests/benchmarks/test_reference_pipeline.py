@@ -98,7 +98,8 @@ def test_dpo_gets_no_long_pair(pairs_file, tokenizer_of_tests, tmp_path, monkeyp
 
 
 def test_script_and_recipe_have_the_same_split_lengths_and_model():
-    reward, run = parse_reward_cli(["--recipe", RECIPE]), parse_cli(["--recipe", RECIPE], "grpo")
+    reward = parse_reward_cli(["--recipe", RECIPE])
+    run = parse_cli(["--recipe", RECIPE], "grpo")
     assert reward.data.split == run.data.split == SPLIT
     assert reward.data.pair_length >= DPO_LENGTH
     assert {reward.training.base_model, reward.calibration.actor_model, run.model.actor_model} == {MODEL}
@@ -113,7 +114,8 @@ def test_commands_of_all_stages_are_valid(pairs_file, commands, tmp_path):
     for _ in range(2):
         for stage in STAGES:
             main([str(pairs_file), "--stage", stage, "--runs", str(tmp_path), "--results", str(results)])
-    scripts, seeds = [Path(words[0]).name for words in commands], set()
+    scripts = [Path(words[0]).name for words in commands]
+    seeds = set()
     algorithms = [name for names, _ in RECIPES.values() for name in names]
     assert scripts[:2] == ["train.py"] * 2
     for name, words in zip(scripts, commands, strict=True):

@@ -126,7 +126,8 @@ def curve(monkeypatch):
 
 def train(curve: Curve, steps: int) -> list[int]:
     """Return the optimizer steps after which the training stops."""
-    control, stops = SimpleNamespace(should_training_stop=False), []
+    control = SimpleNamespace(should_training_stop=False)
+    stops = []
     curve.on_train_begin(None, None, control, model=None)
     for step in range(1, steps + 1):
         curve.on_step_end(None, SimpleNamespace(global_step=step), control, model=None)
@@ -159,7 +160,9 @@ def write_run(folder, name, curve, update_median, **facts):
 
 
 def test_table_of_finished_runs(tmp_path, capsys):
-    ours, stock, memory = tmp_path / "ours", tmp_path / "stock", tmp_path / "memory.json"
+    ours = tmp_path / "ours"
+    stock = tmp_path / "stock"
+    memory = tmp_path / "memory.json"
     for seed, seconds in ((1, 300), (2, 600), (3, 900)):
         points = [(0, 60, 0.05), (6, seconds - 60, 0.39), (12, seconds, 0.40), (18, 2000, 0.5)]
         write_run(ours, f"grpo_{seed}", points, 20.0, kind="grpo", seed=seed)

@@ -90,7 +90,8 @@ def test_ranges_of_scores_are_counted_over_updates():
 
 # --- in runs ---------------------------------------------------------------------------------------------------------
 
-PROMPTS, HELD_OUT = [f"number {i}?" for i in range(8)], ["one?", "two?", "three?"]
+PROMPTS = [f"number {i}?" for i in range(8)]
+HELD_OUT = ["one?", "two?", "three?"]
 
 
 def zero(completions, **_):
@@ -131,7 +132,8 @@ def rows_of(out: str) -> list[dict[str, str]]:
 def test_every_evaluation_prints_one_question_with_both_answers(run_flags, tmp_path, capsys, monkeypatch):
     """Also after a resume. The question is the first of those that the samples at the end are drawn from."""
     flags = run_flags("--num-iterations", 3, "--eval-every", 1, "--save-every", 1)
-    original, seen = OnPolicyLoop.update_step, []
+    original = OnPolicyLoop.update_step
+    seen = []
 
     def stopped(self, update):
         seen.append(self)
@@ -171,7 +173,8 @@ def test_every_evaluation_prints_one_question_with_both_answers(run_flags, tmp_p
     ],
 )
 def test_a_run_that_becomes_slow_is_reported_once(capsys, speeds, warned):
-    callback, found = FindingsWarning(None, Screen()), []
+    callback = FindingsWarning(None, Screen())
+    found = []
     for update, (tokens, episodes) in enumerate(speeds, start=1):
         callback.warn_if_slow(update, tokens, episodes)
         if f"warning: update {update} " in capsys.readouterr().out:

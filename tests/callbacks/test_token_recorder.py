@@ -45,7 +45,8 @@ def test_token_record_contains_the_trainers_values(build, tmp_path, algorithm, m
         completions = 2 * trainer.config.group_size  # GRPO records whole groups
         assert len(rows) == int(batch.mask[:completions].sum())
         for row in rows:
-            e, t = row["episode"], row["step"]
+            e = row["episode"]
+            t = row["step"]
             prompt = trainer.train_prompts[row["prompt_index"]]
             assert prompt is batch.prompts[e] and row["prompt"] == prompt.example.messages[-1]["content"]
             assert row["token_id"] == int(batch.completions.completion_ids[e, t])
@@ -78,7 +79,8 @@ def test_ppo_record_satisfies_the_definitions(runs):
 
 def test_td_errors_match_hand_computed_values():
     """With gamma 0.9: 0.5 + 0.9 x 2 - 1 = 1.3, and 1 + 0 - 2 = -1. Values after the end of an episode are ignored."""
-    rewards, values = torch.tensor([[0.5, 1.0, 7.0]]), torch.tensor([[1.0, 2.0, 9.0]])
+    rewards = torch.tensor([[0.5, 1.0, 7.0]])
+    values = torch.tensor([[1.0, 2.0, 9.0]])
     found = td_errors(rewards, values, torch.tensor([[True, True, False]]), 0.9)
     torch.testing.assert_close(found, torch.tensor([[1.3, -1.0, 0.0]]))
 

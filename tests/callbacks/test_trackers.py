@@ -78,7 +78,8 @@ class Fails:
     """A tracker that fails after some calls."""
 
     def __init__(self, after: int):
-        self.left, self.got = after, []
+        self.left = after
+        self.got = []
 
     def _call(self, *given):
         self.got.append(given)
@@ -101,7 +102,8 @@ class Fails:
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, capsys, snapshot, after):
-    failing, fine = Fails(after), Fails(100)
+    failing = Fails(after)
+    fine = Fails(100)
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: failing, "trackio": lambda: fine})
     trainer = build("--num-iterations", 2, "--eval-every", 2, "--report-to", "wandb", "trackio")
     with Trackers(trainer.config, Screen()) as callback:
@@ -227,7 +229,10 @@ def wandb_records(file: Path) -> list:
     """Return the records of an offline run: blocks of 32 KiB with parts of records, as in LevelDB's log."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, parts, found = file.read_bytes(), 7, b"", []
+    data = file.read_bytes()
+    place = 7
+    parts = b""
+    found = []
     while place < len(data):
         left = 32_768 - place % 32_768
         if left < 7:
@@ -249,7 +254,8 @@ def values(items) -> dict:
 @pytest.mark.ci
 @needs("wandb")
 def test_wandb_has_settings_metrics_tables_and_results(tracked, folder):
-    run, sessions = RunRecord.read(tracked), sorted((folder / "wandb").glob("offline-run-*"))
+    run = RunRecord.read(tracked)
+    sessions = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(sessions) == 2 and all(session.name.endswith(run.id) for session in sessions)
     records = [record for session in sessions for record in wandb_records(next(session.glob("*.wandb")))]
     first = next(r.run for r in records if r.WhichOneof("record_type") == "run")

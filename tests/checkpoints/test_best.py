@@ -21,7 +21,8 @@ def candidates(*rows) -> list[Candidate]:
     return [Candidate(50 * i, score, kl, 6.0, ppl) for i, (score, kl, ppl) in enumerate(rows)]
 
 
-GATE, NO_GATE = PerplexityLimit(1.1, ""), PerplexityLimit(None, "no limit of perplexity")
+GATE = PerplexityLimit(1.1, "")
+NO_GATE = PerplexityLimit(None, "no limit of perplexity")
 
 
 def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen(snapshot):
@@ -159,7 +160,8 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
         return [next(script)] * 6 if len(completions) == 6 else [float(i) for i in range(len(completions))]
 
     trainer = build("--eval-every", 1, *flags, algorithm=algorithm, rewards=[scripted])
-    run_log, best = attach(trainer), Path(trainer.config.run.output) / "best"
+    run_log = attach(trainer)
+    best = Path(trainer.config.run.output) / "best"
     weights = []
 
     def save_weights(trainer=trainer):
@@ -181,14 +183,16 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
 
 def test_best_folder_is_loadable_after_each_replaced_file(build, tmp_path, monkeypatch):
     """Loads the folder after each file is replaced: it must contain the old weights or the new weights."""
-    trainer, folder = build("--lr-schedule", "constant"), tmp_path / "best"
+    trainer = build("--lr-schedule", "constant")
+    folder = tmp_path / "best"
     update_dir_atomically(folder, trainer.save_model)
     old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     trainer.update_step(1)
     new = {name: w.detach().clone() for name, w in trainer.actor.policy.state_dict().items()}
     from rlhf.utils import system
 
-    original, files = system.os.replace, []
+    original = system.os.replace
+    files = []
 
     def replace_and_load(source, target):
         original(source, target)

@@ -29,7 +29,10 @@ from rlhf.utils.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="the library gguf is not installed")
 FLAG = "--actor-model"
-LAYERS, HIDDEN, INNER, HEADS = 2, 64, 128, 2
+LAYERS = 2
+HIDDEN = 64
+INNER = 128
+HEADS = 2
 WORDS = ["a", "b", "c", "1", "2", "3", "12", "Ġ", "Ġa", "?"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"  # noqa: E501
@@ -46,7 +49,8 @@ def write_gguf(
 ) -> np.ndarray:
     """Writes a tiny Llama with random weights, and returns its embeddings, (tokens, HIDDEN). `change` may change the
     tensors, `metadata` the metadata."""
-    rng, writer = np.random.default_rng(0), gguf.GGUFWriter(file, architecture)
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(file, architecture)
     tokens = [*SPECIAL, *WORDS, *(bytes([b]).decode("latin-1") for b in range(0x41, 0x5B))]
     for add, value in (
         (writer.add_name, "tiny"),
@@ -143,7 +147,8 @@ def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):
 
 
 def test_the_cache_is_used_until_a_file_in_it_changes(tiny, monkeypatch):
-    folder, read = find_model(str(tiny), FLAG), []
+    folder = find_model(str(tiny), FLAG)
+    read = []
     load = converter._load
     monkeypatch.setattr(converter, "_load", lambda *given: read.append(given) or load(*given))
 
@@ -249,7 +254,9 @@ def test_a_file_with_other_tensors_never_enters_the_cache(case, tmp_path, cache)
     assert not list(cache.rglob("*.safetensors")) and not list(cache.rglob(converter.RECORD_FILE))
 
 
-EXPERTS, EXPERT_INNER = 2, 768  # transformers does not read the size of experts, and takes this one
+# transformers does not read the size of experts, and takes this one
+EXPERTS = 2
+EXPERT_INNER = 768
 
 
 def test_experts_that_are_not_in_the_file_are_missed(tmp_path, cache, user_error):

@@ -56,7 +56,8 @@ def find_each(config) -> dict[str, object]:
 @pytest.mark.parametrize("setting", NAMES)
 def test_a_name_in_run_json_is_printed_with_the_file_before_the_hub_is_requested(theirs, asked, setting, user_error):
     find = find_each(config_of_run(RunRecord.read(theirs)))[setting]
-    file, name = theirs / "run.json", NAMES[setting]
+    file = theirs / "run.json"
+    name = NAMES[setting]
     with user_error(f"{name} (in {file})"):
         find()
     assert [one for one, _ in asked] == [name]

@@ -146,10 +146,13 @@ CALLS = (
 @pytest.mark.filterwarnings("ignore::rlhf.utils.errors.RLHFWarning")
 def test_disk_error_at_any_call_loses_no_checkpoint(folder, monkeypatch):
     """Makes each rename, removal and write fail in turn, while a checkpoint is saved and an old one is removed."""
-    minimum, failed_calls, number = 2, 0, 30
+    minimum = 2
+    failed_calls = 0
+    number = 30
     for owner, name in CALLS:
         for failing_call in range(100):
-            calls, original = [], getattr(owner, name)
+            calls = []
+            original = getattr(owner, name)
 
             def failing(*args, calls=calls, failing_call=failing_call, original=original, **kwargs):
                 calls.append(args)
@@ -163,7 +166,8 @@ def test_disk_error_at_any_call_loses_no_checkpoint(folder, monkeypatch):
                     write_checkpoint(folder, RUN, number, 2, fill)
             if len(calls) <= failing_call:
                 break
-            failed_calls, number = failed_calls + 1, number + 1
+            failed_calls = failed_calls + 1
+            number = number + 1
             assert len(updates(folder)) >= minimum, (name, failing_call)
     assert failed_calls >= 8
 
@@ -187,7 +191,8 @@ def test_corrupted_checkpoint_of_the_same_update_is_replaced(folder):
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_folder"])
 def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
-    count, original = 0, getattr(system, name)
+    count = 0
+    original = getattr(system, name)
     while True:
         calls = []
 

@@ -89,10 +89,13 @@ def test_a_hub_model_is_identified_by_its_files_in_the_local_cache(start_model, 
 
 
 def test_a_file_is_hashed_again_if_only_its_time_of_change_differs(tmp_path, monkeypatch):
-    file, read, original = tmp_path / "weights", [], files.sha256
+    file = tmp_path / "weights"
+    read = []
+    original = files.sha256
     monkeypatch.setattr(files, "sha256", lambda one: read.append(one) or original(one))
     file.write_bytes(b"1" * 9)
-    first, times = files.sha256_once(file), file.stat()
+    first = files.sha256_once(file)
+    times = file.stat()
     (tmp_path / "link").symlink_to(file)
     assert files.sha256_once(file) == files.sha256_once(tmp_path / "link") == first and len(read) == 1
     time.sleep(0.02)  # the clock of some file systems has steps of 10 ms

@@ -117,7 +117,8 @@ def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_p
     one. The model of the killed training was complete, too, so the next start keeps it."""
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
-    original, done = replacing.system.replace, []
+    original = replacing.system.replace
+    done = []
 
     class Killed(BaseException):
         pass
@@ -283,7 +284,8 @@ def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(name)
-    original, calls = replacing.system.replace, []
+    original = replacing.system.replace
+    calls = []
 
     def replace(source, target):
         calls.append(source)

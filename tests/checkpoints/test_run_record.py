@@ -81,8 +81,11 @@ def test_only_one_of_several_processes_can_claim_a_folder(tmp_path):
     """Several processes claim the folder at the same time. One gets it and holds the lock until all have tried."""
     import multiprocessing
 
-    context, rounds, processes = multiprocessing.get_context("fork"), 20, 4
-    barrier, owners = context.Barrier(processes), context.Array("i", rounds)
+    context = multiprocessing.get_context("fork")
+    rounds = 20
+    processes = 4
+    barrier = context.Barrier(processes)
+    owners = context.Array("i", rounds)
 
     def race():
         for n in range(rounds):
@@ -320,7 +323,8 @@ def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch, u
     monkeypatch.chdir(tmp_path)
     with user_error("--model-path"):
         last_run("--model-path")
-    older, newer = record_of(started="2026-01-01"), record_of(started="2026-01-02").as_json()
+    older = record_of(started="2026-01-01")
+    newer = record_of(started="2026-01-02").as_json()
     later = {"started": "2026-01-03", "status": "finished"}
     for name, content in {"b_older": older.as_json(), "judge": later, "torn": '{"status": "fin'}.items():
         Path(name).mkdir()

@@ -44,7 +44,8 @@ TEMPLATES = {
 def test_a_date_renders_as_transformers_renders_it_on_that_day(start_model, on_day, name):
     """The first day's text, on the first day and later."""
     on_day("2026-11-07T09:05:03")
-    plain, tokenizer = AutoTokenizer.from_pretrained(start_model), load_tokenizer(str(start_model))
+    plain = AutoTokenizer.from_pretrained(start_model)
+    tokenizer = load_tokenizer(str(start_model))
     plain.chat_template = tokenizer.chat_template = TEMPLATES[name]
     expected = plain.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     tokenizer.init_kwargs["chat_template_date"] = "2026-11-07T09:05:03"
@@ -84,7 +85,8 @@ def test_other_templates_have_no_date_and_the_same_hash(start_model, tmp_path):
 
 
 def test_hash_of_prompts_is_that_of_their_texts_if_the_template_writes_the_date(start_model, tmp_path):
-    folder, hashes = str(with_date(start_model, tmp_path / "dated")), set()
+    folder = str(with_date(start_model, tmp_path / "dated"))
+    hashes = set()
     for texts, date in ((["one"], "2026-11-07"), (["one"], "2027-02-28"), (["two"], "2026-11-07")):
         tokenizer = load_tokenizer(folder, date=date)
         hashes.add(fingerprint(encode_all(tokenizer, examples_of(texts)), tokenizer))

@@ -33,8 +33,11 @@ def shared(*turns: str) -> list[dict[str, str]]:
     return [{"from": ("human", "gpt")[i % 2], "value": turn} for i, turn in enumerate(turns)]
 
 
-ASK, YES, NO = message("user", "Is it?"), message("assistant", "Yes."), message("assistant", "No.")
-BRIEF, MORE = message("system", "Be brief."), message("user", "Why?")
+ASK = message("user", "Is it?")
+YES = message("assistant", "Yes.")
+NO = message("assistant", "No.")
+BRIEF = message("system", "Be brief.")
+MORE = message("user", "Why?")
 GPT_YES = {"from": "gpt", "value": "Yes."}
 GPT_NO = {"from": "gpt", "value": "No."}
 PROMPT = [ASK]
@@ -183,7 +186,8 @@ def test_a_long_text_that_looks_like_a_chat_is_read_quickly():
 
 
 def test_chats_as_text_are_found_wherever_prompts_are_read(tmp_path):
-    text, said = CHAT_TEXTS["JSON"], []
+    text = CHAT_TEXTS["JSON"]
+    said = []
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"ask": text}) + "\n")
     load_examples(DataSource(str(file), columns=(Renaming("question=ask"),), flag="--eval-dataset"), say=said.append)
@@ -273,7 +277,8 @@ def test_prompts_in_python_are_a_list(case, user_error):
 
 def test_rows_in_python(user_error):
     """A Dataset of `datasets` is a list of rows; renaming is for rows only; bad rows may be skipped."""
-    rows, said = Dataset.from_list([{"ask": "a", "n": 1}, {"ask": "", "n": 2}]), []
+    rows = Dataset.from_list([{"ask": "a", "n": 1}, {"ask": "", "n": 2}])
+    said = []
     columns = (Renaming("prompt=ask"),)
     (example,) = examples_of(rows, False, columns, 50.0, said.append)
     assert example.columns == {"prompt": "a", "n": 1} and said[0].startswith("skipped 1 of 2 rows")

@@ -247,7 +247,8 @@ def test_length_that_keeps_a_share():
 
 @pytest.mark.parametrize(("too_long", "warned"), [(0, False), (20, False), (21, True), (90, True)])
 def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned, snapshot):
-    text, lengths = [], [400 + i for i in range(too_long)] + [100] * (100 - too_long)
+    text = []
+    lengths = [400 + i for i in range(too_long)] + [100] * (100 - too_long)
     warn_about_length(lengths, 256, "prompts", "--prompts a", "--prompt-length", text.append)
     assert bool(text) == warned
     if too_long == 21:  # 95 of the rows have at most 415 tokens: 79 short ones, and 16 of 400 to 415
@@ -259,7 +260,8 @@ def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned, sna
 
 def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}" + " and so on" * (i % 10)} for i in range(100)]
-    file, text = write(tmp_path / "rows.jsonl", *rows), []
+    file = write(tmp_path / "rows.jsonl", *rows)
+    text = []
     short = load_prompts(DataSettings(file, prompt_length=70), tokenizer, text.append)
     pattern = r"warning: (\d+) of 100 prompts .*: --prompts .*\. --prompt-length (\d+) .*95%.*"
     found = re.fullmatch(pattern, text[0])
@@ -285,7 +287,8 @@ def test_rows_with_equal_prompts_and_other_answers_are_reported(tmp_path, tokeni
     """Only the first row of a prompt is used. Rows of pairs are expected to repeat a prompt."""
     rows = [{"prompt": f"question {i % 20}", "answer": i if i < 40 else i % 20, "source": "x"} for i in range(60)]
     path = write(tmp_path / "rows.jsonl", *rows)
-    data, text = DataSettings(path, Split(0, 100, 0), eval_dataset=write(tmp_path / "eval.jsonl", {"prompt": "e"})), []
+    data = DataSettings(path, Split(0, 100, 0), eval_dataset=write(tmp_path / "eval.jsonl", {"prompt": "e"}))
+    text = []
     sets = load_prompts(data, tokenizer, text.append)
     assert [p.example.columns["answer"] for p in sets.train] == list(range(20)) and sets.repeated == 40
     (warning,) = [line for line in text if "'answer'" in line]
@@ -341,7 +344,8 @@ def marked(said: list[str]) -> list[str]:
 def test_rendered_prompts_are_counted_in_one_line(tmp_path, start_model, case, plain):
     tokenizer = load_tokenizer(str(start_model), plain)
     rows = [{"prompt": RENDERED[case].format(f"What is {i}?")} for i in range(30)] + [{"prompt": "Is it?"}]
-    file, said = write(tmp_path / "rows.jsonl", *rows), []
+    file = write(tmp_path / "rows.jsonl", *rows)
+    said = []
     load_prompts(DataSettings(file), tokenizer, said.append)
     (line,) = marked(said)
     assert line.startswith("warning: 30 of 31 ") and re.search(r"rows\.jsonl:\d", line)
@@ -357,7 +361,8 @@ def test_rendered_prompts_are_counted_in_one_line(tmp_path, start_model, case, p
 
 def test_rendered_worked_examples_are_found(tmp_path, tokenizer):
     shot = {"prompt": RENDERED["ChatML"].format("Is it?"), "answer": "Yes."}
-    data, said = DataSettings(few_shot=write(tmp_path / "shots.jsonl", shot)), []
+    data = DataSettings(few_shot=write(tmp_path / "shots.jsonl", shot))
+    said = []
     given_prompts(data, tokenizer, ["a", "b"], None, said.append)
     (line,) = marked(said)
     assert line.startswith("warning: 1 of 3 ") and "--few-shot" in line and "shots.jsonl" in line

@@ -89,7 +89,8 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, kind, capsys):
     before = sorted(tmp_path.rglob("*"))
     examples = load_examples(str(source))
     assert [e.messages[0]["content"] for e in examples] == [row["prompt"] for row in ROWS]
-    answers, is_text = [0, 1, 2, 3], kind.startswith(("CSV", "TSV"))
+    answers = [0, 1, 2, 3]
+    is_text = kind.startswith(("CSV", "TSV"))
     assert [e.columns["answer"] for e in examples] == (list("0123") if is_text else answers)
     assert [e.columns["note"] for e in examples] == [None, "None", None, "None"], "an empty cell, and the text None"
     assert sorted(tmp_path.rglob("*")) == before, "no cache is written next to the data"
@@ -324,7 +325,8 @@ def test_columns_that_may_belong_to_the_prompt_are_reported_once(tmp_path, row, 
 
 
 def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path, snapshot):
-    text, rows = [], [{"prompt": "a", "answer": i} for i in range(4)]
+    text = []
+    rows = [{"prompt": "a", "answer": i} for i in range(4)]
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)
     assert text == []
     load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, rows[0]))), say=text.append)
@@ -448,7 +450,8 @@ def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path, u
 
 
 def test_bad_rows_are_skipped_with_a_count_and_the_first_five(tmp_path, snapshot):
-    file, text = str(write(tmp_path / "a.jsonl", with_bad_rows(7))), []
+    file = str(write(tmp_path / "a.jsonl", with_bad_rows(7)))
+    text = []
     assert len(load_examples(DataSource(file, skip_bad_rows=7), say=text.append)) == 93
     assert " 7 of 100 rows " in text[0] and text[0].endswith(f": {file}")
     assert f": {file}:1, " in text[1] and len(text) == 7 and text[6] == "  and 2 more"
@@ -480,7 +483,8 @@ def test_a_column_that_all_rows_lack_is_reported_once(tmp_path, user_error):
 
 
 def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub, user_error, snapshot):
-    train, text = hub / "main" / "train.jsonl", []
+    train = hub / "main" / "train.jsonl"
+    text = []
     (hub / "main" / "test.jsonl").unlink()
     write(train, with_bad_rows(1))
     assert len(load_examples(DataSource("openai/gsm", "main"), say=text.append)) == 99

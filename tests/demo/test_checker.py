@@ -72,7 +72,8 @@ def test_a_second_solver_agrees_with_the_examples(text, answer):
 def solved(text: str) -> str:
     """A solver that reads only the text of a question, written independently of the generator."""
     task, _, rest = text.rstrip(".").partition(": ")
-    letters, words = rest.split(), task.split()
+    letters = rest.split()
+    words = task.split()
     if words[0] == "Alternate":
         middle = letters.index("and")
         return " ".join(letters[at + step] for at in range(middle) for step in (0, middle + 1))
@@ -177,7 +178,9 @@ def test_misread_answers_are_wrong_and_follow_their_method(asked):
 def misread_by(text: str) -> str:
     """The answer of the wrong method, computed from the text by the second solver."""
     task, _, rest = text.rstrip(".").partition(": ")
-    letters, words, right = rest.split(), task.split(), solved(text)
+    letters = rest.split()
+    words = task.split()
+    right = solved(text)
     if words[0] == "Next":
         return " ".join("z" if letter == "a" else chr(ord(letter) - 1) for letter in letters)
     if words[0] == "Sort":
@@ -189,7 +192,8 @@ def misread_by(text: str) -> str:
         return " ".join(letter for letter in letters if letter != gone)
     if words[0] == "The":
         return f"{words[-1]} {right}"[: len(right)]
-    second, first = rest.partition(" and ")[0].split(), rest.partition(" and ")[2].split()
+    second = rest.partition(" and ")[0].split()
+    first = rest.partition(" and ")[2].split()
     return " ".join(letter for pair in zip(first, second, strict=True) for letter in pair)
 
 
@@ -238,7 +242,8 @@ def test_pass_rates_of_the_start_model(asked):
     answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, 7, torch.device("cpu"))
     right = exact_match([text for text, _ in answers], [question.answer for question in chosen for _ in range(64)])
     rates = [fmean(right[start : start + 64]) for start in range(0, len(right), 64)]
-    reach, never = fmean(0.05 <= rate <= 0.8 for rate in rates), fmean(rate == 0 for rate in rates)
+    reach = fmean(0.05 <= rate <= 0.8 for rate in rates)
+    never = fmean(rate == 0 for rate in rates)
     print(f"mean {fmean(rates):.3f}, 5 to 80%: {reach:.3f}, never: {never:.3f}")
     assert reach >= 0.5 and 0.03 <= never <= 0.2
 
@@ -287,7 +292,8 @@ def project(tmp_path_factory) -> Path:
 def trained(project: Path, algorithm: str, seed: str, *flags: str) -> tuple[float, dict]:
     """Trains from nothing. Returns the seconds and the figures of run.json."""
     shutil.rmtree(project / ready.CHECKER_FOLDER, ignore_errors=True)
-    started, output = time.monotonic(), f"{algorithm}_{seed}"
+    started = time.monotonic()
+    output = f"{algorithm}_{seed}"
     words = [f"train_{algorithm}.py", "--recipe", "demo-checker", "--seed", seed, "--output", output, "--overwrite"]
     done = run([*words, *flags], project, OMP_NUM_THREADS="2")
     seconds = time.monotonic() - started

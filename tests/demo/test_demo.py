@@ -19,7 +19,9 @@ from tests.scripts.test_scripts import copy_project, run
 
 pytestmark = pytest.mark.demo
 IN_CI = [("ppo", "42"), ("grpo", "42")]
-FIRST_TIME_S, CACHED_S = 8 * 60, 4 * 60  # on 2 cores, with nothing else running
+# on 2 cores, with nothing else running
+FIRST_TIME_S = 8 * 60
+CACHED_S = 4 * 60
 
 
 @pytest.fixture(scope="module")

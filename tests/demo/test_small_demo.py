@@ -67,7 +67,8 @@ def test_other_algorithms_use_the_same_parts_and_episodes(small, algorithm):
     for words in ("before -> after", "random evaluation", "gold quality", "not used in RL training", "saved:",
                   "next:"):  # fmt: skip
         assert words in printed
-    ppo, other = finished(RUNS[0]), finished(f"{algorithm}_training_output")
+    ppo = finished(RUNS[0])
+    other = finished(f"{algorithm}_training_output")
     assert ppo["spent"]["episodes"] == other["spent"]["episodes"]
     assert ppo["spent"]["optimizer_steps"] == other["spent"]["optimizer_steps"]
 

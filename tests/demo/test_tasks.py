@@ -163,7 +163,8 @@ def test_pairs_prefer_the_better_sample_and_store_the_flaw():
 
 def test_shipped_start_model_is_small_and_loads():
     assert (WEIGHTS / "model.safetensors").stat().st_size <= 5_000_000
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32), load_tokenizer(str(WEIGHTS))
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    tokenizer = load_tokenizer(str(WEIGHTS))
     assert tokenizer.pad_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
     assert model.config.vocab_size == len(tokenizer)
     ids = encode_prompt(tokenizer, [{"role": "user", "content": PICK}])

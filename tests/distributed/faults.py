@@ -42,7 +42,8 @@ def bad_score() -> None:
     from rlhf.rewards import rewards
     from rlhf.rewards.call import BadScore
 
-    original, calls = rewards.call_function, []
+    original = rewards.call_function
+    calls = []
 
     def once(*given):
         calls.append(1)
@@ -248,7 +249,8 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     import rlhf.run.train  # noqa: F401  (the processes are forked after the slow imports)
 
-    inputs, folder = Inputs.make(Path(argv[0]) / "inputs"), Path(argv[0])
+    inputs = Inputs.make(Path(argv[0]) / "inputs")
+    folder = Path(argv[0])
     for name in argv[1:] or FAULTS:
         print(json.dumps({"name": name, **outcome(name, inputs, folder)}), flush=True)
 

@@ -18,7 +18,8 @@ from tests.distributed import runs
 from tests.distributed.proof import Inputs
 from tests.kills import differing
 
-PROCESSES, BOUND_S = 2, 30.0
+PROCESSES = 2
+BOUND_S = 30.0
 
 
 def start_of(output: Path) -> float:
@@ -36,15 +37,20 @@ def main(kills: int, seed: int, folder: Path, algorithm: str) -> dict:
     from rlhf.checkpoints.manifest import find_checkpoints
     from rlhf.checkpoints.run_record import RunRecord
 
-    inputs, draw, printed = Inputs.make(folder / "inputs"), random.Random(seed), folder / "printed"
-    plain, began = folder / "plain", []
+    inputs = Inputs.make(folder / "inputs")
+    draw = random.Random(seed)
+    printed = folder / "printed"
+    plain = folder / "plain"
+    began = []
     words = runs.words(algorithm, inputs, plain, "--keep", "99")
     whole = runs.run(algorithm, words, printed, PROCESSES, meanwhile=lambda _: began.append(start_of(plain)))
     lasted = time.monotonic() - began[0]
     assert whole.statuses == [0] * PROCESSES, whole
     found = {"killed": 0, "first": 0, "resumed": 0, "started_again": 0, "slowest_end_s": 0.0, "problems": []}
     while found["killed"] < kills:
-        output, victim, after = folder / "killed", draw.randrange(PROCESSES), draw.random() * lasted
+        output = folder / "killed"
+        victim = draw.randrange(PROCESSES)
+        after = draw.random() * lasted
         shutil.rmtree(output, ignore_errors=True)
         at: list[float] = []
 
@@ -55,7 +61,8 @@ def main(kills: int, seed: int, folder: Path, algorithm: str) -> dict:
             at.append(time.monotonic())
 
         ended = runs.run(algorithm, runs.words(algorithm, inputs, output), printed, PROCESSES, None, BOUND_S, kill)
-        took, run = time.monotonic() - at[0], RunRecord.read(output)
+        took = time.monotonic() - at[0]
+        run = RunRecord.read(output)
         if ended.statuses[victim] != -signal.SIGKILL or run.status == "finished":
             continue  # it had ended before the kill
         found["killed"] += 1

@@ -18,8 +18,10 @@ COMMON = [
     "--eval-prompts", 6, "--learning-rate", "2e-5", "--kl-coef", 0.1,
     "--allow-weak-reward-model",
 ]  # fmt: skip
-PPO, GROUPS = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6], ["--batch-size", 4, "--K", 4]
-GRPO, RLOO = ["grpo", *GROUPS], ["rloo", *GROUPS]
+PPO = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6]
+GROUPS = ["--batch-size", 4, "--K", 4]
+GRPO = ["grpo", *GROUPS]
+RLOO = ["rloo", *GROUPS]
 # name -> algorithm and flags
 CASES: dict[str, list] = {
     "ppo": PPO,
@@ -180,7 +182,9 @@ def largest_gap(one: dict, other: dict, without: Container[str] = ()) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    count, folder, names = int(argv[0]), Path(argv[1]), argv[2:]
+    count = int(argv[0])
+    folder = Path(argv[1])
+    names = argv[2:]
     import torch
 
     torch.set_num_threads(1)

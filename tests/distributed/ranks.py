@@ -31,7 +31,8 @@ def launcher_variables(rank: int, count: int, port: int) -> dict[str, str]:
 def start(count: int, work: Callable[[int], Any], folder: Path, quiet: bool = False) -> list[int]:
     """Fork `count` processes that call `work(rank)`. Each writes its result to the file `folder/RANK`. Return their
     process ids. With one process, there is no launcher."""
-    port, pids = free_port(), []
+    port = free_port()
+    pids = []
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
@@ -57,7 +58,9 @@ def start(count: int, work: Callable[[int], Any], folder: Path, quiet: bool = Fa
 
 def wait(pids: list[int], seconds: float) -> list[int | None]:
     """Return the exit status of each process, negative for a signal. A process that runs longer is killed: None."""
-    left, statuses, until = dict(enumerate(pids)), [None] * len(pids), time.monotonic() + seconds
+    left = dict(enumerate(pids))
+    statuses = [None] * len(pids)
+    until = time.monotonic() + seconds
     while left and time.monotonic() < until:
         for number, pid in list(left.items()):
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -32,7 +32,9 @@ def main(folder: Path, algorithm: str) -> dict:
     import rlhf.run.train  # noqa: F401  (the processes are forked after the slow imports)
     from rlhf.checkpoints.run_record import RunRecord
 
-    inputs, printed, output = Inputs.make(folder / "inputs"), folder / "printed", folder / "run"
+    inputs = Inputs.make(folder / "inputs")
+    printed = folder / "printed"
+    output = folder / "run"
     outcomes = [runs.run(algorithm, runs.words(algorithm, inputs, folder / "alone"), printed, processes=1)]
     resume = ["--resume", "--output", str(output)]
     parts = ((runs.words(algorithm, inputs, output), 2, stop_at(2)), (resume, 1, stop_at(3)), (resume, 2, None))

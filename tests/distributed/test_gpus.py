@@ -35,7 +35,8 @@ def run(folder, start, *argv):
 @pytest.mark.parametrize("algorithm", list(FLAGS))
 def test_two_gpus_train_like_one(tmp_path, algorithm):
     """In float32. The completions may differ if a random number falls between two rounded probabilities."""
-    inputs, script = Inputs.make(tmp_path / "inputs"), ROOT / f"train_{algorithm}.py"
+    inputs = Inputs.make(tmp_path / "inputs")
+    script = ROOT / f"train_{algorithm}.py"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     for name, start in (("one", []), ("two", launcher)):
         printed = run(tmp_path, start, script, *words(algorithm, inputs, tmp_path / name, "--no-bf16"))

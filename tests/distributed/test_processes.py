@@ -209,7 +209,8 @@ def test_commands_of_the_launchers(tmp_path, launcher):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_line_after_a_killed_process_of_torchrun(tmp_path, victim):
     """torchrun sends SIGTERM to the other process at once, and prints a traceback."""
-    inputs, output = proof.Inputs.make(tmp_path / "inputs"), tmp_path / "run"
+    inputs = proof.Inputs.make(tmp_path / "inputs")
+    output = tmp_path / "run"
     (command,) = launcher_commands("torchrun")
     argv = [str(ROOT / "train_ppo.py"), *words("ppo", inputs, output), "--num-iterations", "5000"]
     with subprocess.Popen([sys.executable, "-m", *command, *argv], cwd=tmp_path, env=ENVIRONMENT, text=True,
@@ -269,7 +270,8 @@ trainer.save_model(sys.argv[2])
 
 @pytest.mark.ci
 def test_python_api_on_two_processes(tmp_path):
-    inputs, program = proof.Inputs.make(tmp_path / "inputs"), tmp_path / "program.py"
+    inputs = proof.Inputs.make(tmp_path / "inputs")
+    program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     for name, start in (("alone", []), ("shared", torchrun)):
@@ -307,7 +309,8 @@ for prompts in ([" "] if second else ["a cat?"], ["a cat?", "a dog?"]):
 
 @pytest.mark.ci
 def test_an_error_in_one_process_is_raised_in_all_from_python(tmp_path):
-    start, port = proof.Inputs.make(tmp_path / "inputs").start, free_port()
+    start = proof.Inputs.make(tmp_path / "inputs").start
+    port = free_port()
     words = [sys.executable, "-c", FAILING, str(start)]
     both = [
         subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True,

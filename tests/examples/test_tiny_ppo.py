@@ -23,7 +23,9 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.rng import rng_for
 from tests.documents import ROOT
 
-UPDATES, COMPLETIONS = 2, 16  # the KL is 0 in the first update
+# the KL is 0 in the first update
+UPDATES = 2
+COMPLETIONS = 16
 # the example's constant -> the library's setting, and another value than that of the recipe `demo`
 CHANGED = {
     "EPOCHS": ("ppo_epochs", 3), "MINIBATCHES": ("minibatches", 2), "TEMPERATURE": ("temperature", 1.3),
@@ -79,8 +81,10 @@ def trained_by_the_library(algorithm: str, dtype: torch.dtype, **changed) -> tup
 
 def trained_by_the_example(algorithm: str, dtype: torch.dtype, recorder: Recorder) -> tuple[tiny_ppo.Policy, float]:
     """Returns the policy after the recorded updates, and the KL of the last one."""
-    policy, kl = tiny_ppo.Policy(tiny_ppo.START_MODEL).to(dtype).eval(), 0.0
-    reference, optimizer = copy.deepcopy(policy).requires_grad_(False), tiny_ppo.make_optimizer(policy)
+    policy = tiny_ppo.Policy(tiny_ppo.START_MODEL).to(dtype).eval()
+    kl = 0.0
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = tiny_ppo.make_optimizer(policy)
     for number, (rollout, scores) in enumerate(recorder.updates, 1):
         drawn = [rng_for(42, number, "minibatches", epoch) for epoch in range(tiny_ppo.EPOCHS)]
         orders = [torch.from_numpy(rng.permutation(tiny_ppo.COMPLETIONS)) for rng in drawn]

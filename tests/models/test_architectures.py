@@ -219,7 +219,8 @@ class Run:
         noise = uniform_noise(1, 2, "a test", range(7), 12)  # (seed, update, purpose, episodes, tokens)
 
         def sampled(engine: str, eos: int) -> Completions:
-            policy, sampling = self.trainer.actor.policy.eval(), self.trainer.config.sampling
+            policy = self.trainer.actor.policy.eval()
+            sampling = self.trainer.config.sampling
             return sample_completions(
                 policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4
             )
@@ -232,7 +233,9 @@ class Run:
 def train(flags: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
     """Runs a script to its end. Returns recorded values and copies its folder before the last update to `killed`."""
     seen: dict[str, Any] = {"steps": []}
-    update, advantages, step = OnPolicyLoop.update_step, OnPolicyLoop.advantages, PolicyOptimizer.step
+    update = OnPolicyLoop.update_step
+    advantages = OnPolicyLoop.advantages
+    step = PolicyOptimizer.step
 
     def update_step(trainer, number):
         seen["trainer"] = trainer
@@ -269,7 +272,8 @@ COMBINATIONS = [
 def run(request, make_flags, start, tmp_path_factory) -> Run:
     name, method, algorithm = request.param
     folder = tmp_path_factory.mktemp("run")
-    output, killed = folder / "run", folder / "killed"
+    output = folder / "run"
+    killed = folder / "killed"
     seen = train(make_flags(name, method, algorithm), algorithm, output, killed)
     return Run(FAMILIES[name], method, algorithm, start(name), output, killed, **seen)
 
@@ -288,7 +292,8 @@ def test_training_starts_at_the_start_model(run):
 
 def test_logprobs_match_plain_transformers(run, engine="slots"):
     """Packed log-probs from our head equal those of each row alone in the saved model, loaded with transformers."""
-    model, completions = run.plain(), run.completions(engine)
+    model = run.plain()
+    completions = run.completions(engine)
     ours, _, _ = run.trainer.passes.logprobs(completions)
     temperature = run.trainer.config.sampling.temperature
     for row, ids in enumerate(completions.rows()):
@@ -358,7 +363,8 @@ def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, m
     which dropout would act."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[FAMILIES[name].kind]
     monkeypatch.setattr(kind, "_supports_attention_backend", False)
-    output, killed = tmp_path / "run", tmp_path / "killed"
+    output = tmp_path / "run"
+    killed = tmp_path / "killed"
     seen = train(make_flags(name, "full", algorithm), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
     assert not run.trainer.passes.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
@@ -369,7 +375,8 @@ def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, m
 @torch.no_grad()
 def test_each_family_setting_changes_the_logits(name, start):
     """Changing any of these settings changes the logits, so the tests above can fail."""
-    ids, folder = torch.arange(10, 40).unsqueeze(0), start(name)
+    ids = torch.arange(10, 40).unsqueeze(0)
+    folder = start(name)
     logits = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     for setting, value in FAMILIES[name].matters.items():
         without = AutoModelForCausalLM.from_pretrained(folder, **{setting: value})(ids).logits
@@ -377,7 +384,8 @@ def test_each_family_setting_changes_the_logits(name, start):
 
 
 def test_tokenizer_has_the_expected_pad_and_eos(name, start):
-    family, tokenizer = FAMILIES[name], load_tokenizer(str(start(name)))
+    family = FAMILIES[name]
+    tokenizer = load_tokenizer(str(start(name)))
     assert (tokenizer.pad_token, tokenizer.eos_token) == (family.pad, family.eos)
 
 
@@ -418,7 +426,8 @@ def test_lora_targets_missing_in_the_model_are_refused(name, make_flags):
 @pytest.mark.ci
 def test_lora_on_all_linear_layers(name, make_flags, start, tmp_path):
     """`all-linear` adapts every linear layer except the head. Saving and resuming work as with named targets."""
-    output, killed = tmp_path / "run", tmp_path / "killed"
+    output = tmp_path / "run"
+    killed = tmp_path / "killed"
     flags = [*make_flags(name, "LoRA"), "--lora-targets", "all-linear"]
     run = Run(FAMILIES[name], "LoRA", "ppo", start(name), output, killed, **train(flags, "ppo", output, killed))
     adapted = {n.split(".")[-1] for n, m in run.trainer.actor.policy.named_modules() if isinstance(m, LoraLayer)}
@@ -443,7 +452,8 @@ UNPACKED = {
 def test_unpackable_models_use_padded_rows(case, make_flags, tmp_path):
     kind, settings = UNPACKED[case]
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), kind, **{**GROUPED, **settings})
-    output, killed = tmp_path / "run", tmp_path / "killed"
+    output = tmp_path / "run"
+    killed = tmp_path / "killed"
     seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
     assert not run.trainer.passes.packed
@@ -456,7 +466,8 @@ def test_learned_positions_and_functional_dropout(make_flags, tmp_path):
     distances). Its dropout is a function call, so it does not appear among the modules."""
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.2, "attention_dropout": 0.2, "init_std": 0.15}
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), OPTConfig, **more)
-    output, killed = tmp_path / "run", tmp_path / "killed"
+    output = tmp_path / "run"
+    killed = tmp_path / "killed"
     seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
     test_training_starts_at_the_start_model(run)

@@ -13,7 +13,8 @@ from rlhf.settings.training import Config
 from rlhf.setup.fit import SLOTS, TOKENS
 from rlhf.setup.plan import batch_line
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 MiB = 2**20
 
 
@@ -36,7 +37,9 @@ def test_plan_prints_the_budget_of_the_device(configured, device, tokens):
 
 def test_help_texts_contain_the_budget_numbers():
     """The settings do not import torch, so their help texts repeat the numbers."""
-    settings, cpu, gpu = settings_of(Config), budget_of(CPU), budget_of(GPU)
+    settings = settings_of(Config)
+    cpu = budget_of(CPU)
+    gpu = budget_of(GPU)
     tokens = f"up to {gpu.tokens_per_micro_batch:,}; {cpu.tokens_per_micro_batch:,} on a CPU"
     assert tokens in settings["micro_batch_tokens"].help and gpu.tokens_per_micro_batch == TOKENS[0]
     assert f"up to {SLOTS[0]:,}; {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help

@@ -82,7 +82,8 @@ class Conversions(TorchDispatchMode):
 
     def __init__(self, weights):
         super().__init__()
-        self.places, self.count = {w.data_ptr() for w in weights}, 0
+        self.places = {w.data_ptr() for w in weights}
+        self.count = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator is torch.ops.aten._to_copy.default and "dtype" in (kwargs or {}):
@@ -91,9 +92,12 @@ class Conversions(TorchDispatchMode):
 
 
 def test_an_update_converts_the_weights_before_the_rollout_and_after_each_optimizer_step(build, monkeypatch):
-    trainer, calls, refresh = build("--bf16", "--ppo-epochs", 2, "--minibatches", 2), [], CastWeights.refresh
+    trainer = build("--bf16", "--ppo-epochs", 2, "--minibatches", 2)
+    calls = []
+    refresh = CastWeights.refresh
     monkeypatch.setattr(CastWeights, "refresh", lambda copies: (calls.append(1), refresh(copies)))
-    run, weights = trainer.policy_optimizer.run, trainer.passes.weights.weights
+    run = trainer.policy_optimizer.run
+    weights = trainer.passes.weights.weights
     watched = Conversions(weights)
 
     def optimize(*arguments):
@@ -126,7 +130,8 @@ def test_copies_change_no_weight_of_an_update(build, monkeypatch, flags):
 
 def test_gradients_in_bfloat16_are_near_those_in_float32(build):
     """Of a batch with the same completions. A number in bfloat16 has a relative error of up to 2^-9 = 0.002."""
-    exact, rounded = build("--no-bf16"), build("--bf16")
+    exact = build("--no-bf16")
+    rounded = build("--bf16")
     rollout = exact.collector.collect(exact.episodes_of(1), 1)
     batch = exact.advantages(rollout, torch.arange(4.0))
     with rounded.passes.weights.in_use():
@@ -148,7 +153,8 @@ def test_entropy_is_that_of_the_first_epoch(build):
 @pytest.mark.gpu
 def test_a_product_in_bfloat16_is_written_in_float32_without_rounding():
     torch.manual_seed(0)
-    a, b = torch.randn(300, 576).bfloat16(), torch.randn(576, 192).bfloat16()
+    a = torch.randn(300, 576).bfloat16()
+    b = torch.randn(576, 192).bfloat16()
     found = product(a.cuda(), b.cuda(), torch.float32).cpu()
     expected = a.double() @ b.double()
     assert found.dtype == torch.float32 and (found - expected).norm() < 1e-5 * expected.norm()
@@ -161,14 +167,17 @@ def test_log_probs_have_the_same_bits_with_and_without_gradients_and_in_the_refe
     a CPU in float32."""
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    exact, device = Actor(copy.deepcopy(policy)), torch.device(kind)
+    exact = Actor(copy.deepcopy(policy))
+    device = torch.device(kind)
     policy = policy.to(device)
-    reference, actor = Reference.before_training(policy, torch.bfloat16), Actor(policy)
+    reference = Reference.before_training(policy, torch.bfloat16)
+    actor = Actor(policy)
     copies = CastWeights([policy.lm_head.weight, *llama.plain_weights(policy)], torch.bfloat16)
     batch = PackedMicroBatch(on_device(episodes((0, 1, 0, 0)), device), range(4))
     with copies.in_use(), torch.autocast(kind, torch.bfloat16):
         with torch.no_grad():
-            sampled, of_reference = actor(batch, temperature)[0], reference.logprobs(batch, temperature, None)
+            sampled = actor(batch, temperature)[0]
+            of_reference = reference.logprobs(batch, temperature, None)
         trained = actor(batch, temperature)[0]
     assert torch.equal(trained, sampled) and torch.equal(of_reference, sampled)
     trained.sum().backward()

@@ -27,7 +27,8 @@ def restore_determinism(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv(CUBLAS, "")  # makes monkeypatch remove a value that the test sets
     monkeypatch.delenv(CUBLAS)
-    on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    on = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(on)

@@ -157,7 +157,8 @@ def test_the_table_of_rotary_embeddings_has_the_values_of_the_model(model):
     """Also after more positions, in another precision, and with positions in any order."""
     backbone = backbone_of(model)
     for positions, dtype in (([2, 0, 1], torch.float64), ([8, 8, 0, 5, 1, 7, 2, 0, 3], torch.float64), ([0, 1], None)):
-        like, at = torch.zeros(1, dtype=dtype or torch.float32), torch.tensor(positions)
+        like = torch.zeros(1, dtype=dtype or torch.float32)
+        at = torch.tensor(positions)
         for _ in range(2):
             known = llama.known_rotary(backbone, like, at)
             for found, expected in zip(known, llama.rotary(backbone, like, at), strict=True):
@@ -166,7 +167,8 @@ def test_the_table_of_rotary_embeddings_has_the_values_of_the_model(model):
 
 def test_fewer_tensors_are_saved_for_the_backward_pass():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    weights, saved = {id(w) for w in model.parameters()}, {}
+    weights = {id(w) for w in model.parameters()}
+    saved = {}
     for form in (PaddedMicroBatch, PackedMicroBatch):
         found = {}
 
@@ -263,14 +265,16 @@ def test_decoder_logits_in_bfloat16_are_near_those_of_the_training_forward(model
     with torch.no_grad():
         exact = policy(ids).logits[:, 0] / 0.8
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            training, found = policy(ids).logits[:, 0].float() / 0.8, decoded(policy, static)
+            training = policy(ids).logits[:, 0].float() / 0.8
+            found = decoded(policy, static)
     assert 0 < (found - exact).abs().mean() < 1.5 * (training - exact).abs().mean()
 
 
 def test_small_updates_of_adapters_are_not_lost_in_bfloat16():
     """At a weight of 0.05 bfloat16 has steps of 2.4e-4, so the sum with an update of 4e-5 is the weight itself. The
     products with the weights are 0, those with the update 4e-5 for each input."""
-    linear, dtype = nn.Linear(64, 3, bias=False), torch.bfloat16
+    linear = nn.Linear(64, 3, bias=False)
+    dtype = torch.bfloat16
     states = torch.tensor([1.0, -1.0]).repeat(2, 32)
     with torch.no_grad():
         linear.weight.fill_(0.05).copy_(linear.weight.to(dtype))  # born in bfloat16
@@ -302,7 +306,8 @@ def test_fused_decoder_copies_the_weights(model):
 
 @pytest.mark.parametrize("size", [8, 600])
 def test_a_copied_product_equals_the_linear_layer(size):
-    layer, states = nn.Linear(size, size), torch.randn(4, size)
+    layer = nn.Linear(size, size)
+    states = torch.randn(4, size)
     with torch.no_grad():
         assert_close(copied_product(layer.weight, layer.bias, 4)(states), layer(states), rtol=1e-5, atol=1e-5)
 

@@ -81,7 +81,8 @@ def test_saved_model_gives_the_trained_models_logits(build, start_model, tmp_pat
 def test_reference_is_bit_identical_to_the_start_model(start_model, dtype):
     """Also under autocast, although the copy is stored in bfloat16."""
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
-    actor_critic, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
+    actor_critic = ActorCritic(with_value_head(policy))
+    reference = Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     micro_batch = PaddedMicroBatch(token_batch(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad(), autocast(CPU, dtype):
@@ -205,7 +206,8 @@ def limit_chunks(monkeypatch):
 def test_full_logits_are_never_materialized(build, monkeypatch):
     """With default flags, logits exist for a few completions at a time, and in float32 for a few positions."""
     limit_chunks(monkeypatch)
-    probabilities, seen = logprobs._probabilities, []
+    probabilities = logprobs._probabilities
+    seen = []
     monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--max-new-tokens", 8)
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
@@ -233,10 +235,12 @@ def gradient(trainer) -> torch.Tensor:
 
 
 def test_gradient_checkpointing_recomputes_with_the_same_gradient(build):
-    grads, passes = [], []
+    grads = []
+    passes = []
     for flags in ((), ("--gradient-checkpointing",)):
         grads.append(gradient(build("--ppo-epochs", "1", *flags)))
-        trainer, count = build("--ppo-epochs", "1", *flags), []
+        trainer = build("--ppo-epochs", "1", *flags)
+        count = []
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_, c=count: c.append(1))

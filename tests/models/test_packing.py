@@ -121,7 +121,8 @@ def test_padding_of_rectangles_changes_no_result(model, groups, monkeypatch):
             into[len(row) :] = row[0]
         return filled, starts
 
-    last, rectangle = results(), packing._rectangle
+    last = results()
+    rectangle = packing._rectangle
     monkeypatch.setattr(packing, "_rectangle", with_first)
     for found, expected in zip(last, results(), strict=True):
         assert torch.equal(found, expected)
@@ -186,7 +187,8 @@ def test_fused_head_matches_autograd(dtype, tolerance, filtered, frozen):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     model.lm_head.weight.requires_grad_(not frozen)
-    states, tokens = torch.randn(50, 32), torch.randint(0, 60, (50,))
+    states = torch.randn(50, 32)
+    tokens = torch.randint(0, 60, (50,))
     allowed = torch.rand(50, 60) < 0.7
     allowed[torch.arange(50), tokens] = True
     found = []
@@ -238,12 +240,15 @@ def test_actor_accepts_padded_and_packed_micro_batches(model):
 @pytest.mark.parametrize(("packed", "expected"), [(True, [[0, 1, 2, 3]]), (False, [[0, 1], [2, 3]])])
 def test_shared_prompt_counts_once_in_a_packed_micro_batch(model, packed, expected):
     """One prompt of 40 tokens with four completions of 10 tokens, and at most 100 tokens per forward pass."""
-    prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
+    prompts = [Prompt(tuple([5] * 40), None)] * 4
+    ids = torch.full((4, 10), 7)
     completions = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
     passes = ForwardPasses(Actor(model), Reference(None, model), 1.0, packed=packed)
     passes.max_tokens = 100
     assert passes.split(completions, range(4)) == expected
     passes.max_rows = 1
     assert passes.split(completions, range(4)) == [[0], [1], [2], [3]]
-    passes.max_tokens, passes.max_rows, passes.packed = 79, 0, True
+    passes.max_tokens = 79
+    passes.max_rows = 0
+    passes.packed = True
     assert passes.split(completions, range(4)) == [[0, 1, 2], [3]] and passes.split(completions, []) == []

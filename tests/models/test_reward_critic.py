@@ -29,9 +29,14 @@ def calibrated(tmp_path):
     """A reward model with other dimensions than the tiny start model, and calibrated scores."""
     folder = make_reward_model(tmp_path / "narrow")
     config = llama_config("tiny", len(smollm2_tokenizer()))
-    config.num_labels, config.pad_token_id, config.num_hidden_layers = 1, 0, 1
-    config.hidden_size, config.intermediate_size = 48, 40
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 12
+    config.num_labels = 1
+    config.pad_token_id = 0
+    config.num_hidden_layers = 1
+    config.hidden_size = 48
+    config.intermediate_size = 40
+    config.num_attention_heads = 4
+    config.num_key_value_heads = 2
+    config.head_dim = 12
     torch.manual_seed(5)
     LlamaForSequenceClassification(config).save_pretrained(folder)
     (folder / METRICS_FILE).write_text(json.dumps(RECORD))
@@ -42,7 +47,8 @@ def values_and_scores(trainer) -> tuple[list[float], list[float]]:
     """Returns the values at each token of a rollout, and the weighted calibrated scores of the same ids."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     model, weight = trainer.rewards.learned
-    values, sequences = [], []
+    values = []
+    sequences = []
     for row, (prompt, ids) in enumerate(zip(rollout.prompts, rollout.completions.rows(), strict=True)):
         for t in range(len(ids)):  # the value of token t is that of the text before it
             values.append(float(rollout.values[row, t]))
@@ -72,7 +78,10 @@ def test_first_values_are_the_scores_of_the_reward_model(build, calibrated, kind
 def test_value_head_by_hand():
     """Raw score 2 x - 3 y, calibration mean 4 and std 2, weight 6: the value is 6 x - 9 y - 12."""
     config = llama_config("tiny", 30)
-    config.num_labels, config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 1, 2, 1, 1
+    config.num_labels = 1
+    config.hidden_size = 2
+    config.num_attention_heads = 1
+    config.num_key_value_heads = 1
     classifier = LlamaForSequenceClassification(config)
     with torch.no_grad():
         classifier.score.weight.copy_(torch.tensor([[2.0, -3.0]]))
@@ -145,7 +154,9 @@ def test_command_runs_and_resumes(run_flags, calibrated, tmp_path, capsys):
 
 
 def test_another_tokenizer_is_refused(build, calibrated, tmp_path):
-    base, prompts = make_base_model(tmp_path / "base"), tmp_path / "prompts.jsonl"  # without a chat template
+    # without a chat template
+    base = make_base_model(tmp_path / "base")
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"question {i}?"}) for i in range(60)))
     words = "the reward model's tokenizer or chat template differs from the start model's: --critic reward-model"
     with pytest.raises(UserError, match=words):

@@ -19,7 +19,8 @@ from rlhf.settings.training import SamplingSettings
 from tests.real.conftest import QUESTIONS
 
 pytestmark = pytest.mark.ci
-LENGTH, STOP = 32, ("\n\nQuestion:", ".\n")
+LENGTH = 32
+STOP = ("\n\nQuestion:", ".\n")
 SHOTS = [
     {"role": "user", "content": "Question: What is 2 plus 3?\nAnswer:"},
     {"role": "assistant", "content": "5"},

@@ -15,8 +15,13 @@ from tests.conftest import whole_gradient
 from tests.real.plain import plain_forward, relative_error
 
 pytestmark = pytest.mark.ci
-TEMPERATURE, BETA, CLIP = 0.8, 0.1, 0.1
-GAMMA, LAMBDA, VALUE_COEF, VALUE_CLIP = 0.97, 0.9, 0.3, 0.15
+TEMPERATURE = 0.8
+BETA = 0.1
+CLIP = 0.1
+GAMMA = 0.97
+LAMBDA = 0.9
+VALUE_COEF = 0.3
+VALUE_CLIP = 0.15
 FLAGS = {
     "ppo": ["--gamma", GAMMA, "--lam", LAMBDA, "--value-coef", VALUE_COEF, "--value-clip-range", VALUE_CLIP],
     "grpo": ["--K", 2, "--batch-size", 2, "--loss-type", "grpo", "--scale-rewards", "group", "--kl-placement", "loss"],
@@ -47,11 +52,14 @@ def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
 def ppo(batch: Sequence[Completion]) -> Tensor:
     """arXiv 1707.06347 eq. 7 and 9 over all tokens; GAE from arXiv 1506.02438, eq. 16; KL per token in the reward
     (arXiv 1909.08593, eq. 2); whitened advantages and clipped values as in OpenAI Baselines."""
-    advantages, returns = [], []
+    advantages = []
+    returns = []
     for c in batch:
         rewards = -BETA * (c.old - c.ref)
         rewards[-1] += c.score
-        advantage, later, value_later = torch.zeros_like(rewards), 0.0, 0.0
+        advantage = torch.zeros_like(rewards)
+        later = 0.0
+        value_later = 0.0
         for t in reversed(range(len(rewards))):
             later = rewards[t] + GAMMA * value_later - c.old_values[t] + GAMMA * LAMBDA * later
             advantage[t], value_later = later, c.old_values[t]
@@ -75,7 +83,8 @@ def grpo(batch: Sequence[Completion]) -> Tensor:
         group = batch[first : first + 2]
         scores = torch.stack([c.score for c in group])
         for c in group:
-            ratio, to_ref = (c.new - c.old).exp(), c.ref - c.new
+            ratio = (c.new - c.old).exp()
+            to_ref = c.ref - c.new
             policy = clipped(ratio, (c.score - scores.mean()) / (scores.std() + 1e-4))
             total = total + (policy + BETA * ratio * (to_ref.exp() - 1 - to_ref)).mean() / len(batch)
     return total
@@ -97,7 +106,8 @@ LOSSES = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
 
 def written_rollout(trainer, tokenizer) -> Rollout:
     """Return a rollout with ANSWERS as its completions: of four lengths, the last one cut off."""
-    prompts, rows = [prompt for _, prompt in trainer.episodes_of(1)], [tokenizer(a).input_ids for a in ANSWERS]
+    prompts = [prompt for _, prompt in trainer.episodes_of(1)]
+    rows = [tokenizer(a).input_ids for a in ANSWERS]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[tokenizer.eos_token_id] * (longest - len(row))] for row in rows])
     completions = Completions.of(prompts, ids, eos=tokenizer.eos_token_id, pad=0, vocabulary=49152)
@@ -129,7 +139,8 @@ def by_hand(model, head, rollout: Rollout) -> list[Completion]:
 def test_gradients_equal_autograd_through_a_plain_forward_pass(real_trainer, plain_model, plain_tokenizer, algorithm):
     """For every weight, the difference is at most 1e-3 of the gradient's norm."""
     trainer = real_trainer(*COMMON, *FLAGS[algorithm], algorithm=algorithm)
-    head, critic = None, getattr(trainer.model, "value_head", None)
+    head = None
+    critic = getattr(trainer.model, "value_head", None)
     if critic is not None:
         torch.nn.init.normal_(critic.summary.weight, std=0.02, generator=torch.Generator().manual_seed(0))
         head = [w.detach().clone().requires_grad_() for w in (critic.summary.weight, critic.summary.bias)]

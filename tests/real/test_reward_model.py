@@ -20,7 +20,9 @@ from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen
 
 pytestmark = pytest.mark.ci
-CPU, LEARNING_RATE, SEED = torch.device("cpu"), 1e-5, 42
+CPU = torch.device("cpu")
+LEARNING_RATE = 1e-5
+SEED = 42
 # earlier turns, chosen, rejected
 CHATS = (
     (("Can I eat raw beans?",), "No, cook them first.", "Sure, eat them raw."),
@@ -103,7 +105,8 @@ def test_two_steps_equal_training_by_hand(smollm2, plain_tokenizer, tmp_path, la
     change = (margins["hand"] - margins["start"]).abs()
     assert bool(((margins["saved"] - margins["hand"]).abs() < 0.02 * change).all()), margins
     assert float(change.min()) > 0.05, "two steps must change the margins"
-    loaded, row = RewardModel.load(str(folder), CPU, None), train[0]
+    loaded = RewardModel.load(str(folder), CPU, None)
+    row = train[0]
     scores = loaded.score(
         [row["chosen"][:-1]] * 2, [row[s][-1]["content"] for s in ("chosen", "rejected")], [True] * 2
     )

@@ -98,7 +98,8 @@ def test_phased_targets_per_token_are_drawn_as_steps(logged_run):
 
 def test_panel_reports_runs_that_did_not_log_its_scalar(logged_run):
     runs = [logged_run("a", 3, {"loss": [1.0, 2.0, 3.0]}), logged_run("b", 3, algorithm="grpo")]
-    one, two = panels(runs[0]), panels(*runs)
+    one = panels(runs[0])
+    two = panels(*runs)
     assert [axes.get_title() for axes in one] == [
         "Loss", *(f"{name}\nnot logged by PPO" for name in ("Learning rate", "Mean reward", "KL to the start model")),
     ]  # fmt: skip

@@ -39,7 +39,8 @@ def test_three_algorithms_are_drawn_and_labelled(logged_run):
 def test_controls_are_named_in_legend_and_title(logged_run):
     """A long title has only the names of the algorithms and of the controls."""
     runs = [logged_run("g", algorithm="grpo"), logged_run("c", algorithm="grpo", control="shuffled")]
-    figure, control = draw(Chart(read_runs(runs), "updates", 10)), "GRPO control (scores shuffled)"
+    figure = draw(Chart(read_runs(runs), "updates", 10))
+    control = "GRPO control (scores shuffled)"
     assert [found.get_label() for found in figure.axes[1].lines] == ["GRPO, seed 42", f"{control}, seed 42"]
     assert control in figure.get_suptitle()
     more = [logged_run(f"c{rate}", algorithm="grpo", control="shuffled", learning_rate=rate) for rate in (1e-5, 2e-5)]

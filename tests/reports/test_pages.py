@@ -50,7 +50,9 @@ class Page(HTMLParser):
         super().__init__()
         self.source = file.read_text(encoding="utf-8")
         self.tags: list[tuple[str, dict]] = []
-        self.text, self.data, self._inside = "", "", ""
+        self.text = ""
+        self.data = ""
+        self._inside = ""
         self.feed(self.source)
 
     def handle_starttag(self, tag, attributes):
@@ -151,7 +153,8 @@ def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_
     made, models, start, measured = evaluator
     arms = make_arms(models, measured, ("PPO", "GRPO"))
     singles = [Arm(model.label, [results], [model]) for model, results in zip(models, measured, strict=True)]
-    start, curves = Arm(START, [start]), [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
+    start = Arm(START, [start])
+    curves = [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
 
     def write() -> None:
@@ -197,7 +200,8 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     """An unregistered algorithm (a copy of a GRPO run) appears in every table, sentence and sample."""
     made, models, start, measured = evaluator
     ppo, grpo = make_arms(models, measured, ("PPO", "GRPO"))
-    arms, start = [ppo, grpo, dataclasses.replace(grpo, name="TOY")], Arm(START, [start])
+    arms = [ppo, grpo, dataclasses.replace(grpo, name="TOY")]
+    start = Arm(START, [start])
     curves = [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
     curves[3] = ("TOY", curves[3][1])
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}

@@ -233,7 +233,8 @@ def test_comparison_reports_unequal_budgets(comparison, runs, tmp_path):
 def test_budget_counts_the_episodes_of_the_evaluated_weights(comparison, runs):
     """With `--which best`, the episodes up to the best checkpoint count, not those of the whole run."""
     best_update = {name: json.loads((run / "run.json").read_text())["best"]["update"] for name, run in runs.items()}
-    (one, two) = ("ppo", 1), ("grpo", 1)
+    one = ("ppo", 1)
+    two = ("grpo", 1)
     report, _ = comparison(runs[one], runs[two], "--which", "best")
     low, high = sorted((best_update[one] * 4, best_update[two] * 4))
     message = f"after {low} episodes each" if low == high else f"after UNEQUAL budgets ({low} to {high} episodes)"
@@ -243,7 +244,8 @@ def test_budget_counts_the_episodes_of_the_evaluated_weights(comparison, runs):
 @pytest.mark.parametrize("case", ["corrupted samples", "no samples", "output is a file", "output under a file"])
 def test_comparison_reports_errors_before_sampling(runs, tmp_path, capsys, case):
 
-    run, output = shutil.copytree(runs["ppo", 1], tmp_path / "run"), tmp_path / "out"
+    run = shutil.copytree(runs["ppo", 1], tmp_path / "run")
+    output = tmp_path / "out"
     flags = arguments(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1, "--limit-minutes", 0)
     (tmp_path / "file").write_text("")
     if case == "no samples":

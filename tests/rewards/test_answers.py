@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rlhf.rewards.eval_functions import exact_match, last_number
 
-NFC, NFD = "caf\u00e9", "cafe\u0301"
+NFC = "caf\u00e9"
+NFD = "cafe\u0301"
 EQUAL = [
     # the mark: \boxed{}, then ####, then the whole text
     ("72", "72"),

@@ -62,7 +62,8 @@ def form_of(value):
 @pytest.mark.parametrize("prompt", ["2 + 2?", [dict(message) for message in CHAT]], ids=["text", "chat"])
 def test_arguments_equal_those_of_trls_trainer(start_model, tmp_path, prompt):
     """TRL's GRPOTrainer and our trainer call the same function on the same rows."""
-    calls, states = [], []
+    calls = []
+    states = []
 
     def spy(trainer_state, **arguments):
         calls.append(arguments)

@@ -27,7 +27,9 @@ def short_reward_model(folder, context: int):
     tokenizer = smollm2_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     config = llama_config("tiny", len(tokenizer))
-    config.num_labels, config.pad_token_id, config.max_position_embeddings = 1, 0, context
+    config.num_labels = 1
+    config.pad_token_id = 0
+    config.max_position_embeddings = context
     torch.manual_seed(9)
     LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

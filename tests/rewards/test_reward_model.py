@@ -62,7 +62,8 @@ def learnable_pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "polite.jsonl"
     with path.open("w") as file:
         for i in range(400):
-            thanks, plain = f"thanks {i % 7}", f"go away {i % 5}"
+            thanks = f"thanks {i % 7}"
+            plain = f"go away {i % 5}"
             tail = " now" if i % 2 else ""
             row = {"question": f"question {i}", "chosen": thanks + tail, "rejected": plain, "flaw": f"kind {i % 2}"}
             file.write(json.dumps(row) + "\n")
@@ -71,7 +72,8 @@ def learnable_pairs(tmp_path_factory):
 
 def test_forward_passes_of_a_run_have_as_many_texts_as_its_budget(build, monkeypatch):
     """640 tokens are those of 64 texts of 10 tokens."""
-    model, sizes = build("--micro-batch-tokens", 640, "--rollout-slots", 128).rewards.learned[0], []
+    model = build("--micro-batch-tokens", 640, "--rollout-slots", 128).rewards.learned[0]
+    sizes = []
     original = model._logits
     monkeypatch.setattr(model, "_logits", lambda rows, groups: sizes.append(len(rows)) or original(rows, groups))
     sequences = [[5 + n % 7] * 10 for n in range(100)]

@@ -105,7 +105,8 @@ def test_a_model_of_this_project_gets_its_own_scores_in_trl(tmp_path, start_mode
                            per_device_train_batch_size=4, num_generations=2)  # fmt: skip
     trainer = GRPOTrainer(str(start_model), str(folder), args=arguments,
                           train_dataset=Dataset.from_list([{"prompt": user(q)} for q in QUESTIONS]))  # fmt: skip
-    rows, completions = [{"prompt": user(q)} for q in QUESTIONS], [chat("", answer)[1:] for answer in ANSWERS]
+    rows = [{"prompt": user(q)} for q in QUESTIONS]
+    completions = [chat("", answer)[1:] for answer in ANSWERS]
     in_trl = trainer._calculate_rewards(rows, [user(q) for q in QUESTIONS], completions, [[1]] * 4)[:, 0].tolist()
     model = RewardModel.load(str(folder), CPU, None)
     calibrated = [(raw - model.calibration.mean) / model.calibration.std for raw in in_trl]
@@ -162,7 +163,8 @@ def test_tokens_that_a_template_writes_around_a_completion_need_room(tmp_path, u
     tokenizer.save_pretrained(folder)
     model = RewardModel.load(str(folder), CPU, None)
     example = Example(tuple(user("a")))
-    prompt, whole = len(encode_prompt(tokenizer, user("a"))), len(model.encode(user("a"), "b"))
+    prompt = len(encode_prompt(tokenizer, user("a")))
+    whole = len(model.encode(user("a"), "b"))
     room = 512 - whole + 2  # the context without all but "b" and EOS
     check_reward_context(str(folder), [example], room, "--rm-model")
     with user_error("--rm-model", 512, whole - prompt - 2):

@@ -132,7 +132,8 @@ def test_calibration_uses_distinct_prompts_in_any_order_of_the_file(model, asked
 
 def test_pairs_with_the_same_first_user_turn_are_in_one_part():
     """One conversation can give several pairs. Rows without a pair are split by all their user turns, as before."""
-    split, opening = Split(45, 45, 10), {"role": "user", "content": "Hello, can you help me?"}
+    split = Split(45, 45, 10)
+    opening = {"role": "user", "content": "Hello, can you help me?"}
 
     def rows(**more) -> list[Example]:
         said = {"role": "assistant", "content": "Of course."}

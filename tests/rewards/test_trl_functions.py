@@ -24,7 +24,8 @@ needs_math = pytest.mark.skipif(
 )
 QUESTION = ({"role": "user", "content": "What is 1/3 of 15?"},)
 THOUGHT = "<think>\n15 / 3\n</think>\n"
-RIGHT, WRONG = r"It is \boxed{5}.", r"It is \boxed{7}."
+RIGHT = r"It is \boxed{5}."
+WRONG = r"It is \boxed{7}."
 OVERLONG = "(max_completion_len=100, soft_punish_cache=20)"
 # name -> texts, ids, the column `solution`, expected scores
 CASES = {

@@ -261,7 +261,8 @@ def test_a_file_that_was_corrected_gets_its_name(own_modules, tmp_path):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no POSIX signals")
 def test_processes_of_a_function_import_its_file_and_sigterm_ends_the_run(run_flags, tmp_path):
     """The signal comes while the pool works."""
-    started, deadline = tmp_path / "started", time.monotonic() + 200
+    started = tmp_path / "started"
+    deadline = time.monotonic() + 200
     (tmp_path / "pool_rules.py").write_text(POOL.format(str(started)))
     rule = f"{tmp_path}/pool_rules.py:pooled"
     flags = run_flags("--rm-model", "none", "--reward-func", rule, "--num-iterations", 90)

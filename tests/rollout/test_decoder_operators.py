@@ -21,7 +21,9 @@ from rlhf.rollout.continuous_batching import ContinuousBatcher
 from rlhf.rollout.stopping import StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 
-LAYERS, SLOTS, COLUMNS = 30, 64, 256
+LAYERS = 30
+SLOTS = 64
+COLUMNS = 256
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
            "num_hidden_layers": LAYERS, "vocab_size": 49_152, "tie_word_embeddings": True}  # fmt: skip
 # operators of a layer. There were 21; without graphs' static weights there are as many as here, and `roll`
@@ -72,7 +74,8 @@ def on_cuda(monkeypatch, counting):
 
 def step(monkeypatch, lora=None, **limits) -> Counter:
     """Returns the operators of a decoding step with sampling."""
-    counting, sampling = Counting(), SamplingSettings(max_new_tokens=64, **limits)
+    counting = Counting()
+    sampling = SamplingSettings(max_new_tokens=64, **limits)
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         policy = LlamaForCausalLM(LlamaConfig(**SMOLLM2))
         monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # not possible for fake tensors

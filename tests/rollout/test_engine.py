@@ -79,7 +79,8 @@ def test_many_slots_sample_the_same_completions(slots=1_024):
 def test_continuous_batching_samples_the_same_completions_as_plain(model, slots, limits):
     """In float64 the tokens are the same, although slots are refilled and the batch shrinks at the end."""
     make_eos_likely(model)
-    plain, slotted = sample(model, "plain", **limits), sample(model, "slots", slots, **limits)
+    plain = sample(model, "plain", **limits)
+    slotted = sample(model, "slots", slots, **limits)
     assert slotted.rows() == plain.rows()
     assert len({len(row) for row in plain.rows()}) > 3, "the completions must have different lengths"
     assert torch.equal(slotted.mask, plain.mask) and torch.equal(slotted.ended, plain.ended)
@@ -95,7 +96,8 @@ def test_sampling_prompts_one_by_one_gives_the_same_completions(model):
 
 
 def test_prompt_of_several_completions_is_prefilled_once(model, monkeypatch):
-    lengths, run = [], continuous_batching.run_packed
+    lengths = []
+    run = continuous_batching.run_packed
     monkeypatch.setattr(
         continuous_batching, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a)
     )
@@ -107,14 +109,16 @@ def test_prompt_of_several_completions_is_prefilled_once(model, monkeypatch):
 def test_refilled_slots_save_decoding_steps(model, monkeypatch):
     """With 3 slots for 9 prompts, the work depends on the number of tokens, not on the longest completion."""
     make_eos_likely(model)
-    steps, decode = [], continuous_batching.ContinuousBatcher._decode
+    steps = []
+    decode = continuous_batching.ContinuousBatcher._decode
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
         lambda self, span: steps.append(len(self.token)) or decode(self, span),
     )
     completions = sample(model, "slots", 3, length=60)
-    tokens, longest = sum(completions.completion_lengths), max(completions.completion_lengths)
+    tokens = sum(completions.completion_lengths)
+    longest = max(completions.completion_lengths)
     assert sum(steps) < 1.5 * tokens, "too many slots decode without a token of a completion"
     assert sum(steps) < 0.6 * 3 * 3 * longest
 
@@ -138,7 +142,8 @@ def test_packed_and_padded_logprobs_agree_in_float32(model):
 def test_prepacked_weights_give_the_same_logits(model, dtype):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    model, ids = model.float(), torch.arange(3, 19).unsqueeze(0)
+    model = model.float()
+    ids = torch.arange(3, 19).unsqueeze(0)
     layers = [m for m in model.modules() if type(m) is torch.nn.Linear]
     with torch.no_grad(), autocast(CPU, dtype):
         plain = model(ids).logits
@@ -163,7 +168,8 @@ def test_prepacked_weights_give_the_same_logits(model, dtype):
 )
 def test_decoding_on_the_cpu_uses_copied_weights(build, monkeypatch, flags, decoder):
     """Copies are used while a rollout is sampled, and in no other forward pass."""
-    trainer, found = build("--num-iterations", 1, *flags), []
+    trainer = build("--num-iterations", 1, *flags)
+    found = []
     layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
     decode = continuous_batching.ContinuousBatcher._decode
 
@@ -229,7 +235,9 @@ class HeadWithBadLogits(torch.nn.Module):
 
     def __init__(self, head, value, places):
         super().__init__()
-        self.head, self.value, self.places = head, value, places
+        self.head = head
+        self.value = value
+        self.places = places
 
     def forward(self, hidden):
         logits = self.head(hidden)
@@ -275,7 +283,9 @@ class FailedCapture:
 )
 def test_a_failed_capture_ends_the_run(monkeypatch, error, kind):
     """The process cannot continue on its GPU. Out of memory remains an out-of-memory error, for its own advice."""
-    batch, decode, steps = prompts(), ContinuousBatcher._decode, []
+    batch = prompts()
+    decode = ContinuousBatcher._decode
+    steps = []
 
     def failing(batcher, span):
         steps.append(span)
@@ -286,7 +296,8 @@ def test_a_failed_capture_ends_the_run(monkeypatch, error, kind):
     monkeypatch.setattr(ContinuousBatcher, "_decode", failing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", FailedCapture)
-    small, noise = make_model(next(iter(CONFIGS)), seed=3), uniform_noise(1, 2, "rollout", range(9), 14)
+    small = make_model(next(iter(CONFIGS)), seed=3)
+    noise = uniform_noise(1, 2, "rollout", range(9), 14)
     kept = KeptBatcher()
     with pytest.raises(kind or torch.OutOfMemoryError) as found, torch.no_grad():
         kept.run(small, batch, noise, SamplingSettings(14, 1.0), StoppingCriterion([EOS]), 9, graph=True)
@@ -314,14 +325,18 @@ class FakeVLLMGeneration:
     """Replaces TRL's VLLMGeneration: samples with our engine and reports log-probs that are 0.5 nats too low."""
 
     def __init__(self, policy, accelerator, tokenizer, **settings):
-        self.policy, self.tokenizer, self.settings, self.synced = policy, tokenizer, settings, 0
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.synced = 0
 
     def sync_weights(self):
         self.synced += 1
 
     def generate(self, prompts, images, num_generations):
         batch = [Prompt(tuple(p), Example(({"role": "user", "content": ""},))) for p in prompts]
-        length, temperature = self.settings["max_completion_length"], self.settings["temperature"]
+        length = self.settings["max_completion_length"]
+        temperature = self.settings["temperature"]
         noise = uniform_noise(9, self.synced, "vllm", range(len(batch)), length)
         eos = self.tokenizer.eos_token_id
         completions = sample_completions(

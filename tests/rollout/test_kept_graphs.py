@@ -33,7 +33,8 @@ class Tape:
     """The operators of a captured step."""
 
     def __init__(self):
-        self.operators, self.replays = [], 0
+        self.operators = []
+        self.replays = 0
 
     def pool(self):
         return None
@@ -52,10 +53,12 @@ class Capture(TorchDispatchMode):
 
     def __init__(self, tape, pool):
         super().__init__()
-        self.tape, self.before = tape, {}
+        self.tape = tape
+        self.before = {}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        named, schema = kwargs or {}, operator._schema.arguments
+        named = kwargs or {}
+        schema = operator._schema.arguments
         for argument, value in zip(schema, args, strict=False):
             self._remember(argument, value)
         for argument in schema:
@@ -129,7 +132,8 @@ def test_a_graph_is_captured_once_and_samples_with_the_present_weights(name, lor
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).double().eval()
     model = adapted(model) if lora else model
-    kept, expected = KeptBatcher(9 + LENGTH), KeptBatcher()
+    kept = KeptBatcher(9 + LENGTH)
+    expected = KeptBatcher()
     for number in range(2):
         for place, how in enumerate(ROLLOUTS):
             found = rows(model, kept=kept, seed=number, **how)
@@ -144,7 +148,8 @@ def test_a_graph_is_captured_once_and_samples_with_the_present_weights(name, lor
 
 def equal_share(model, name, **how):
     """Returns the share of completions in bfloat16 that are those of `slots`, for mixed lengths with EOS and top-p."""
-    batch, found = prompts(48), {}
+    batch = prompts(48)
+    found = {}
     for engine_name in ("slots", name):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             kept = KeptBatcher()
@@ -167,7 +172,8 @@ def test_engines_in_bfloat16_sample_almost_the_same(name, lora):
 
 def test_nothing_is_kept_after_bad_logits():
     """A cache with NaN would change the completions of later rollouts."""
-    model, kept = make_model(next(iter(LLAMA)), seed=3), KeptBatcher()
+    model = make_model(next(iter(LLAMA)), seed=3)
+    kept = KeptBatcher()
     rows(model, prompts(9), kept, 0)
     assert kept.batcher is not None
     with torch.no_grad():
@@ -179,7 +185,8 @@ def test_nothing_is_kept_after_bad_logits():
 
 
 def test_what_is_kept_is_limited(monkeypatch):
-    model, kept = make_model(next(iter(LLAMA)), seed=3), KeptBatcher()
+    model = make_model(next(iter(LLAMA)), seed=3)
+    kept = KeptBatcher()
     rows(model, prompts(9), kept, 0)
     size = kept.batcher.size
     monkeypatch.setattr(engine, "installed", lambda _: size / engine.KEPT_SHARE - 1)
@@ -188,7 +195,8 @@ def test_what_is_kept_is_limited(monkeypatch):
 
 
 def test_more_completions_need_new_tensors_and_captures_once(tapes):
-    model, kept = make_model(next(iter(LLAMA)), seed=3), KeptBatcher()
+    model = make_model(next(iter(LLAMA)), seed=3)
+    kept = KeptBatcher()
     found = []
     for count in (9, 30, 9, 30):
         assert rows(model, prompts(count), kept, 0).rows() == rows(model, prompts(count), None, 0, "slots").rows()

@@ -52,7 +52,8 @@ def make_prompts(tokenizer, *questions: str) -> list[Prompt]:
 
 def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
     noise = uniform_noise(seed, 3, "rollout", episodes, sampling.max_new_tokens)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     return sample_completions(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
 
 
@@ -103,7 +104,8 @@ def test_inverse_cdf_sampling_never_returns_a_filtered_token():
 @pytest.mark.parametrize("limits", [(0, 1.0), (2, 1.0), (0, 0.5)], ids=str)
 def test_a_row_that_is_no_distribution_has_no_token_and_changes_no_other_row(bad, limits):
     good = torch.tensor([0.5, 0.3, 0.2]).log()
-    logits, uniform = torch.stack([good, torch.tensor(bad), good]), torch.tensor([0.1, 0.5, 0.7], dtype=torch.float64)
+    logits = torch.stack([good, torch.tensor(bad), good])
+    uniform = torch.tensor([0.1, 0.5, 0.7], dtype=torch.float64)
     found, _ = sample_tokens(logits, uniform, sampling_settings(1, 1.0, *limits))
     alone, _ = sample_tokens(logits[[0, 2]], uniform[[0, 2]], sampling_settings(1, 1.0, *limits))
     assert found[[0, 2]].tolist() == alone.tolist() and found[1] >= 3
@@ -162,7 +164,8 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     actor_critic = ActorCritic(with_value_head(policy))
     reference = Reference.before_training(policy, None)
     reference.copy = other
-    prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampling_settings(1, 0.7, 0, top_p)
+    prompt = make_prompts(tokenizer, "the cat")[0]
+    sampling = sampling_settings(1, 0.7, 0, top_p)
     completions = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
     passes = ForwardPasses(actor_critic, reference, sampling.temperature, max_rows=500)
     logprobs, ref_logprobs, _ = passes.logprobs(completions)
@@ -175,7 +178,8 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
 def test_padding_does_not_change_logprobs_or_values(policy, tokenizer):
     container = with_value_head(policy)
     torch.nn.init.normal_(container.v_head.summary.weight)
-    actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
+    actor_critic = ActorCritic(container)
+    reference = Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampling_settings(10, 1.0, 0, 0.9)
     passes = ForwardPasses(actor_critic, reference, 1.0)
@@ -216,11 +220,13 @@ def test_each_probability_is_exact_to_a_millionth(vocabulary):
 
     def first(token):
         """The smallest random number whose token is at least `token`."""
-        low, high = torch.zeros(len(token), dtype=torch.float64), torch.ones(len(token), dtype=torch.float64)
+        low = torch.zeros(len(token), dtype=torch.float64)
+        high = torch.ones(len(token), dtype=torch.float64)
         for _ in range(50):
             middle = (low + high) / 2
             beyond = sample_inverse_cdf(logits.expand(len(token), -1), middle) >= token
-            low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
+            low = torch.where(beyond, low, middle)
+            high = torch.where(beyond, middle, high)
         return high
 
     found = first(tokens + 1) - first(tokens)
@@ -256,7 +262,8 @@ def test_no_float64_number_per_token_of_the_vocabulary():
                 largest = max(largest, result.numel())
             return result
 
-    logits, uniform = torch.randn(4, 49_152), torch.rand(4, dtype=torch.float64)
+    logits = torch.randn(4, 49_152)
+    uniform = torch.rand(4, dtype=torch.float64)
     with Recorder():
         sample_inverse_cdf(logits, uniform)
     assert 4 < largest <= 4 * 256

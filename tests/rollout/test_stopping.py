@@ -41,10 +41,12 @@ def letters(tokenizer, text: str) -> list[int]:
 
 def cut(tokenizer, rows: list[list[int]], *stop: str) -> tuple[list[list[int]], list[bool], list[str]]:
     """Returns ids, ended and texts of the completions of rows that are padded with EOS."""
-    width, eos = max(map(len, rows)), tokenizer.eos_token_id
+    width = max(map(len, rows))
+    eos = tokenizer.eos_token_id
     ids = torch.tensor([[*row, *[eos] * (width - len(row))] for row in rows])
     vocabulary = int(ids.max()) + 1
-    prompts, criterion = [ids_alone([1])] * len(rows), stopping_criterion(tokenizer, stop)
+    prompts = [ids_alone([1])] * len(rows)
+    criterion = stopping_criterion(tokenizer, stop)
     made = Completions.of(prompts, ids, eos=criterion, pad=0, vocabulary=vocabulary)
     return made.rows(), made.ended.tolist(), made.texts(tokenizer)
 
@@ -76,7 +78,8 @@ def test_stop_string_inside_a_token_takes_the_whole_token():
     """` capital` is one token. Its text before the stop string belongs to the completion's text."""
     tokenizer = smollm2_tokenizer()
     (token,) = tokenizer.convert_tokens_to_ids(["Ġcapital"])
-    first, last = letters(tokenizer, "a")[0], letters(tokenizer, "b")[0]
+    first = letters(tokenizer, "a")[0]
+    last = letters(tokenizer, "b")[0]
     assert cut(tokenizer, [[first, token, last]], "pit") == ([[first, token]], [True], ["a ca"])
 
 
@@ -156,8 +159,10 @@ def policy():
 def sampled(
     policy, engine: str, stop: tuple[str, ...], slots: int = 0, length: int = 40, device: torch.device = CPU, **limits
 ) -> Completions:
-    tokenizer, prompts = smollm2_tokenizer(), [ids_alone(range(3, 5 + n % 4)) for n in range(24)]
-    noise, criterion = uniform_noise(1, 2, "rollout", range(24), length), stopping_criterion(tokenizer, stop)
+    tokenizer = smollm2_tokenizer()
+    prompts = [ids_alone(range(3, 5 + n % 4)) for n in range(24)]
+    noise = uniform_noise(1, 2, "rollout", range(24), length)
+    criterion = stopping_criterion(tokenizer, stop)
     return sample_completions(policy, prompts, noise, SamplingSettings(length, 1.0, **limits), eos=criterion, pad=0,
                               device=device, engine=engine, slots=slots)  # fmt: skip
 
@@ -168,7 +173,8 @@ STOPS = ("on", "e ", "\n", "is", "?")
 @pytest.mark.parametrize(("engine", "slots"), [("plain", 0), ("slots", 5), ("slots", 24)])
 def test_engines_sample_the_completions_without_stop_strings_up_to_them(policy, engine, slots):
     """Expected: the same completions sampled without stop strings, each up to its first prefix that contains one."""
-    tokenizer, expected = smollm2_tokenizer(), []
+    tokenizer = smollm2_tokenizer()
+    expected = []
     for row in sampled(policy, "plain", ()).rows():
         ends = (n for n in range(len(row)) if any(s in decode_completion(tokenizer, row[:n]) for s in STOPS))
         expected.append(row[: next(ends, len(row))])
@@ -182,7 +188,8 @@ def test_engines_sample_the_completions_without_stop_strings_up_to_them(policy, 
 def test_engine_with_several_steps_between_checks(policy, monkeypatch):
     """As on a GPU: a stop string may be found up to 3 tokens late."""
     expected = sampled(policy, "slots", STOPS, 5, top_k=50).rows()
-    decode, batcher = ContinuousBatcher.decode, "rlhf.rollout.continuous_batching.ContinuousBatcher"
+    decode = ContinuousBatcher.decode
+    batcher = "rlhf.rollout.continuous_batching.ContinuousBatcher"
     monkeypatch.setattr(f"{batcher}.decode", lambda self: [decode(self) for _ in range(4)])
     assert sampled(policy, "slots", STOPS, 5, top_k=50).rows() == expected
 
@@ -197,7 +204,8 @@ def test_stop_strings_on_a_gpu(policy, engine):
 
 
 def test_stopped_completions_free_their_slots(policy, monkeypatch):
-    steps, decode = [], ContinuousBatcher.decode
+    steps = []
+    decode = ContinuousBatcher.decode
     monkeypatch.setattr(ContinuousBatcher, "decode", lambda self: steps.append(1) or decode(self))
     sampled(policy, "slots", (), 5)
     without, steps[:] = len(steps), []

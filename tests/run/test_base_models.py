@@ -53,7 +53,8 @@ def flags(folder: Path, *more: object) -> list[str]:
 def test_base_model_from_start_to_end(inputs, capsys, monkeypatch):
     monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)  # the function records all its calls
     train_grpo.main(flags(inputs, "--K", 4, "--use-lora"))
-    run, tokenizer = inputs / "run", load_tokenizer(str(inputs / "base"))
+    run = inputs / "run"
+    tokenizer = load_tokenizer(str(inputs / "base"))
     output = capsys.readouterr().out
     assert "stop 'e' 'a' 'n'" in output
     seen = [json.loads(line) for line in (inputs / "seen.jsonl").read_text().splitlines()]

@@ -16,7 +16,8 @@ SLOW = ("trl", "peft", "bitsandbytes", "scipy", "transformers.modeling_utils", "
 @pytest.mark.ci
 def test_dry_run_does_not_import_the_training_loop(run_flags):
     """These imports take most of the time of a start. The plan needs config.json, headers and the tokenizer."""
-    plain, fit = run_flags("--dry-run"), run_flags("--dry-run", "--use-lora", "--fit", "8GB")
+    plain = run_flags("--dry-run")
+    fit = run_flags("--dry-run", "--use-lora", "--fit", "8GB")
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_ppo\n"
         f"train_ppo.main({plain!r})\ntrain_ppo.main({fit!r})\n"

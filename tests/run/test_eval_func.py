@@ -74,9 +74,11 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     more = ["--eval-func", rule, "exact_match", "--eval-samples", 4, "--best-rule", "odd", "--eval-every", 1]
     argv = flags(*more, "--save-every", 1, "--keep", 9)
     train_ppo.main(argv)
-    run, out = tmp_path / "run", capsys.readouterr().out
+    run = tmp_path / "run"
+    out = capsys.readouterr().out
     record = RunRecord.read(run)
-    logged, found = scalars(run), record.best.evaluations
+    logged = scalars(run)
+    found = record.best.evaluations
     rows = samples(run, 2)
     assert len(rows) == 8 * 4 and [r["prompt"] for r in rows[:4]] == [rows[0]["prompt"]] * 4
     values = [row["metrics"]["odd"] for row in rows]

@@ -138,7 +138,8 @@ def test_saved_models_sample_as_their_run_in_transformers(train, start_model, tm
     start = Path(shutil.copytree(start_model, tmp_path / "start"))
     (start / "generation_config.json").write_text(json.dumps(PENALTIES))
     run = train(tmp_path / "run", "--actor-model", start, *flags, script=script)
-    config, kinds = config_of_run(RunRecord.read(run)), set()
+    config = config_of_run(RunRecord.read(run))
+    kinds = set()
     values = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     for folder in (run / name for name in folders):
         saved = json.loads((folder / "generation_config.json").read_text())
@@ -328,11 +329,13 @@ def run_snippet(card: str, capsys) -> str:
 def test_code_of_every_model_card_runs(finished, train, tmp_path, capsys, monkeypatch):
     """Runs the code of a full model, an adapter, a merged model, best/ and a base model without a chat template. The
     current folder is the one in which the training command was run."""
-    base, prompts = make_base_model(tmp_path / "base"), tmp_path / "prompts.jsonl"
+    base = make_base_model(tmp_path / "base")
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(60)))
     monkeypatch.chdir(tmp_path)
     train(Path("plain"), "--actor-model", base, "--prompts", prompts, "--use-lora", "--merge-lora")
-    full_model, adapter = finished("ppo"), finished("grpo")
+    full_model = finished("ppo")
+    adapter = finished("grpo")
     for folder, chat, peft in (
         (full_model, True, False),
         (adapter, True, True),
@@ -357,7 +360,9 @@ def test_content_of_model_cards(finished, snapshot):
     assert card.data.to_dict() == {
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["trl", "grpo", "rlhf", "lora"]
     }, "the base model and the data are local, and no licence is known"  # fmt: skip
-    figures, first, last = content["figures"], content["best"]["evaluations"][0], content["best"]["evaluations"][-1]
+    figures = content["figures"]
+    first = content["best"]["evaluations"][0]
+    last = content["best"]["evaluations"][-1]
     rows = {line.split(" | ")[0].strip("| "): line for line in card.text.splitlines() if line.startswith("| ")}
     assert f"{first['score']:+.3f}" in rows["score, mean"] and f"{last['score']:+.3f}" in rows["score, mean"]
     assert f"{last['kl']:.3g}" in rows["KL to the start model, nats/sequence"]
@@ -439,8 +444,12 @@ class FakeHub:
     """A fake HfApi that records its calls. `existing_files` are the files that are already in the repository."""
 
     def __init__(self, me=ME, existing_files=(), info=None, fails=None):
-        self.me, self.existing_files, self.info, self.fails = me, existing_files, info, fails
-        self.created, self.commits = [], []
+        self.me = me
+        self.existing_files = existing_files
+        self.info = info
+        self.fails = fails
+        self.created = []
+        self.commits = []
 
     def repo_info(self, name, timeout):
         if isinstance(self.info, Exception):
@@ -500,7 +509,8 @@ def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case, snapshot)
     """Only the model, tokenizer, model card and run.json of the chosen weights are uploaded."""
     flags, weights, folder = CASES[case]
     algorithm = case.split()[0]
-    run, existing_files = finished(algorithm), ["adapter_config.json", "model.safetensors", "notes.md"]
+    run = finished(algorithm)
+    existing_files = ["adapter_config.json", "model.safetensors", "notes.md"]
     for name in ("failed_inputs.json", "diary.txt", "run.json.new"):
         (run / name).write_text("private")
     assert (run / "tokens").is_dir() and (run / "checkpoint-2").is_dir() and (run / "logs").is_dir()

@@ -76,7 +76,8 @@ def run(runs, tmp_path_factory) -> Path:
     generation = json.loads(file.read_text(encoding="utf-8"))
     del generation["max_new_tokens"]
     file.write_text(json.dumps(generation), encoding="utf-8")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "merged"), AutoTokenizer.from_pretrained(run)
+    model = AutoModelForCausalLM.from_pretrained(run / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(run)
     answers = [greedy_text(model, tokenizer, question) for question in QUESTIONS]
     answers[1:3] = ["nothing like this"] * 2
     rows = [{"question": question, "answer": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]

@@ -33,7 +33,8 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 def before_call(patch, owner, name: str, act: Callable[[], object], number: int = 1) -> None:
     """Call `act` once, before call `number` of a function."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def replaced(*given, **named):
         calls.append(name)
@@ -115,8 +116,10 @@ def test_the_same_with_a_copy_of_the_runs_folder_and_with_none(run_flags, tmp_pa
 
 def test_the_folder_is_checked_once_per_event(run_flags, monkeypatch):
     """Each check reads a file, and the disk may be slow."""
-    checks, before = [], []
-    original, update_step = RunLock.check, OnPolicyLoop.update_step
+    checks = []
+    before = []
+    original = RunLock.check
+    update_step = OnPolicyLoop.update_step
     monkeypatch.setattr(RunLock, "check", lambda self: checks.append(original(self)))
 
     def counted(self, update):

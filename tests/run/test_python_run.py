@@ -72,7 +72,9 @@ class Interrupts:
     restore the states of the random numbers that it draws."""
 
     def __init__(self, update: int | None = None):
-        self.update, self.count, self.drawn = update, 0, []
+        self.update = update
+        self.count = 0
+        self.drawn = []
 
     def on_update_end(self, update, metrics):
         self.count += 1
@@ -88,7 +90,8 @@ class Interrupts:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    a = load_file(one / "model.safetensors")
+    b = load_file(other / "model.safetensors")
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
@@ -115,7 +118,8 @@ def test_a_run_folder_has_the_files_of_a_scripts_run(made):
 
 
 def test_a_jump_of_the_clock_is_not_training_time(made, monkeypatch):
-    jump, real = [0.0], time.time
+    jump = [0.0]
+    real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
 
     class Jumps:
@@ -200,7 +204,8 @@ def test_the_order_of_the_callbacks_changes_nothing(made, monkeypatch):
             if update == 3:
                 self.trainer.set_kl_coef(0.3)
 
-    original, betas = Events.extended, []
+    original = Events.extended
+    betas = []
     for order in range(4):
 
         def shuffled(self, callbacks, check, order=order):

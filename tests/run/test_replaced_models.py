@@ -235,7 +235,8 @@ def test_the_reward_model_of_training_is_no_judge_after_it_was_moved(copied, tmp
 
 
 def test_runs_from_two_models_of_one_path_are_not_one_arm(copied, tmp_path, user_error):
-    first, second = copied("ppo", "first"), copied("ppo", "second", seed=2)
+    first = copied("ppo", "first")
+    second = copied("ppo", "second", seed=2)
     (group,) = group_runs([RunRecord.read(run) for run in (first, second)])
     assert group.settings == {}
     change_first_weight(tmp_path / "start" / "model.safetensors")
@@ -251,7 +252,8 @@ def test_runs_from_two_models_of_one_path_are_not_one_arm(copied, tmp_path, user
 
 
 def test_models_with_other_names_are_not_also_told_apart_by_their_hashes(copied, runs):
-    first, second = RunRecord.read(copied("ppo")), RunRecord.read(runs["ppo", 2])
+    first = RunRecord.read(copied("ppo"))
+    second = RunRecord.read(runs["ppo", 2])
     second.data["start_model_files"] = {"model.safetensors": "0" * 64}
     groups = group_runs([first, second])
     assert all(list(group.settings) == ["actor_model", "rm_model"] for group in groups)

@@ -205,7 +205,8 @@ def test_resumed_run_is_identical_to_the_uninterrupted_run(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if start in line]
     snapshot(line)
     assert differing(uninterrupted / algorithm, output) == []
-    run, plain = RunRecord.read(output), RunRecord.read(uninterrupted / algorithm)
+    run = RunRecord.read(output)
+    plain = RunRecord.read(uninterrupted / algorithm)
     assert run.status == "finished" and len(run.sessions) == 1 and run.best.update == plain.best.update
     not_reproducible = {"seconds", "cpu_seconds", "peak_memory_gib"}
     same = [{k: v for k, v in record.figures.items() if k not in not_reproducible} for record in (run, plain)]
@@ -316,7 +317,8 @@ def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, c
 def test_resume_refuses_a_run_in_which_a_removed_setting_was_in_use(interrupted, tmp_path, capsys, user_error):
     """A finished run is exported. `pass_rates` is a key of older run.json files."""
     output = interrupted(tmp_path / "run", update=3)
-    resume, file = ["--resume", "--output", str(output)], output / "run.json"
+    resume = ["--resume", "--output", str(output)]
+    file = output / "run.json"
 
     def write(**changed):
         facts = json.loads(file.read_text())
@@ -412,7 +414,8 @@ def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_f
 @pytest.mark.ci
 def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys, snapshot):
     """The run of seed 2 is killed, and that of seed 3 is not started."""
-    plain, broken = tmp_path / "plain", tmp_path / "broken"
+    plain = tmp_path / "plain"
+    broken = tmp_path / "broken"
     seeds = ["--seeds", "1", "2", "3"]
     short = [*words("ppo"), "--num-iterations", "3", "--eval-every", "50"]
     train_ppo.main([*short, "--seeds", "2", "3", "--output", str(plain)])
@@ -485,7 +488,8 @@ def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, 
 def test_second_signal_stops_immediately(words, tmp_path, monkeypatch):
     from rlhf.utils.signals import GracefulStop
 
-    text, before = [], signal.getsignal(signal.SIGINT)
+    text = []
+    before = signal.getsignal(signal.SIGINT)
     with GracefulStop(text.append) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.by == signal.SIGINT and len(text) == 1
@@ -525,7 +529,8 @@ def test_full_disk_during_a_save_keeps_the_older_checkpoints(
     write_tensors = safetensors.torch.serialize_file
     files = ["model.safetensors", "training.safetensors", "training.json", MANIFEST]
     assert all((uninterrupted / "ppo" / "checkpoint-6" / name).is_file() for name in files)
-    original, failed = checkpointing.write_checkpoint, []
+    original = checkpointing.write_checkpoint
+    failed = []
 
     for name in files:
         output = interrupted(tmp_path / name)
@@ -584,7 +589,8 @@ def test_removed_run_folder_is_one_error_line_and_is_not_created_again(words, tm
     mount."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    output, original = tmp_path / "run", OnPolicyLoop.update_step
+    output = tmp_path / "run"
+    original = OnPolicyLoop.update_step
 
     def update_step(self, number):
         if number == 5:
@@ -607,7 +613,8 @@ def test_newest_checkpoint_of_another_user_is_one_line_before_loading(uninterrup
     """An older one would train its updates again. Without permission to lock the folder, it is one line, too."""
     from rlhf.checkpoints import run_folder
 
-    output, original = Path(shutil.copytree(uninterrupted / "ppo", tmp_path / "run")), Path.read_text
+    output = Path(shutil.copytree(uninterrupted / "ppo", tmp_path / "run"))
+    original = Path.read_text
     dataclasses.replace(RunRecord.read(output), status="stopped").write(output)
 
     def read_text(self, *more, **named):

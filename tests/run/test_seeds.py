@@ -157,7 +157,8 @@ def test_a_seed_that_another_process_trains_is_left_to_it_and_the_last_to_end_pr
 
 def test_if_two_processes_end_together_both_print_the_table(train_seeds, tmp_path, capsys, monkeypatch):
     """The other one ends after this one has seen its lock. A run is finished before its folder is free."""
-    other, look = elsewhere(tmp_path / "out_seed2"), seeds.is_in_use
+    other = elsewhere(tmp_path / "out_seed2")
+    look = seeds.is_in_use
     seen = []
 
     def look_and_end(folder):
@@ -192,7 +193,8 @@ def test_a_folder_is_locked_while_models_are_loaded_and_free_after_an_error(trai
 def test_a_run_that_another_process_has_started_meanwhile_stays_as_it_is(train_seeds, tmp_path, capsys, flag, error):
     """While this process loads the models of seed 1, another one trains seed 2. With a flag, its folder had an
     unfinished run before, which the flag is about."""
-    folder, flags = tmp_path / "out_seed2", [] if flag is None else [flag]
+    folder = tmp_path / "out_seed2"
+    flags = [] if flag is None else [flag]
     if flag is not None:
         end(elsewhere(folder), ValueError("before"))
     runs = []

@@ -49,7 +49,10 @@ class Inputs:
     """The inputs of a row's command: a separate folder, the tiny models and the pairs."""
 
     def __init__(self, folder: Path, start: Path, reward: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch):
-        self.folder, self.start, self.reward, self.pairs = folder, start, reward, pairs
+        self.folder = folder
+        self.start = start
+        self.reward = reward
+        self.pairs = pairs
         self.monkeypatch = monkeypatch
 
     def write(self, name: str, text: str | bytes) -> Path:
@@ -407,7 +410,8 @@ def installed(name: str, version: str | None) -> Flags:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-GRPO, REWARD_MODEL = train_grpo.main, reward_model.train.main
+GRPO = train_grpo.main
+REWARD_MODEL = reward_model.train.main
 NOT_FOUND = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))
 
 CONFIGURATION = [
@@ -779,7 +783,8 @@ def test_bad_input(row, inputs, capsys, snapshot):
     argv = row.flags(inputs)
     if row.status == 2 and not row.loads:
         refuse_loading(inputs.monkeypatch)
-    before, imported = inputs.files(), []
+    before = inputs.files()
+    imported = []
     for name in ("rlhf.commands.train.import_libraries", "rlhf.commands.train.quiet_libraries",
                  "rlhf.commands.reward_model.import_libraries"):  # fmt: skip
         inputs.monkeypatch.setattr(name, lambda *_, **__: imported.append(True))

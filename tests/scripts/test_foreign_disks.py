@@ -47,7 +47,8 @@ def test_commands_work_on_a_disk_without_a_call(forks, start_model, pairs_file, 
     """Training with an export, the model's evaluation, comparison and plot, and a reward model."""
     (tmp_path / "shim.py").write_text(SHIM)
     (tmp_path / "rules.py").write_text("def f(completions):\n    return [float(len(c)) for c in completions]\n")
-    noted, rule = tmp_path / "noted.txt", ["--reward-func", "rules.py:f"]
+    noted = tmp_path / "noted.txt"
+    rule = ["--reward-func", "rules.py:f"]
     commands = {
         "training": ["train_grpo.py", "--actor-model", start_model, "--rm-model", "none", "--prompts", pairs_file,
                      "--batch-size", 2, "--K", 2, "--num-iterations", 2, "--save-every", 1, "--eval-prompts", 4,

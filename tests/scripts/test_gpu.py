@@ -42,7 +42,8 @@ from tests.rollout.test_engine import EOS, HeadWithBadLogits, make_eos_likely, m
 from tests.scripts.test_scripts import ROOT
 
 pytestmark = pytest.mark.gpu
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -52,7 +53,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_engine_samples_the_same_tokens_as_on_the_cpu(model, engine):  # noqa: F811
     """Both use float32, so a token differs only if a random number falls between two rounded probabilities."""
     make_eos_likely(model)
-    noise, sampling = uniform_noise(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
+    noise = uniform_noise(1, 2, "rollout", range(9), 40)
+    sampling = SamplingSettings(40, 1.0, 0, 0.9)
 
     def rows(policy, device, engine):
         return sample_completions(
@@ -80,7 +82,8 @@ def test_bad_logits_end_in_one_line_and_leave_the_gpu_usable(engine, value, name
 
 
 def test_log_probs_equal_those_of_the_cpu(model):  # noqa: F811
-    noise, sampling = uniform_noise(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
+    noise = uniform_noise(1, 2, "rollout", range(9), 20)
+    sampling = SamplingSettings(20, 1.0)
     results = {}
     for device in (CPU, GPU):
         policy = copy.deepcopy(model).to(device)
@@ -119,10 +122,14 @@ def test_engines_in_bfloat16_sample_almost_the_same(smollm2, top_p):
     """Mixed lengths with EOS, three rollouts with one set of graphs, and weights that change between them. A token
     changes only if its random number is within the rounding of a cumulative probability. After a change the rest of a
     completion is another one, so only the tokens up to the first change count."""
-    kept, changed, compared = KeptBatcher(), dict.fromkeys(("graph", "plain"), 0), dict.fromkeys(("graph", "plain"), 0)
+    kept = KeptBatcher()
+    changed = dict.fromkeys(("graph", "plain"), 0)
+    compared = dict.fromkeys(("graph", "plain"), 0)
     batch = [ids_alone(range(3, 5 + n % 60)) for n in range(64)]
     for _ in range(3):
-        noise, sampling, found = torch.rand(64, 48, dtype=torch.float64), SamplingSettings(48, 0.7, 0, top_p), {}
+        noise = torch.rand(64, 48, dtype=torch.float64)
+        sampling = SamplingSettings(48, 0.7, 0, top_p)
+        found = {}
         for engine in ("slots", "graph", "plain"):
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 found[engine] = sample_completions(
@@ -147,7 +154,8 @@ def test_decoder_logits_in_bfloat16_are_near_those_of_the_training_forward(smoll
         decoder = make_decoder(smollm2, 64, 64)
         assert isinstance(decoder, FusedDecoder)
         hidden = decoder.hidden(tokens, torch.zeros_like(tokens), 64, SlotKVCache(64, 64))
-        found, expected = decoder.logits(hidden, 0.7), smollm2(tokens.unsqueeze(1)).logits[:, 0].float() / 0.7
+        found = decoder.logits(hidden, 0.7)
+        expected = smollm2(tokens.unsqueeze(1)).logits[:, 0].float() / 0.7
     assert found.dtype == torch.float32 and float((found - expected).abs().mean()) < 0.05
 
 
@@ -158,7 +166,8 @@ def test_sampling_of_large_vocabularies_equals_the_cpu():
     assert (tokens != sample_inverse_cdf(logits, uniform)).sum() <= 1, "at most one token, at the end of an interval"
     probabilities = logits.double().softmax(-1)
     assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
-    allowed, expected = top_k_top_p_mask(logits.to(GPU), 50, 0.9).cpu(), top_k_top_p_mask(logits, 50, 0.9)
+    allowed = top_k_top_p_mask(logits.to(GPU), 50, 0.9).cpu()
+    expected = top_k_top_p_mask(logits, 50, 0.9)
     assert (allowed != expected).sum() <= 64, "at most one token per row, at the edge of the nucleus"
 
 
@@ -219,7 +228,8 @@ def start_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 def result(folder: Path, name: str) -> dict:
     """Waits until a run has ended and returns its status and output."""
-    file, pid = folder / "results" / f"{name}.json", int((folder / "pid").read_text(encoding="utf-8"))
+    file = folder / "results" / f"{name}.json"
+    pid = int((folder / "pid").read_text(encoding="utf-8"))
     while not file.exists():
         alive = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         assert alive or file.exists(), (folder / "log").read_text(encoding="utf-8")[-3000:]

@@ -78,7 +78,8 @@ def test_a_run_ends_as_always(run_flags, tmp_path, lose, capsys, kind):
     (tmp_path / "reward.py").write_text(CHATTY)
     flags = run_flags("--batch-size", 2, "--K", 2, "--num-iterations", 4, "--eval-every", 2, "--save-every", 2)
     flags += ["--rm-model", "none", "--reward-func", f"{tmp_path / 'reward.py'}:chatty"]
-    plain, lost = tmp_path / "run", tmp_path / "lost"
+    plain = tmp_path / "run"
+    lost = tmp_path / "lost"
     train_grpo.main(flags)
     capsys.readouterr()
     lose(kind, "evaluation after update 2")

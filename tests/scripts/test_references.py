@@ -64,7 +64,8 @@ def test_smollm2_orca_commands(orca, capsys, snapshot):
     record = orca / "reward_model_output" / METRICS_FILE
     record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))  # random weights learn little
     train_ppo.main(SMALL)
-    run, output = RunRecord.read(orca / "ppo_training_output"), orca / "ppo_training_output"
+    run = RunRecord.read(orca / "ppo_training_output")
+    output = orca / "ppo_training_output"
     AutoModelForCausalLM.from_pretrained(output)
     AutoTokenizer.from_pretrained(output)
     assert (output / "config.json").is_file() and (output / "checkpoint-3").is_dir()
@@ -353,7 +354,8 @@ def test_mlx_token_level_python_api(tldr, base_model, tmp_path):
         received.append((epoch, {theirs: metrics[ours] for theirs, ours in METRICS.items()}))
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    tokenizer.pad_token, tokenizer.chat_template = "<|endoftext|>", None
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.chat_template = None
     trainer = make_trainer(
         tldr(num_epochs=2, num_iterations=None), TLDR[:8], rewards=[CustomRewardModel(tokenizer)],
         callbacks=[on_epoch_end],

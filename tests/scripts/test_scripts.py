@@ -71,7 +71,9 @@ OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORIT
 @pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
 def test_a_run_from_start_to_saved_model(project, flags, algorithm, snapshot):
     more, batch = ALONE if ALGORITHMS[algorithm].group_size == 1 else GROUPS
-    script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
+    script = f"train_{algorithm}.py"
+    flags = [*flags, *more]
+    name = f"{algorithm}_training_output"
     done = run([script, *flags], project)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no warnings, progress bars or retries of libraries"
@@ -128,7 +130,8 @@ def test_training_scripts_differ_only_in_the_algorithms_name():
 
 @pytest.mark.ci
 def test_all_algorithms_plan_the_same_budget(project, flags, snapshot):
-    plans, at = [], flags.index("--num-iterations")
+    plans = []
+    at = flags.index("--num-iterations")
     flags = [*flags[:at], *flags[at + 2 :]]
     for algorithm, row in ALGORITHMS.items():
         more = ["--batch-size", "4"] if row.group_size == 1 else GROUPS[0]

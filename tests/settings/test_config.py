@@ -54,7 +54,8 @@ def booleans() -> list[str]:
 
 @pytest.mark.parametrize("name", booleans())
 def test_all_spellings_of_boolean_flags(name):
-    group, flag = settings_of(Config)[name].group, "--" + name.replace("_", "-")
+    group = settings_of(Config)[name].group
+    flag = "--" + name.replace("_", "-")
     need = flags_for(name, settings_of(Config))
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),

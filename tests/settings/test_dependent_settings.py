@@ -154,7 +154,8 @@ def test_every_setting_declares_whether_it_depends_on_another_one(config_class):
 @pytest.mark.parametrize(("config_class", "setting", "condition"), cases())
 def test_a_flag_without_an_effect_is_refused_and_with_it_accepted(config_class, setting, condition):
     settings = settings_of(config_class)
-    parse, own = parser_of(config_class, setting, condition), words_of(setting)
+    parse = parser_of(config_class, setting, condition)
+    own = words_of(setting)
     refused = [e for e in errors(parse, [*flags_for(setting.name, settings, condition), *own]) if " no effect " in e]
     (line,) = (line for line in refused if line.startswith(f"{setting.name} has no effect {condition.text()}"))
     assert f": {setting.flag}. " in line and line.endswith(f", or remove {setting.flag}")

@@ -45,7 +45,8 @@ def test_unknown_names_in_files_and_in_python_have_no_dashes(tmp_path, user_erro
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_name_gets_its_advice_wherever_it_is_written(name, tmp_path):
     assert name not in NAMES
-    advice, flag = REMOVED[name].advice, name.replace("_", "-")
+    advice = REMOVED[name].advice
+    flag = name.replace("_", "-")
     files = {"a.yaml": f"{name}: 1", "config.py": f"{name} = 1"}
     for file, text in files.items():
         (tmp_path / file).write_text(text)

@@ -87,7 +87,8 @@ def test_default_recipe_equals_the_declared_defaults():
 
 
 def test_custom_recipe(custom_recipe):
-    ppo, grpo = parse_cli(["--recipe", custom_recipe]), parse_cli(["--recipe", custom_recipe], "grpo")
+    ppo = parse_cli(["--recipe", custom_recipe])
+    grpo = parse_cli(["--recipe", custom_recipe], "grpo")
     assert (ppo.sampling.temperature, ppo.optimizer.learning_rate, ppo.critic.gamma) == (0.9, 1e-4, 0.5)
     assert (grpo.optimizer.learning_rate, grpo.batch.K, grpo.recipe) == (2e-4, 3, custom_recipe)
     assert parse_cli(["--recipe", custom_recipe], "rloo").optimizer.learning_rate == 1e-4
@@ -263,7 +264,8 @@ def block_of_docs(language: str, word: str) -> str:
 def test_the_recipe_in_the_docs_works(tmp_path):
     (tmp_path / "docs.yaml").write_text(block_of_docs("yaml", "kind: recipe"))
     recipe = str(tmp_path / "docs.yaml")
-    ppo, grpo = parse_cli(["--recipe", recipe]), parse_cli(["--recipe", recipe], "grpo")
+    ppo = parse_cli(["--recipe", recipe])
+    grpo = parse_cli(["--recipe", recipe], "grpo")
     assert (ppo.critic.gamma, grpo.batch.K, ppo.model.actor_model) == (0.99, 4, "./my_start_model")
     assert parse_reward_cli(["--recipe", recipe]).training.base_model == "./my_start_model"
 

@@ -189,7 +189,8 @@ def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):
 @pytest.mark.parametrize("name", BY_BEST)
 def test_setting_changes_the_best_checkpoint(build, monkeypatch, name):
     def best(*flags):
-        scores, perplexities = iter([1.0, 2.0]), iter([10.0, 12.0])
+        scores = iter([1.0, 2.0])
+        perplexities = iter([10.0, 12.0])
         monkeypatch.setattr("rlhf.trainer.evaluation.perplexity", lambda *_: next(perplexities))
         scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
@@ -410,7 +411,8 @@ def test_gradient_accumulation_steps_is_micro_batches_per_optimizer_step(build):
 
 def test_gradient_checkpointing_recomputes_layers(build):
     def layer_passes(*flags):
-        trainer, passes = build("--num-iterations", 1, *flags), []
+        trainer = build("--num-iterations", 1, *flags)
+        passes = []
         trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: passes.append(1))
         trainer.update_step(1)
         return len(passes)
@@ -438,7 +440,8 @@ def test_dry_run_writes_no_folder(configured, tmp_path, capsys):
 
 
 def test_rollout_engine_selects_the_plain_loop(build, monkeypatch):
-    plain, called = engine._plain, []
+    plain = engine._plain
+    called = []
     monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
     build("--num-iterations", 1).update_step(1)
     assert not called
@@ -447,7 +450,8 @@ def test_rollout_engine_selects_the_plain_loop(build, monkeypatch):
 
 
 def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
-    rows, decode = [], continuous_batching.ContinuousBatcher._decode
+    rows = []
+    decode = continuous_batching.ContinuousBatcher._decode
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
@@ -461,7 +465,8 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
 
 def test_packed_removes_padding_before_the_layers(build):
     def tokens(*flags):
-        trainer, seen = build("--num-iterations", 1, *flags), []
+        trainer = build("--num-iterations", 1, *flags)
+        seen = []
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
@@ -477,7 +482,9 @@ def test_the_head_in_chunks_trains_as_autograd_does(build, monkeypatch):
     def by_autograd(hidden, head, tokens, temperature, allowed, entropy):
         return logprobs._logprobs_of(logprobs.upcast(hidden @ head.t()) / temperature, tokens, allowed, entropy)
 
-    fused, called, weights = logprobs._FusedLogprobs.apply, [], []
+    fused = logprobs._FusedLogprobs.apply
+    called = []
+    weights = []
     for compute in (fused, by_autograd):
         monkeypatch.setattr(logprobs._FusedLogprobs, "apply", lambda *a, c=compute: called.append(c) or c(*a))
         trainer = build("--num-iterations", 1)
@@ -683,7 +690,8 @@ def test_repeated_evaluation_does_not_differ(evaluated, default_report):
 
 
 def test_rollout_engine_of_an_evaluation(evaluated, default_report, monkeypatch):
-    plain, called = engine._plain, []
+    plain = engine._plain
+    called = []
     monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
     evaluated()
     assert not called

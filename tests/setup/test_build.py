@@ -31,7 +31,8 @@ def test_prompts_from_a_list_and_from_a_file_train_the_same_weights(configured, 
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     config = configured("--prompts", file, *(["--K", 2] if algorithm == "grpo" else []), algorithm=algorithm)
-    from_file, from_list = load_components(config, CPU, Screen()), load_components(config, CPU, Screen(), prompts)
+    from_file = load_components(config, CPU, Screen())
+    from_list = load_components(config, CPU, Screen(), prompts)
     ids = [[[p.ids for p in part] for part in (s.train, s.evaluation)] for s in (from_file.prompts, from_list.prompts)]
     assert ids[0] == ids[1] and len(ids[0][1]) > 1
     file_weights, list_weights = (weights_after_an_update(config, components) for components in (from_file, from_list))

@@ -21,7 +21,9 @@ from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.shape import Shape
 from rlhf.utils.console import Screen
 
-CPU, GPU, GIB = torch.device("cpu"), torch.device("cuda"), 2**30
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+GIB = 2**30
 SMOLLM2 = Shape.of(
     {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
      "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}, 134_515_008
@@ -35,7 +37,8 @@ def smollm2(updates: int = 2) -> Estimator:
 def chosen(config, gib: float, **options) -> dict:
     """Returns the settings of FITTED that differ from the given ones."""
     found = choose(config, smollm2(), int(gib * GIB), **options)
-    before, after = fitted(config), fitted(found)
+    before = fitted(config)
+    after = fitted(found)
     return {name: after[name] for name in FITTED if before[name] != after[name]}
 
 
@@ -58,7 +61,8 @@ def test_less_memory_changes_more(configured):
     """With enough memory nothing changes; then only settings that change time; then 8-bit Adam; then LoRA."""
     config = configured("--batch-size", 32, "--max-new-tokens", 128)
     estimate = smollm2()
-    whole, time_only = estimate(config).peak / GIB, {"micro_batch_size", "rollout_slots", "gradient_checkpointing"}
+    whole = estimate(config).peak / GIB
+    time_only = {"micro_batch_size", "rollout_slots", "gradient_checkpointing"}
     lowest = {  # the smallest peaks without 8-bit Adam, and without LoRA
         optim: estimate(
             replaced(config, optim=optim, gradient_checkpointing=True, micro_batch_size=1, rollout_slots=8)
@@ -76,7 +80,8 @@ def test_less_memory_changes_more(configured):
 
 
 def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
-    config, estimate = configured("--batch-size", 32, "--max-new-tokens", 128), smollm2()
+    config = configured("--batch-size", 32, "--max-new-tokens", 128)
+    estimate = smollm2()
     for gib in (4.2, 3.6, 3.0, 2.6):
         found = choose(config, estimate, int(gib * GIB))
         assert estimate(found).peak <= gib * GIB
@@ -88,7 +93,8 @@ def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
 
 def test_slots_are_not_chosen_for_a_model_that_samples_with_the_plain_engine(configured):
     """All rows of a batch are then sampled at the same time, so slots save nothing, and micro-batches are padded."""
-    config, slots = configured("--batch-size", 32, "--max-new-tokens", 128), smollm2()
+    config = configured("--batch-size", 32, "--max-new-tokens", 128)
+    slots = smollm2()
     plain = replace(slots, packs=False)
     for estimate, flags in ((plain, {}), (slots, {"rollout_engine": "plain"})):
         given = replaced(config, **flags)

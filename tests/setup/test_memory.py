@@ -33,7 +33,8 @@ from tests.scripts.test_scripts import ROOT, run
 CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 48, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
-ATTENTION, ALL = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def policy(folder, layers: int, targets, load_in_4bit: bool, dtype, kind=LlamaConfig):
@@ -78,7 +79,8 @@ def test_saved_activations_of_a_layer_match_autograd(tmp_path, rows, targets, dt
     lengths, shared = ROWS[rows]
     given = token_batch([[5] * n for n in lengths], [[7] * 9] * len(lengths), 0, CPU)
     given.groups = [number // shared for number in range(len(lengths))]
-    micro_batch, row = PackedMicroBatch(given, range(len(lengths))), Row.of(lengths, 9, True, shared)
+    micro_batch = PackedMicroBatch(given, range(len(lengths)))
+    row = Row.of(lengths, 9, True, shared)
     with autocast(CPU, dtype):
         two, three = (saved_bytes([m], lambda m=m: micro_batch.forward(backbone_of(m))) for m in models)
     assert (row.episodes, row.tokens) == (len(lengths), micro_batch.ids.numel())
@@ -98,7 +100,8 @@ ADAPTERS["every linear layer"] = [*ADAPTERS["some"], "--lora-targets", "all-line
 def test_predicted_activations_cover_autograds_for_every_critic_and_adapter(configured, build, critic, lora):
     """Of the largest micro-batch, over all networks. The rank is 1: in a tiny model the products with A are large."""
     flags = ["--batch-size", 8, "--minibatches", 1, "--no-bf16", *CRITICS[critic], *lora]
-    trainer, length = build(*flags), 8
+    trainer = build(*flags)
+    length = 8
     estimate = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)
     prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
     given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
@@ -112,7 +115,8 @@ def test_predicted_activations_cover_autograds_for_every_critic_and_adapter(conf
 def test_predicted_activations_of_ppo_count_a_shared_prompt_once(configured, build, critic):
     """Two prompts with four completions each, in one micro-batch."""
     flags = ["--batch-size", 2, "--K", 4, "--minibatches", 1, "--no-bf16", *CRITICS[critic]]
-    trainer, length = build(*flags), 8
+    trainer = build(*flags)
+    length = 8
     prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
     given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
     given.groups = [number // 4 for number in range(8)]

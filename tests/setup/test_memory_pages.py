@@ -14,7 +14,8 @@ from rlhf.setup.memory import IMPORTED, Estimator
 from tests.documents import ROOT
 from tests.setup.test_fit import SMOLLM2
 
-CPU, GIB = torch.device("cpu"), 2**30
+CPU = torch.device("cpu")
+GIB = 2**30
 # an update of the default recipe: 4 prompts of 95 tokens, without a reward model, evaluations and libraries
 UPDATE = Estimator(SMOLLM2, None, CPU, [ids_alone([5] * 95)] * 64, [], 2)
 
@@ -43,7 +44,8 @@ def test_predicted_peaks_of_the_settings_are_those_of_the_pages():
 
 
 def test_memory_of_the_reward_model_and_of_the_libraries_is_that_of_the_page():
-    scored, config = replace(UPDATE, reward_model=SMOLLM2), parse_cli(["--bf16"], "ppo")
+    scored = replace(UPDATE, reward_model=SMOLLM2)
+    config = parse_cli(["--bf16"], "ppo")
     assert f"{(scored(config).peak - UPDATE(config).peak) / GIB:.1f} GiB" == "0.3 GiB"
     assert f"{IMPORTED / GIB:.1f} GiB" == "0.6 GiB"
     assert {"0.3", "0.6"} <= set(re.findall(r"\b(0\.\d) GiB", page("docs/performance.md")))
@@ -52,7 +54,8 @@ def test_memory_of_the_reward_model_and_of_the_libraries_is_that_of_the_page():
 def test_settings_that_fit_are_those_of_the_page():
     config = parse_cli(["--no-bf16", "--batch-size", "32"], "ppo")
     given = Estimator(SMOLLM2, SMOLLM2, CPU, [ids_alone([5] * 256)] * 32, [256] * 20, 1, libraries=IMPORTED)
-    table, found = rows(page("docs/performance.md"), "| `--fit` | chosen | predicted peak, GiB |"), []
+    table = rows(page("docs/performance.md"), "| `--fit` | chosen | predicted peak, GiB |")
+    found = []
     for size, _, _ in table:
         chosen = choose(config, given, int(float(size.removesuffix("GB")) * GIB / MARGIN))
         flags = f"`{changed_flags(config, chosen)}`".replace("``", "nothing is changed")

@@ -18,7 +18,9 @@ from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT
 
 CPU = torch.device("cpu")
-FASTER, SLOWER = (0.030, 0.012), (0.012, 0.030)  # seconds in float32 and in bfloat16
+# seconds in float32 and in bfloat16
+FASTER = (0.030, 0.012)
+SLOWER = (0.012, 0.030)
 
 
 @pytest.fixture
@@ -71,7 +73,8 @@ def test_the_demos_and_the_tests_are_tiny_and_smollm2_is_not():
 
 
 def test_a_measurement_changes_no_state_and_is_made_once_per_process():
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         found = measured(48, 96)

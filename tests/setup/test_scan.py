@@ -102,11 +102,13 @@ def changes(command, config) -> set[tuple[str, str]]:
 
 def sampled(scores: list[float], ended: bool = True) -> Sampled:
     """Return the completions of one prompt with these scores of one function."""
-    ends, texts = [ended] * len(scores), [f"text {i}" for i in range(len(scores))]
+    ends = [ended] * len(scores)
+    texts = [f"text {i}" for i in range(len(scores))]
     return Sampled(Prompt((1,), Example(())), scores, scores, ends, len(texts), texts, {"right": scores})
 
 
-HALF, NEVER = [1.0, 0.0] * 4, [0.0] * 8
+HALF = [1.0, 0.0] * 4
+NEVER = [0.0] * 8
 
 
 @pytest.mark.parametrize(

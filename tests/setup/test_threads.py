@@ -22,7 +22,10 @@ from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT
 
 CPU = torch.device("cpu")
-BUSY, EVEN, FREE = (0.001, 0.002), (0.001, 0.00199), (0.002, 0.001)  # seconds with 1 and with 2 threads
+# seconds with 1 and with 2 threads
+BUSY = (0.001, 0.002)
+EVEN = (0.001, 0.00199)
+FREE = (0.002, 0.001)
 
 
 @pytest.fixture
@@ -112,7 +115,8 @@ def test_deterministic_does_not_measure_the_precision(configured, start_model, m
 def test_a_measurement_changes_no_state_and_is_made_once_per_process(monkeypatch):
     monkeypatch.setattr(precision, "THREADS_S", 0)
     monkeypatch.setattr(precision, "TURN_S", 0.001)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     found = thread_seconds(48, 96, 2)
     assert min(found) > 0 and torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
     assert thread_seconds(48, 96, 2) == found, "two measurements would differ"
@@ -120,7 +124,8 @@ def test_a_measurement_changes_no_state_and_is_made_once_per_process(monkeypatch
 
 def test_the_turns_are_taken_by_both_numbers_and_their_medians_decide(monkeypatch):
     """One turn in which another program takes the cores decides nothing."""
-    asked, times = [], iter([1.0, 3.0, 90.0, 4.0, 2.0, 80.0])
+    asked = []
+    times = iter([1.0, 3.0, 90.0, 4.0, 2.0, 80.0])
 
     def timed(rows, hidden, inner, threads, seconds):
         asked.append(threads)
@@ -198,7 +203,8 @@ def test_seeds_that_are_trained_later_have_the_number_of_the_first(run_flags, me
 
 
 def test_a_new_seed_gets_the_number_of_an_earlier_one(configured, measures, tmp_path):
-    one, given = configured(), configured("--threads", 2)
+    one = configured()
+    given = configured("--threads", 2)
     facts = {"status": "finished", "threads": 1, "settings": {"model": {"actor_model": one.model.actor_model}}}
     (tmp_path / RUN_FILE).write_text(json.dumps(facts), encoding="utf-8")
     measures(None)

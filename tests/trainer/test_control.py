@@ -67,10 +67,13 @@ def test_every_completion_receives_every_score_equally_often():
 
 def test_the_algorithm_receives_the_exchanged_scores_and_the_metrics_the_true_ones(make, monkeypatch):
     """With the penalty for a missing EOS, which is exchanged together with the score."""
-    logged, received, given = {}, {}, [0.0, 1.0, 2.0, 4.0]
+    logged = {}
+    received = {}
+    given = [0.0, 1.0, 2.0, 4.0]
     for control in ("none", "shuffled"):
         trainer = make("--control", control, "--missing-eos-penalty", 0.5, rewards=[lambda **_: given])
-        original, seen = trainer.advantages, []
+        original = trainer.advantages
+        seen = []
         monkeypatch.setattr(trainer, "advantages", lambda r, s, seen=seen, f=original: seen.append(s) or f(r, s))
         logged[control] = trainer.update_step(1)
         (received[control],) = (scores.tolist() for scores in seen)

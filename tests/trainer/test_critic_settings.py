@@ -54,7 +54,8 @@ def test_first_adam_step_is_the_learning_rate_of_each_part(build, kind):
     actor = trainer.actor
     if actor.critic is not None:
         torch.nn.init.normal_(actor.value_head.summary.weight)  # a zero value head blocks the gradient
-    policy, head = copies(actor.policy), copies(actor.value_head)
+    policy = copies(actor.policy)
+    head = copies(actor.value_head)
     critic = copies(actor.critic) if actor.critic is not None else {}
     trainer.update_step(1)
     assert largest_step(actor.policy, policy) == pytest.approx(1e-3, rel=1e-2)

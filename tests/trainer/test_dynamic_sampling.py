@@ -49,7 +49,8 @@ def kept_prompts(batch) -> list[str]:
 
 class Recorder:
     def __init__(self):
-        self.batches, self.scores = [], []
+        self.batches = []
+        self.scores = []
 
     def on_batch(self, update, batch, scores):
         self.batches.append(batch)
@@ -100,7 +101,8 @@ def test_concatenate_and_select_by_hand():
 
 
 def test_rollouts_without_values_have_none_together():
-    one, two = rollout_of([(5,)], [[3, 2]]), rollout_of([(5,)], [[2]])
+    one = rollout_of([(5,)], [[3, 2]])
+    two = rollout_of([(5,)], [[2]])
     one.values = None
     both = Rollout.concatenate([one, two], pad=0)
     assert both.values is None and both.select([1]).values is None
@@ -203,7 +205,8 @@ def test_groups_that_stay_equal_are_kept_and_counted(build):
 @pytest.mark.parametrize("algorithm", WITH_GROUPS)
 def test_advantages_of_an_equal_group_contain_only_the_kl(build, algorithm):
     """The first update changes the policy. In the second one all scores are equal, and the KL is in the reward."""
-    recorder, calls = Recorder(), []
+    recorder = Recorder()
+    calls = []
 
     def score(completion_ids, **_):
         calls.append(1)
@@ -294,7 +297,8 @@ def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch)
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad):
-    calls, skipped = [], []
+    calls = []
+    skipped = []
 
     class Watch:
         def on_update_skipped(self, update, rollout, batch, reason):
@@ -351,7 +355,8 @@ def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):
     """The run ends in the update in which 40 episodes are spent, and everything at its end is there."""
     train_grpo.main(command_flags(run_flags, tmp_path, "--episodes", 40, "--dynamic-sampling", 3))
     output = tmp_path / "run"
-    record, curves = RunRecord.read(output), read_curves(output)
+    record = RunRecord.read(output)
+    curves = read_curves(output)
     spent = record.spent
     assert record.status == "finished" and record.plan.updates == 5 and spent.updates < 5
     assert spent.resampled_episodes > 0 and spent.episodes == 8 * spent.updates + spent.resampled_episodes

@@ -43,7 +43,8 @@ def test_perplexity_matches_a_plain_forward_pass(start_model):
     examples = [Example(messages=({"role": "user", "content": q},), chosen=a) for q, a in rows]
     prompt_rows = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
     completions = [encode_completion(tokenizer, answer) for _, answer in rows]
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for prompt, completion in zip(prompt_rows, completions, strict=True):
         with torch.no_grad():
             logp = policy(torch.tensor([[*prompt.ids, *completion]])).logits[0].log_softmax(-1)
@@ -117,7 +118,8 @@ def test_evaluation_metrics_match_values_computed_by_hand():
 
 
 def test_report_figures_match_values_computed_by_hand():
-    before, after = evaluation([0.0, 2.0, 4.0], lengths=[4, 4, 4]), evaluation([3.0, 5.0, 7.0], lengths=[8, 8, 8])
+    before = evaluation([0.0, 2.0, 4.0], lengths=[4, 4, 4])
+    after = evaluation([3.0, 5.0, 7.0], lengths=[8, 8, 8])
     figures = compare(before, after, prompts(3), None, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
     # the start model's scores have standard deviation 2
@@ -174,7 +176,8 @@ def test_skipped_updates_do_not_shift_the_phases():
 def test_evaluations_at_temperature_0_are_greedy(build, engine):
     """The same completions as those of a loop that takes the largest logit of a plain forward pass."""
     trainer = build("--eval-temperature", 0, "--rollout-engine", engine)
-    policy, tokenizer = trainer.actor.policy, trainer.processing_class
+    policy = trainer.actor.policy
+    tokenizer = trainer.processing_class
     expected = []
     for prompt in trainer.evaluation_prompts:
         ids = list(prompt.ids)

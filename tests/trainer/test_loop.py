@@ -135,9 +135,11 @@ def batch_with_early_eos(trainer):
 @pytest.mark.parametrize("flags", [(), ("--use-lora", "--bf16")], ids=" ".join)
 def test_shared_first_pass_does_not_change_the_weights(make, monkeypatch, flags):
     """The final weights are bit-identical if the first optimizer step repeats the forward pass of the rollout."""
-    final_weights, passes = [], []
+    final_weights = []
+    passes = []
     for shared in (True, False):
-        trainer, count = make(*flags), []
+        trainer = make(*flags)
+        count = []
         assert trainer.passes.share_first
         trainer.passes.share_first = shared
         with monkeypatch.context() as patch:
@@ -156,7 +158,8 @@ def test_shared_first_pass_does_not_change_the_weights(make, monkeypatch, flags)
     "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
 )
 def test_pass_is_kept_only_if_it_covers_the_whole_first_step(make, flags):
-    trainer, default = make(*flags), make()
+    trainer = make(*flags)
+    default = make()
     for one in (trainer, default):
         one.collector.collect(one.episodes_of(1), 1)
     assert (trainer.passes._kept is None, default.passes._kept is None) == (True, False)
@@ -166,7 +169,8 @@ def test_pass_is_kept_only_if_it_covers_the_whole_first_step(make, flags):
 
 def test_kept_pass_is_used_once_and_only_for_its_completions(build):
     trainer = build()
-    passes, completions = trainer.passes, trainer.collector.collect(trainer.episodes_of(1), 1).completions
+    passes = trainer.passes
+    completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
     order = passes._kept[1].micro_batch.rows
     assert sorted(order) == [0, 1, 2, 3]
 
@@ -187,7 +191,8 @@ def test_kept_pass_is_used_once_and_only_for_its_completions(build):
 
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_kept_pass_is_freed_after_a_skipped_update_and_after_an_error(build, error):
-    trainer, kept = build("--num-iterations", 3, "--eval-every", 100), []
+    trainer = build("--num-iterations", 3, "--eval-every", 100)
+    kept = []
 
     def bad(completions, **_):
         kept.append(trainer.passes._kept is not None)
@@ -347,7 +352,8 @@ def test_eight_bit_adam_without_bitsandbytes_is_one_line(build, monkeypatch, use
 
 
 def test_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
-    losses, grads = {}, {}
+    losses = {}
+    grads = {}
     for coef in (0.0, 0.5):
         trainer = make("--entropy-coef", coef)
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
@@ -398,7 +404,8 @@ class EventRecorder(Callback):
 
 def test_callbacks_receive_updates_evaluations_and_epochs(make):
     """An epoch is two updates. Its metrics are the means of the metrics of its updates."""
-    recorder, epoch_numbers = EventRecorder(), []
+    recorder = EventRecorder()
+    epoch_numbers = []
     batch = ("--batch-size", 2, "--max-prompts", 4, "--num-iterations", 5, "--eval-every", 3)
     trainer = make(*batch, callbacks=[recorder, lambda epoch, metrics: epoch_numbers.append(epoch)])
     final = trainer.train()
@@ -417,7 +424,8 @@ def test_normalize_scores_normalises_the_scores(make):
     score_batches = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
     trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(score_batches)])
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
+    first = trainer.collector.score(rollout)
+    second = trainer.collector.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "raw scores, which are logged, are not normalised"
     assert_close(first.shaped, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
     assert_close(second.shaped, first.shaped)
@@ -532,7 +540,8 @@ def test_load_model_restores_the_weights_of_save_model(make, tmp_path, user_erro
         trainer = make(*flags, "--lr-schedule", "constant")
         trainer.train()
         trainer.save_model(tmp_path / "saved")
-        saved, text = weights(trainer), trainer.evaluations[-1].texts
+        saved = weights(trainer)
+        text = trainer.evaluations[-1].texts
         trainer.update_step(3)
         assert largest_difference(saved, weights(trainer)) > 0
         trainer.load_model(tmp_path / "saved")
@@ -550,7 +559,8 @@ def test_load_model_restores_the_weights_of_save_model(make, tmp_path, user_erro
 def test_policy_and_reference_model_are_on_the_requested_device(make, monkeypatch):
     """Needs no GPU: records the modules that are moved to a device. The policy must be one of them, and the reference
     model is a copy of it or is moved separately."""
-    moved, original = set(), torch.nn.Module.to
+    moved = set()
+    original = torch.nn.Module.to
 
     def recorded(module, *args, **kwargs):
         moved.add(id(module))

@@ -15,7 +15,8 @@ LAYERS = 30
 @pytest.fixture(scope="module")
 def counted() -> Counter:
     """Every layer has the same operators, so two depths give those of 30 layers."""
-    two, three = optimizer_step(2), optimizer_step(3)
+    two = optimizer_step(2)
+    three = optimizer_step(3)
     return Counter({name: two[name] + (LAYERS - 2) * (three[name] - two[name]) for name in two | three})
 
 

@@ -35,7 +35,9 @@ class UpdateRecorder(Callback):
     """Records finished and skipped updates."""
 
     def __init__(self):
-        self.finished, self.skipped, self.skipped_tokens = [], [], 0
+        self.finished = []
+        self.skipped = []
+        self.skipped_tokens = 0
 
     def on_update_end(self, update, metrics):
         self.finished.append(update)
@@ -51,7 +53,8 @@ def corrupt_scores(trainer, value):
     def first_score_is_bad(completions, **_):
         return [value, *[1.0] * (len(completions) - 1)]
 
-    trainer.rewards.functions, trainer.rewards.names = [first_score_is_bad], ["first_score_is_bad"]
+    trainer.rewards.functions = [first_score_is_bad]
+    trainer.rewards.names = ["first_score_is_bad"]
     trainer.rewards.weights = [1.0]
 
 
@@ -96,7 +99,8 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.ci)])
 def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value):
-    trainer, recorder = build(algorithm=algorithm), UpdateRecorder()
+    trainer = build(algorithm=algorithm)
+    recorder = UpdateRecorder()
     trainer.add_callback(recorder)
     before = weights(trainer)
     CORRUPTIONS[kind](trainer, value)
@@ -134,7 +138,8 @@ def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, upd
 
 def test_training_continues_after_a_skipped_update(build):
     trainer = build("--num-iterations", 4)
-    original, calls = trainer.algorithm.loss, []
+    original = trainer.algorithm.loss
+    calls = []
 
     def nan_in_third_call(*args):
         calls.append(1)
@@ -161,7 +166,9 @@ def test_beta_that_the_flag_refuses_is_refused(build, beta, user_error):
 
 def test_earlier_steps_of_a_skipped_update_are_kept(build):
     trainer = build("--ppo-epochs", 2)
-    before, original, calls = weights(trainer), trainer.algorithm.loss, []
+    before = weights(trainer)
+    original = trainer.algorithm.loss
+    calls = []
 
     def nan_in_second_call(*args):
         calls.append(1)
@@ -188,7 +195,8 @@ def test_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, rati
         trainer.passes.logprobs = logprobs
         return trainer
 
-    trainer, recorder = with_shifted_logprobs(build("--ppo-epochs", 2)), UpdateRecorder()
+    trainer = with_shifted_logprobs(build("--ppo-epochs", 2))
+    recorder = UpdateRecorder()
     trainer.add_callback(recorder)
     before = weights(trainer)
     trainer.update_step(1)
@@ -213,7 +221,8 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_are_saved(
     configured, tmp_path, monkeypatch, capsys, algorithm, user_error, snapshot
 ):
     train = partial(train_command, algorithm)
-    original, from_update = optimize.PolicyOptimizer.gradients, 1
+    original = optimize.PolicyOptimizer.gradients
+    from_update = 1
 
     def nan_gradients(self, *given):
         stats = original(self, *given)
@@ -300,9 +309,11 @@ def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path)
     """The KL of update 4 is that of the weights after update 3, so the last good weights are those after update 2."""
     flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 1,
              "--keep", 6, "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
-    weights_of, rates = {}, {}
+    weights_of = {}
+    rates = {}
     for rollback in ((), ("--rollback-on-kl",)):
-        trainer, seen = build(*flags, "--output", tmp_path / str(len(rollback)), *rollback), {}
+        trainer = build(*flags, "--output", tmp_path / str(len(rollback)), *rollback)
+        seen = {}
         attach(trainer)
         set_kl(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
         record_weights(trainer, seen)
@@ -311,7 +322,8 @@ def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path)
         rates[rollback] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
     assert rates[()] == rates[("--rollback-on-kl",)], "the learning-rate schedule must continue"
-    without_rollback, rolled_back = weights_of[()], weights_of[("--rollback-on-kl",)]
+    without_rollback = weights_of[()]
+    rolled_back = weights_of[("--rollback-on-kl",)]
     assert all(torch.equal(without_rollback[n], rolled_back[n]) for n in range(1, 6))
     assert torch.equal(rolled_back[6], rolled_back[2]) and not torch.equal(without_rollback[6], without_rollback[2])
     assert not torch.equal(rolled_back[3], rolled_back[2])
@@ -331,7 +343,8 @@ def record_weights(trainer, seen):
 
 def limit_memory(trainer, most):
     """Simulates memory for at most `most` completions and returns the list of attempted micro-batch sizes."""
-    original, sizes = trainer.policy_optimizer.gradients, []
+    original = trainer.policy_optimizer.gradients
+    sizes = []
 
     def gradients(batch, forward, *more):
         sizes.append(len(forward.micro_batch.rows))
@@ -345,7 +358,8 @@ def limit_memory(trainer, most):
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm, snapshot):
-    unlimited, limited = build(algorithm=algorithm), build(algorithm=algorithm)
+    unlimited = build(algorithm=algorithm)
+    limited = build(algorithm=algorithm)
     unlimited.update_step(1)
     sizes = limit_memory(limited, 1)
     with pytest.warns(RLHFWarning, match="backward pass.* 2 ") as caught:
@@ -373,7 +387,8 @@ def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags
 
 
 def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch, snapshot):
-    trainer, sizes = build(), []
+    trainer = build()
+    sizes = []
     original = trainer.reference.logprobs
 
     def logprobs(micro_batch, *more):
@@ -392,7 +407,8 @@ def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypa
 def limit_slots(monkeypatch, most, in_capture=False):
     """Simulates memory for sampling at most `most` completions at a time: the third step of more runs out of it.
     Returns a list that receives the number of slots of each step."""
-    decode, steps = ContinuousBatcher._decode, []
+    decode = ContinuousBatcher._decode
+    steps = []
 
     def limited(batcher, span):
         steps.append(len(batcher.used))
@@ -409,7 +425,8 @@ def limit_slots(monkeypatch, most, in_capture=False):
 def test_out_of_memory_in_sampling_halves_the_slots_and_changes_no_token(build, monkeypatch, snapshot):
     expected = build()
     expected = [expected.collector.collect(expected.episodes_of(update), update).completions for update in (1, 2)]
-    limited, steps = build(), limit_slots(monkeypatch, most=2)
+    limited = build()
+    steps = limit_slots(monkeypatch, most=2)
     with pytest.warns(RLHFWarning, match="rollout slots to 2") as caught:
         found = limited.collector.collect(limited.episodes_of(1), 1).completions
     snapshot(*(warning.message for warning in caught))
@@ -421,7 +438,8 @@ def test_out_of_memory_in_sampling_halves_the_slots_and_changes_no_token(build, 
 
 
 def test_out_of_memory_in_the_capture_of_a_graph_is_not_retried(build, monkeypatch, user_error):
-    trainer, steps = build(), limit_slots(monkeypatch, most=2, in_capture=True)
+    trainer = build()
+    steps = limit_slots(monkeypatch, most=2, in_capture=True)
     with user_error("the rollout", "--", kind=RunError):
         trainer.update_step(1)
     assert steps == [4, 4, 4]
@@ -429,8 +447,11 @@ def test_out_of_memory_in_the_capture_of_a_graph_is_not_retried(build, monkeypat
 
 def test_kept_pass_is_freed_if_computing_logprobs_needs_its_memory(build, monkeypatch):
     """Simulates memory for the kept pass or for computing log-probs, but not for both."""
-    trainer, passes, kept = build(), [], []
-    run, logprobs = trainer.passes.run, trainer.reference.logprobs
+    trainer = build()
+    passes = []
+    kept = []
+    run = trainer.passes.run
+    logprobs = trainer.reference.logprobs
 
     def recorded(completions, rows):
         found = run(completions, rows)

@@ -22,7 +22,10 @@ class Recorder(TrainerCallback):
     """Records the events, each with the step, and what it receives."""
 
     def __init__(self):
-        self.events, self.states, self.logs, self.evaluations = [], [], [], []
+        self.events = []
+        self.states = []
+        self.logs = []
+        self.evaluations = []
 
     def _record(self, event, state):
         self.events.append((event, state.global_step))
@@ -59,7 +62,8 @@ class Recorder(TrainerCallback):
 
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.ci) for a in OTHER_ALGORITHMS)])
 def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
-    trainer, recorder = build("--num-iterations", 3, "--eval-every", 2, algorithm=algorithm), Recorder()
+    trainer = build("--num-iterations", 3, "--eval-every", 2, algorithm=algorithm)
+    recorder = Recorder()
     trainer.add_callback(recorder)
     with attach(trainer):
         trainer.train()
@@ -78,7 +82,8 @@ def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
 
 
 def test_an_epoch_ends_after_the_update_that_completes_it(build):
-    trainer, recorder = build("--num-iterations", "none", "--epochs", 1, "--max-prompts", 8), Recorder()
+    trainer = build("--num-iterations", "none", "--epochs", 1, "--max-prompts", 8)
+    recorder = Recorder()
     trainer.add_callback(recorder)
     trainer.train()
     assert [e for e in recorder.events if e[0] == "epoch_end"] == [("epoch_end", trainer.state.global_step)]

@@ -34,7 +34,8 @@ def test_only_the_critic_is_trained_in_the_warm_up(build, kind):
     """The policy's weights are equal to the bit after the warm-up, and move in the first update after it."""
     trainer = build("--critic-warmup", 2, "--num-iterations", 4, "--learning-rate", "1e-2", *KINDS[kind])
     actor = trainer.actor
-    policy, head = copies(actor.policy), copies(actor.value_head)
+    policy = copies(actor.policy)
+    head = copies(actor.value_head)
     critic = copies(actor.critic) if actor.critic is not None else {}
     for update in (1, 2):
         metrics = trainer.update_step(update)

@@ -179,7 +179,8 @@ def test_a_progress_line_that_is_redrawn_has_only_its_own_control_characters(mon
         screen.progress(text, last=True)
         return terminal.getvalue()
 
-    hostile, harmless = written(HOSTILE), written("x" * len(visible(HOSTILE)))
+    hostile = written(HOSTILE)
+    harmless = written("x" * len(visible(HOSTILE)))
     assert "\r" in harmless and "\x1b[" in harmless, "it is redrawn"
     assert_clean(hostile.replace("\r", "").replace("\x1b", "") + visible(HOSTILE))
     assert [hostile.count(c) for c in RAW] == [harmless.count(c) for c in RAW]

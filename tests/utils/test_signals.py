@@ -69,7 +69,8 @@ def test_the_first_signal_is_stored_and_the_handler_is_restored(name):
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
 def test_a_signal_that_is_ignored_or_has_a_handler_is_left_alone(handled, name):
     """`nohup` starts a program with an ignored SIGHUP; submitit handles SIGUSR1 in the program that trains."""
-    which, received = signal.Signals[name], []
+    which = signal.Signals[name]
+    received = []
     for handler in (signal.SIG_IGN, lambda number, _: received.append(number)):
         handled(which, handler)
         assert which not in stop_signals()

@@ -133,7 +133,8 @@ def test_gpu_cache_is_released_between_rollout_and_update_on_windows_only(build,
     trainer = build()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(sampled[:]))
-    sampled, sample = [], trainer.collector.sample
+    sampled = []
+    sample = trainer.collector.sample
     monkeypatch.setattr(trainer.collector, "sample", lambda *parts: sampled.append(1) or sample(*parts))
     trainer.collector.collect(trainer.episodes_of(1), 1)
     assert released == [] and sampled == [1]
@@ -154,7 +155,8 @@ def test_processes_of_one_machine_connect_without_the_host_name(monkeypatch):
 
 
 def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp_path):
-    original, calls = os.replace, []
+    original = os.replace
+    calls = []
 
     def replace(source, target):
         calls.append(source)
@@ -185,7 +187,8 @@ NOT_EMPTY = OSError(errno.ENOTEMPTY, "a removed file is still listed")
 
 @pytest.mark.parametrize("error", [IN_USE, NOT_EMPTY], ids=["in use", "not empty"])
 def test_on_windows_removing_a_folder_in_use_is_retried(windows, monkeypatch, tmp_path, error):
-    original, calls = shutil.rmtree, []
+    original = shutil.rmtree
+    calls = []
 
     def rmtree(folder):
         calls.append(folder)

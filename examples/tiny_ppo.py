@@ -44,14 +44,14 @@ KINDS = {
 
 
 def ask(rng: random.Random) -> tuple[str, str, str]:
-    """Returns a question, the noun that answers it, and the noun's kind."""
+    """Return a question, the noun that answers it, and the noun's kind."""
     kinds = rng.sample(sorted(KINDS), 3)
     nouns, right = [rng.choice(KINDS[kind]) for kind in kinds], rng.randrange(3)
     return f"Which of these is {kinds[right]}: {', '.join(nouns)}?", nouns[right], kinds[right]
 
 
 def score(completion: str, noun: str, kind: str) -> float:
-    """Returns 1 for a right and complete sentence, 0.5 for the right noun, otherwise 0. Or use a reward model here."""
+    """Return 1 for a right and complete sentence, 0.5 for the right noun, otherwise 0. Or use a reward model here."""
     named = set(re.findall(r"\w+", completion.lower())) & {word for words in KINDS.values() for word in words}
     if named != {noun}:
         return 0.0  # also if it names a second noun: otherwise the policy learns to list all three
@@ -78,7 +78,7 @@ class Policy(nn.Module):
             nn.init.zeros_(weight)  # with random weights, the first advantages would be noise (detail 23)
 
     def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Returns the log-probability of each completion token in nats, and the value before it, both (B, T)."""
+        """Return the log-probability of each completion token in nats, and the value before it, both (B, T)."""
         ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)
         attention = torch.cat([rollout.prompt_mask, rollout.mask.long()], 1)
         # Positions count tokens, not padding. Otherwise a longer prompt in the batch changes the result (detail 5).
@@ -107,7 +107,7 @@ def sample(policy: Policy, tokenizer: PreTrainedTokenizerBase, questions: list[s
 
 
 def ppo_advantages(kl: Tensor, scores: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns whitened advantages and the critic's targets, both (B, T), from KL and values (B, T), scores (B,)."""
+    """Return whitened advantages and the critic's targets, both (B, T), from KL and values (B, T), scores (B,)."""
     # r_t = -beta * KL_t, and the score at EOS (Ziegler et al. 2019, arXiv 1909.08593, eq. 2; detail 19). Without the
     # KL, the policy moves to any text with a high score, also if it is no longer language.
     rewards = -BETA * kl
@@ -126,7 +126,7 @@ def ppo_advantages(kl: Tensor, scores: Tensor, values: Tensor, mask: Tensor) -> 
 
 
 def grpo_advantages(kl: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
-    """Returns one advantage per completion, for each of its tokens (B, T). Completions of a prompt are neighbours."""
+    """Return one advantage per completion, for each of its tokens (B, T). Completions of a prompt are neighbours."""
     # No critic: the baseline is the mean of the group (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2). Its
     # division by the group's standard deviation favours groups with nearly equal scores (arXiv 2503.20783; detail 26).
     rewards = (scores - BETA * kl.sum(1)).view(-1, GROUP["grpo"])
@@ -134,7 +134,7 @@ def grpo_advantages(kl: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def make_optimizer(policy: Policy) -> torch.optim.Optimizer:
-    """Returns AdamW. torch's default weight decay, 0.01, would move the weights to 0 in every step (detail 35)."""
+    """Return AdamW. torch's default weight decay, 0.01, would move the weights to 0 in every step (detail 35)."""
     return torch.optim.AdamW(policy.parameters(), LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.mutations import COUNT, ROOT, TESTS, drawn, mutations_of
 
 CODE = '''def f(*rows: A | B, last: int = 0) -> C | D:
-    """Returns 0 and not 1."""
+    """Return 0 and not 1."""
     if not rows:
         raise ValueError("0" if last == 0 else "1")
     return rows[0] * 5, f"{last + 1}", *rows

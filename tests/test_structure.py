@@ -37,7 +37,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Returns all modules that a file imports, at its top or inside a function."""
+    """Return all modules that a file imports, at its top or inside a function."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def level(module: str) -> int:
-    """Returns the index of a module's folder in ORDER. Commands are above all folders, other libraries below."""
+    """Return the index of a module's folder in ORDER. Commands are above all folders, other libraries below."""
     package, _, rest = module.partition(".")
     if package == "rlhf" and rest:
         if rest.startswith("algorithms.table"):
@@ -61,7 +61,7 @@ def level(module: str) -> int:
 
 
 def upward_imports(path: Path) -> list[str]:
-    """Returns the imports from a higher level. Imports for annotations count, too. The package's own functions, which
+    """Return the imports from a higher level. Imports for annotations count, too. The package's own functions, which
     it imports when they are used, are at the top."""
     if path == PACKAGE / "__init__.py":
         return []
@@ -69,7 +69,7 @@ def upward_imports(path: Path) -> list[str]:
 
 
 def findings(check: Callable[[Path], list[str]], files: list[Path] = FILES) -> list[str]:
-    """Returns what a check finds in the files, with the module."""
+    """Return what a check finds in the files, with the module."""
     assert len(files) > 150
     return [f"{module_of(path)}: {found}" for path in files for found in check(path)]
 
@@ -193,7 +193,7 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
 
 
 def loads_without_the_check(tree: ast.AST) -> list[str]:
-    """Returns the calls of transformers' Auto classes that do not turn off the code of model folders."""
+    """Return the calls of transformers' Auto classes that do not turn off the code of model folders."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return [
         ast.unparse(call.func)
@@ -227,7 +227,7 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__", "console", "traceback
 
 
 def printers(tree: ast.AST) -> list[str]:
-    """Returns what a file uses to write on the console: names such as print, and methods of a stream or a console."""
+    """Return what a file uses to write on the console: names such as print, and methods of a stream or a console."""
     calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     found = []
     for node in ast.walk(tree):

@@ -88,7 +88,7 @@ class Experience:
 
 
 def tokens_of_loss(rollout: Rollout, mask_truncated: bool) -> Tensor:
-    """Returns the mask (B, T) of the tokens in the loss: all completion tokens, or with `mask_truncated` only those of
+    """Return the mask (B, T) of the tokens in the loss: all completion tokens, or with `mask_truncated` only those of
     completions that end with EOS.
 
     Source: overlong filtering (Yu et al. 2025, DAPO, arXiv 2503.14476, sec. 3.4); `mask_truncated_completions` in TRL.
@@ -97,5 +97,5 @@ def tokens_of_loss(rollout: Rollout, mask_truncated: bool) -> Tensor:
 
 
 def scored_mask(mask: Tensor, scores: Tensor) -> Tensor:
-    """Returns `mask` (B, T) without the completions whose score (B,) is NaN."""
+    """Return `mask` (B, T) without the completions whose score (B,) is NaN."""
     return mask & ~scores.isnan().unsqueeze(1)

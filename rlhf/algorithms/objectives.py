@@ -13,7 +13,7 @@ from rlhf.algorithms.clipping import Clip, clipped_surrogate
 
 
 def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
-    """Returns the mean of `values` (B, T) over the tokens where `mask` (B, T) is True, a scalar.
+    """Return the mean of `values` (B, T) over the tokens where `mask` (B, T) is True, a scalar.
 
     `total` replaces the number of these tokens as the divisor. If every micro-batch divides by the tokens of its
     minibatch, the results add up to the minibatch's mean.
@@ -23,24 +23,24 @@ def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = Non
 
 
 def masked_share(condition: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
-    """Returns the share of the masked tokens whose `condition` (B, T) is True, a scalar. `total` as in
+    """Return the share of the masked tokens whose `condition` (B, T) is True, a scalar. `total` as in
     `masked_mean`."""
     return (condition & mask).sum() / (mask.sum() if total is None else total)
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns log r_t = log p_new - log p_old per token, (n, T) in nats, 0 where `mask` is False."""
+    """Return log r_t = log p_new - log p_old per token, (n, T) in nats, 0 where `mask` is False."""
     return (logprobs - old_logprobs).masked_fill(~mask, 0.0)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the unbiased variance of `values` (B, T) over the masked tokens, a scalar; 0 for a single token."""
+    """Return the unbiased variance of `values` (B, T) over the masked tokens, a scalar; 0 for a single token."""
     centered = torch.where(mask, values - masked_mean(values, mask), 0.0)
     return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Returns `values` (B, T) scaled to variance 1 over the masked tokens, to mean 0 if `shift_mean`; 0 elsewhere."""
+    """Return `values` (B, T) scaled to variance 1 over the masked tokens, to mean 0 if `shift_mean`; 0 elsewhere."""
     mean = masked_mean(values, mask)
     var = masked_var(values, mask)
     # (x - mean) / sqrt(var + 1e-8)
@@ -49,7 +49,7 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns the k1 estimate of the KL per token, log p - log q, (B, T) in nats, 0 where `mask` is False.
+    """Return the k1 estimate of the KL per token, log p - log q, (B, T) in nats, 0 where `mask` is False.
 
     Unbiased for samples from p; can be negative. Its sum over a completion estimates the KL of the sequence.
     Source: Schulman, "Approximating KL Divergence" (2020).
@@ -58,7 +58,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns the k3 estimate of the KL per token, (B, T) in nats, 0 where `mask` is False. It is never negative.
+    """Return the k3 estimate of the KL per token, (B, T) in nats, 0 where `mask` is False. It is never negative.
 
     Source: Schulman, "Approximating KL Divergence" (2020).
     """
@@ -68,7 +68,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns the KL penalty of the loss per token, (p_new / p_old) * k3, (n, T) in nats, 0 where `mask` is False.
+    """Return the KL penalty of the loss per token, (p_new / p_old) * k3, (n, T) in nats, 0 where `mask` is False.
 
     Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new, an importance-weighted estimate of the gradient
     of KL(policy || reference). This is the KL that is logged and controlled. docs/kl.md has the derivation.
@@ -80,13 +80,13 @@ def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tens
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """Returns a mask (B, T) that is True at the last token of each completion. A completion has at least one token."""
+    """Return a mask (B, T) that is True at the last token of each completion. A completion has at least one token."""
     after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return mask & ~after
 
 
 def completion_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Returns one reward per completion, (B,) in score units: the score (B,) minus beta times the KL of the sequence.
+    """Return one reward per completion, (B,) in score units: the score (B,) minus beta times the KL of the sequence.
 
     `kl` is (B, T) in nats. Source: Ahmadian et al. 2024, arXiv 2402.14740, sec. 2.
     """
@@ -95,7 +95,7 @@ def completion_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float) ->
 
 
 def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_penalty_at: str = "token") -> Tensor:
-    """Returns one reward per token, (B, T) in score units: the score (B,) at the last token, and the KL penalty.
+    """Return one reward per token, (B, T) in score units: the score (B,) at the last token, and the KL penalty.
 
     `kl_penalty_at` is "token", a penalty at every token (Ziegler et al. 2019, arXiv 1909.08593, eq. 2), or "eos", the
     penalty of the whole completion at its last token.
@@ -110,7 +110,7 @@ def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_pena
 
 
 def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns temporal-difference errors, (B, T) in score units, 0 where `mask` is False.
+    """Return temporal-difference errors, (B, T) in score units, 0 where `mask` is False.
 
     The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens.
     Source: Schulman et al. 2016, arXiv 1506.02438, section 3; Schulman et al. 2017, arXiv 1707.06347, eq. 12.
@@ -126,7 +126,7 @@ def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Te
 def generalized_advantage_estimate(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns GAE's advantages and the returns, both (B, T) in score units, 0 where `mask` is False.
+    """Return GAE's advantages and the returns, both (B, T) in score units, 0 where `mask` is False.
 
     The returns are the critic's targets. Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
@@ -157,7 +157,7 @@ def clipped_policy_loss(
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
-    """Returns GRPO's advantages (B,) from scores (B,): relative to the mean of the group, then scaled.
+    """Return GRPO's advantages (B,) from scores (B,): relative to the mean of the group, then scaled.
 
     The `group_size` completions of one prompt are neighbours in the batch. Completions without a score (NaN) get
     advantage 0 and are left out of means and standard deviations. `scale` is the divisor:
@@ -178,7 +178,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Te
 
 
 def _centered(groups: Tensor) -> Tensor:
-    """Returns the distance of each value of (G, K) from the mean of its row; NaN becomes 0 and is not averaged."""
+    """Return the distance of each value of (G, K) from the mean of its row; NaN becomes 0 and is not averaged."""
     known = ~groups.isnan()
     mean = torch.where(known, groups, 0.0).sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1)
     return torch.where(known, groups - mean, 0.0)
@@ -214,7 +214,7 @@ def grpo_policy_loss(
 def grpo_token_weights(
     loss_type: str, lengths: Tensor, completions: int, rollout_tokens: Tensor, longest: int
 ) -> Tensor:
-    """Returns the weight of each token's loss in its minibatch, (n, 1): one weight per completion.
+    """Return the weight of each token's loss in its minibatch, (n, 1): one weight per completion.
 
     dapo, cispo:  1 / rollout_tokens             (Yu et al. 2025, arXiv 2503.14476)
     grpo, gspo:   1 / (completions * length_i)   (Shao et al. 2024, arXiv 2402.03300)
@@ -233,7 +233,7 @@ def grpo_token_weights(
 
 
 def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
-    """Returns RLOO's advantages (B,) from scores (B,), both in score units: relative to the other scores of the group.
+    """Return RLOO's advantages (B,) from scores (B,), both in score units: relative to the other scores of the group.
 
     Groups and NaN are as in `group_advantages`. A group with a single score has advantage 0.
     Source: Ahmadian et al. 2024, arXiv 2402.14740, eq. 8.
@@ -251,7 +251,7 @@ LARGEST_LOG_RATIO = 20.0  # nats
 
 
 def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns the ratio of the probabilities of whole completions under two policies, (n,), from (n, T) nats.
+    """Return the ratio of the probabilities of whole completions under two policies, (n,), from (n, T) nats.
 
     The log-ratio is clamped to [-20, 20]; its gradient is 0 outside.
     """
@@ -285,7 +285,7 @@ TIS_CAP = 2.0  # the largest importance weight
 
 
 def truncated_importance_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool) -> Tensor:
-    """Returns truncated importance weights (B, T), 0 where `mask` is False.
+    """Return truncated importance weights (B, T), 0 where `mask` is False.
 
     They correct for a sampler whose probabilities differ from those of the training forward pass, such as vLLM.
     With `one_action`, all tokens of a completion have the ratio of the whole completion.
@@ -298,7 +298,7 @@ def truncated_importance_weights(logprobs: Tensor, sampled_logprobs: Tensor, mas
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Returns the share of the returns' variance that the values explain, a scalar; 0 if all returns are equal."""
+    """Return the share of the returns' variance that the values explain, a scalar; 0 if all returns are equal."""
     variance = masked_var(returns, mask)
     # 1 - Var(returns - values) / Var(returns)
     return torch.where(variance > 0, 1 - masked_var(returns - values, mask) / variance, torch.zeros_like(variance))

@@ -21,16 +21,16 @@ class PolicyGradient:
         self.config, self.clip = config, Clip(*config.batch.clip)
 
     def kl_and_loss_mask(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Returns the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T)."""
+        """Return the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T)."""
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         return kl, tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
 
     def beta_in_reward(self, kl_coef: float) -> float:
-        """Returns beta if the KL is charged in the reward (kl_placement "reward"), else 0."""
+        """Return beta if the KL is charged in the reward (kl_placement "reward"), else 0."""
         return self.config.kl.coef_in("reward", kl_coef)
 
     def kl_in_loss(self, experience: Experience, rows: Tensor, outputs: PolicyOutputs) -> tuple[float, Tensor]:
-        """Returns beta and the KL of the loss per token, (n, T) in nats; both are 0 unless kl_placement is "loss"."""
+        """Return beta and the KL of the loss per token, (n, T) in nats; both are 0 unless kl_placement is "loss"."""
         beta = self.config.kl.coef_in("loss", experience.kl_coef)
         mask = experience.loss_mask[rows]
         if not beta:
@@ -40,7 +40,7 @@ class PolicyGradient:
         return beta, objectives.kl_loss_per_token(outputs.logprobs, old, reference, mask)
 
     def entropy_bonus(self, outputs: PolicyOutputs, mask: Tensor, total_tokens: Tensor) -> Tensor | float:
-        """Returns entropy_coef * mean entropy: the sum over the tokens of `mask` (n, T), divided by `total_tokens`,
+        """Return entropy_coef * mean entropy: the sum over the tokens of `mask` (n, T), divided by `total_tokens`,
         those of the minibatch. 0 without the coefficient."""
         coef = self.config.batch.entropy_coef
         # detail 32: over the minibatch (37 details, 10). Otherwise the micro-batch size changes the result.
@@ -58,7 +58,7 @@ def policy_stats(
     policy_loss: Tensor,
     clipfrac: Tensor,
 ) -> dict[str, Tensor]:
-    """Returns detached statistics of the micro-batch `rows` (n,) by TensorBoard tag.
+    """Return detached statistics of the micro-batch `rows` (n,) by TensorBoard tag.
 
     `loss`, `policy_loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy (k2, nats per
     token), the entropy and the ratio are sums over the rows' tokens in the loss, divided by `total_tokens`, their

@@ -24,7 +24,7 @@ class Algorithm:
     source: str  # "module:Class", imported when a trainer is built
 
     def build(self, config: Any) -> Any:
-        """Returns the algorithm with these settings: an object with the methods `advantages` and `loss`."""
+        """Return the algorithm with these settings: an object with the methods `advantages` and `loss`."""
         module, _, name = self.source.partition(":")
         return getattr(importlib.import_module(module), name)(config)
 
@@ -54,7 +54,7 @@ class Algorithm:
         return {"output": f"./{self.name}_training_output", **({"K": self.group_size} if self.group_size > 1 else {})}
 
     def validate(self, config: Any) -> list[Problem]:
-        """Returns the errors in the settings that concern this algorithm only, one line each."""
+        """Return the errors in the settings that concern this algorithm only, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return [
                 Problem(
@@ -112,11 +112,11 @@ DEFAULT_ALGORITHM = "ppo"
 
 
 def label_of(name: str) -> str:
-    """Returns an algorithm's name in texts; for one that the table does not have, its name in capitals."""
+    """Return an algorithm's name in texts; for one that the table does not have, its name in capitals."""
     return ALGORITHMS[name].label if name in ALGORITHMS else name.upper()
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Returns the distinct names in the order of the table, followed by names that the table does not have."""
+    """Return the distinct names in the order of the table, followed by names that the table does not have."""
     found = dict.fromkeys(names)
     return [*(name for name in ALGORITHMS if name in found), *(name for name in found if name not in ALGORITHMS)]

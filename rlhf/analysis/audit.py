@@ -36,7 +36,7 @@ OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures tha
 
 
 def figures(completions: GenerationResults) -> dict[str, float | None]:
-    """Returns one model's figures. A figure that was not computed is None. LABELS holds the units.
+    """Return one model's figures. A figure that was not computed is None. LABELS holds the units.
 
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
     completions that have a score.
@@ -68,13 +68,13 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Returns the mean of all scored completions; None if there is none."""
+    """Return the mean of all scored completions; None if there is none."""
     known = scored(values)
     return float(known.mean()) if known.size else None
 
 
 def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
-    """Returns pass@k as "pass@K/NAME" of each evaluation function whose values are all 0 or 1.
+    """Return pass@k as "pass@K/NAME" of each evaluation function whose values are all 0 or 1.
 
     The mean over the prompts with at least k scored completions; None if there is none.
     """
@@ -108,7 +108,7 @@ LABELS = {
 
 
 def label_of(figure: str, judges: Sequence[str]) -> str:
-    """Returns a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
+    """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
     kind, _, name = figure.partition("/")
     if kind.startswith("pass@"):
         return f"{kind}, {name}"
@@ -124,14 +124,14 @@ def shown(name: str, value: float | None) -> str:
 
 
 def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
-    """Returns the names of the figures that at least one model has, in the order of tables."""
+    """Return the names of the figures that at least one model has, in the order of tables."""
     longest = max(models, key=len)  # a model without pass@k may have fewer
     names = dict.fromkeys([*longest, *(name for model in models for name in model)])
     return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
 def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
-    """Returns one line for each measure that does not apply to every completion, with the number of prompts that are
+    """Return one line for each measure that does not apply to every completion, with the number of prompts that are
     left out of comparisons; empty if all completions have all scores."""
     lines = []
     for measure, ratings in everyone[0].measures.items():
@@ -149,7 +149,7 @@ def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
 
 
 def target_at_end(model: ModelRef) -> tuple[float, str] | None:
-    """Returns the last KL target of a model's run as (nats, "sequence" or "token"); None if beta was not adapted, or
+    """Return the last KL target of a model's run as (nats, "sequence" or "token"); None if beta was not adapted, or
     the model does not belong to a run."""
     kl = config_of_run(model.run).kl if model.run is not None else None
     return (kl.targets[-1].nats, kl.targets[-1].per) if kl is not None and kl.steered else None
@@ -158,7 +158,7 @@ def target_at_end(model: ModelRef) -> tuple[float, str] | None:
 def warnings(
     completions: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
-    """Returns the signs of reward hacking, one sentence each. An empty list is no proof that there is none.
+    """Return the signs of reward hacking, one sentence each. An empty list is no proof that there is none.
 
     `target` is the run's last KL target as in `target_at_end`.
     """

@@ -21,12 +21,12 @@ class BestOf:
     measures: dict[str, np.ndarray]  # "score" and each judge: mean over prompts of the chosen completion
 
     def worth(self, measure: str, value: float) -> int | None:
-        """Returns the smallest n whose mean by `measure` is at least `value`; None if there is none up to N."""
+        """Return the smallest n whose mean by `measure` is at least `value`; None if there is none up to N."""
         return next((int(n) for n, mean in zip(self.n, self.measures[measure], strict=True) if mean >= value), None)
 
 
 def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | None:
-    """Returns best-of-n by the scores (P, N), and by judges (P, N) of the completions that the score chooses.
+    """Return best-of-n by the scores (P, N), and by judges (P, N) of the completions that the score chooses.
 
     Each is the mean over all choices of n of the N samples, which is unbiased; equal scores share their chance. The KL
     is at most log n - (n - 1) / n (Beirami et al. 2024, arXiv 2401.01879); for 0/1 rewards, see `kl_of_passes`. None
@@ -53,7 +53,7 @@ def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | Non
 
 
 def kl_of_passes(passes: np.ndarray, most: int) -> np.ndarray:
-    """Returns the mean KL (N,) of best-of-n for 0/1 rewards, from each prompt's passes (P,) of N samples.
+    """Return the mean KL (N,) of best-of-n for 0/1 rewards, from each prompt's passes (P,) of N samples.
 
     q = 1 - (1 - p)^n, KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), without the bias in 1 / N (jackknife).
     """
@@ -69,7 +69,7 @@ def kl_of_passes(passes: np.ndarray, most: int) -> np.ndarray:
 
 
 def best_of_blocks(scores: np.ndarray, n: int) -> np.ndarray:
-    """Returns the index of the best completion of each block of n (P, N // n), the first of equal ones: samples of
+    """Return the index of the best completion of each block of n (P, N // n), the first of equal ones: samples of
     best-of-n. Samples after the last block are ignored. A block without scores (NaN) gives its first completion."""
     prompts = len(scores)
     blocks = scores.shape[1] // n

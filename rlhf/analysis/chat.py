@@ -85,7 +85,7 @@ def lines() -> Iterator[str]:
 def newest_turns(
     tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], room: int | None, shots: Messages = ()
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """Returns the token ids of the newest turns that fit into `room` tokens (None: no limit) after the worked examples
+    """Return the token ids of the newest turns that fit into `room` tokens (None: no limit) after the worked examples
     `shots`, and these turns. Raises UserError if the last one is too long even alone."""
     ids = encode_prompt(tokenizer, turns, shots)
     if room is None or len(ids) <= room:
@@ -127,7 +127,7 @@ class ReplyGenerator:
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:
-    """Returns the context length minus --max-new-tokens. Raises UserError if nothing is left for a prompt."""
+    """Return the context length minus --max-new-tokens. Raises UserError if nothing is left for a prompt."""
     context = context_of(load_config(model.base or model.source))
     length = config.sampling.max_new_tokens
     if context is not None and length >= context:

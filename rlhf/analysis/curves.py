@@ -60,7 +60,7 @@ class RunCurves:
         return self.run.plan.updates
 
     def episodes_at(self, updates: np.ndarray) -> np.ndarray:
-        """Returns the episodes sampled up to these updates (P,), with those that dynamic sampling drew in addition.
+        """Return the episodes sampled up to these updates (P,), with those that dynamic sampling drew in addition.
 
         A run with dynamic sampling logs them after each update that is not skipped.
         """
@@ -94,7 +94,7 @@ class RunCurves:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Returns the curves of every run. Raises UserError with all problems, such as a folder without a run."""
+    """Return the curves of every run. Raises UserError with all problems, such as a folder without a run."""
     runs = []
     problems = []
     seen = set()
@@ -111,7 +111,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
 
 
 def read_curves(folder: Path) -> RunCurves:
-    """Returns a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
+    """Return a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
     run = RunRecord.require(folder, "run")
     run = replace(run, status=present_status(folder, run.status))
     scalars, remarks = read_scalars(folder / "logs")
@@ -123,14 +123,14 @@ def read_curves(folder: Path) -> RunCurves:
 
 
 def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
-    """Returns one line that counts nan and infinite values; empty if there are none."""
+    """Return one line that counts nan and infinite values; empty if there are none."""
     counts = {tag: int((~np.isfinite(curve.values)).sum()) for tag, curve in sorted(scalars.items())}
     bad = [f"{tag} {count} of {len(scalars[tag].values)}" for tag, count in counts.items() if count]
     return [f"{folder}: values that are not finite ({', '.join(bad)}) are gaps in the plot"] if bad else []
 
 
 def read_scalars(logs: Path) -> tuple[dict[str, Curve], list[str]]:
-    """Returns all scalars of a folder of event files by tag, and one remark per file with unreadable data.
+    """Return all scalars of a folder of event files by tag, and one remark per file with unreadable data.
 
     No point is left out. A resumed run has one file per session, in the order of their names. The times of the events
     are those of `RunLog.training_time`, which continues in the next session.
@@ -170,7 +170,7 @@ def _add_session(file: Path, points: dict[str, list[tuple[int, float, float]]]) 
 
 
 def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarray:
-    """Returns (P,) means of the finite values of the last `span` updates; nan if the value itself is not finite.
+    """Return (P,) means of the finite values of the last `span` updates; nan if the value itself is not finite.
 
     Each window is summed separately: in one running sum a spike of 1e20 would ruin all later means.
     """
@@ -181,7 +181,7 @@ def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarr
 
 
 def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Returns x and the lowest, mean and highest value (G,) of the runs' lines over the range that all runs cover.
+    """Return x and the lowest, mean and highest value (G,) of the runs' lines over the range that all runs cover.
 
     If a run has no point at an x of another run, its value is interpolated linearly.
     """
@@ -210,7 +210,7 @@ def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str
 
 
 def _rows(run: RunCurves, group: str) -> list[dict[str, Any]]:
-    """Returns a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
+    """Return a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
     values: dict[int, dict[str, float]] = defaultdict(dict)
     for tag, curve in run.scalars.items():
         for update, value, s in zip(*(part.tolist() for part in astuple(curve)), strict=True):

@@ -50,12 +50,12 @@ class EvalPoint:
         return [row["prompt"] for row in self.rows[:: self.samples]]
 
     def by_prompt(self, measure: str) -> np.ndarray:
-        """Returns the mean of "score", "judge" or "kl" for each prompt (P,)."""
+        """Return the mean of "score", "judge" or "kl" for each prompt (P,)."""
         return per_prompt(getattr(self, measure).reshape(-1, self.samples))
 
 
 def read_eval_points(run: RunCurves) -> list[EvalPoint]:
-    """Returns a run's evaluations in order, the start model's first; empty if the run stored none.
+    """Return a run's evaluations in order, the start model's first; empty if the run stored none.
 
     Raises UserError if a file of completions is corrupted.
     """
@@ -94,7 +94,7 @@ def rate_all(points: Sequence[EvalPoint], rate: Rate | None) -> None:
 def at_equal(
     eval_points: Runs, rate: Rate | None, seed: int, pairs: Sequence[tuple[str, str]] = ()
 ) -> list[dict[str, Any]]:
-    """Returns one row at equal episodes and one at equal time, with the difference of each pair of groups (`pairs`,
+    """Return one row at equal episodes and one at equal time, with the difference of each pair of groups (`pairs`,
     or `compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
 
     At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
@@ -128,7 +128,7 @@ def at_equal(
 
 
 def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[dict[str, Any], Groups]:
-    """Returns the smallest number of "episodes" or "seconds" that a run reached, and the last evaluations in it."""
+    """Return the smallest number of "episodes" or "seconds" that a run reached, and the last evaluations in it."""
     most = min(getattr(run[-1], of) for group in eval_points.values() for run in group)
     last = {
         name: [[(1.0, [point for point in run if getattr(point, of) <= most][-1])] for run in group]
@@ -138,7 +138,7 @@ def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[di
 
 
 def common_kls(groups: Runs) -> tuple[list[float], str]:
-    """Returns the KLs at which groups are compared, in nats per sequence, or an empty list and the reason.
+    """Return the KLs at which groups are compared, in nats per sequence, or an empty list and the reason.
 
     They are the lowest, the middle and the highest KL between evaluations of every run after the start, but at least a
     third of the highest. If a run's first evaluation after the start is slightly above the range (`FARTHEST`), the
@@ -159,7 +159,7 @@ def common_kls(groups: Runs) -> tuple[list[float], str]:
 
 
 def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the KLs (B,) of a monotone regression over the run, and where its blocks of evaluations begin (B + 1,).
+    """Return the KLs (B,) of a monotone regression over the run, and where its blocks of evaluations begin (B + 1,).
 
     The measured KLs are noisy. Successive evaluations whose KL falls are one block with their mean.
     """
@@ -168,7 +168,7 @@ def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def at_kl(run: Sequence[EvalPoint], kl: float) -> Mix:
-    """Returns the run at a KL: the start with weight 0, and the blocks of `_rising` between which the KL was reached.
+    """Return the run at a KL: the start with weight 0, and the blocks of `_rising` between which the KL was reached.
 
     The interpolation is linear in sqrt(KL), as scores are in most of a training (Bai et al. 2022, arXiv 2204.05862).
     """
@@ -181,12 +181,12 @@ def at_kl(run: Sequence[EvalPoint], kl: float) -> Mix:
 
 
 def _mean(run: Mix, measure: str) -> np.ndarray:
-    """Returns the weighted mean of "score", "judge" or "kl" for each prompt (P,)."""
+    """Return the weighted mean of "score", "judge" or "kl" for each prompt (P,)."""
     return sum(weight * point.by_prompt(measure) for weight, point in run if weight)
 
 
 def _values(run: Mix, measure: str) -> np.ndarray:
-    """Returns the mean for each prompt (P,); at equal KL, its spread over prompts includes the error of the KL.
+    """Return the mean for each prompt (P,); at equal KL, its spread over prompts includes the error of the KL.
 
     A prompt with a high KL makes the run reach a KL earlier, so slope x (KL - mean KL) is subtracted, which does not
     change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL).
@@ -200,13 +200,13 @@ def _values(run: Mix, measure: str) -> np.ndarray:
 
 
 def at_equal_kl(rows: Sequence[dict[str, Any]], pair_name: str) -> list[dict[str, Any]]:
-    """Returns the differences of a pair at each KL of `at_equal`, with the KL as "number"."""
+    """Return the differences of a pair at each KL of `at_equal`, with the KL as "number"."""
     at = [row | pair for row in rows if row["kind"] == "kl" for pair in row["differences"]]
     return [pair for pair in at if pair["name"] == pair_name]
 
 
 def result_over(differences: Sequence[dict[str, Any]]) -> str:
-    """Returns "better" (at least one interval is above 0 and none below), "worse", "equal", "mixed" (some are above 0
+    """Return "better" (at least one interval is above 0 and none below), "worse", "equal", "mixed" (some are above 0
     and some below) or "unknown" (a difference has no interval)."""
     if not differences or any(pair.get("low") is None for pair in differences):
         return "unknown"
@@ -216,7 +216,7 @@ def result_over(differences: Sequence[dict[str, Any]]) -> str:
 
 
 def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict[str, Any]:
-    """Returns the first group of `pair` minus the second one with its interval, by the judge if there is one.
+    """Return the first group of `pair` minus the second one with its interval, by the judge if there is one.
 
     If the two cannot be compared, "missing" holds the reason.
     """

@@ -76,7 +76,7 @@ class GenerationResults:
         return {"score": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
 
     def ids_of(self, prompt: int) -> list[list[int]]:
-        """Returns the token ids of a prompt's K completions."""
+        """Return the token ids of a prompt's K completions."""
         count = self.scores.shape[1]
         return self.ids[prompt * count : (prompt + 1) * count]
 
@@ -197,7 +197,7 @@ class ModelEvaluator:
         return self.judges[0].name if self.judges else None
 
     def rate(self, rows: Sequence[dict]) -> np.ndarray | None:
-        """Returns the first judge's ratings of completions that a run stored, as `rate_stored`, or None."""
+        """Return the first judge's ratings of completions that a run stored, as `rate_stored`, or None."""
         if not self.judges:
             return None
         known = {as_key(p.example.messages): p.example for p in self.prompts.known}
@@ -229,7 +229,7 @@ class ModelEvaluator:
         return same_model and same_text and same_code and same_functions and same_sum
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
-        """Returns the text for the perplexity, encoded with `tokenizer`.
+        """Return the text for the perplexity, encoded with `tokenizer`.
 
         Returns None if that text would be the start model's completions, but there is no start model or `tokenizer`
         has another vocabulary.
@@ -277,7 +277,7 @@ class ModelEvaluator:
             )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns how models are evaluated, as pairs of name and text."""
+        """Return how models are evaluated, as pairs of name and text."""
         s = self.settings
         c = self.config
         whiches = sorted({model.which for model in self.models if model.run is not None})
@@ -350,7 +350,7 @@ class ModelEvaluator:
     def _variants(
         self, label: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, screen: Screen
     ) -> dict[str, float]:
-        """Returns the mean of the checker for greedy completions and for more tokens; of the start model also with
+        """Return the mean of the checker for greedy completions and for more tokens; of the start model also with
         worked examples."""
         sampling = self.config.sampling
         count = self.settings.completions
@@ -373,7 +373,7 @@ class ModelEvaluator:
         return found
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, shots: Sequence[dict[str, str]] = ()) -> list[Prompt]:
-        """Returns the prompts after the worked examples `shots`; without any, after those of the runs."""
+        """Return the prompts after the worked examples `shots`; without any, after those of the runs."""
         return encode_all(tokenizer, self.examples, shots or worked_examples(self.config.data.few_shot))
 
     def rated(
@@ -384,7 +384,7 @@ class ModelEvaluator:
         ids: Sequence[list[int]],
         ended: Sequence[bool],
     ) -> GenerationResults:
-        """Returns completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
+        """Return completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
         texts = [decode_completion(tokenizer, row, self.config.sampling.stops) for row in ids]
         shape = (len(self.examples), len(rows) // len(self.examples))
 
@@ -405,7 +405,7 @@ class ModelEvaluator:
         )
 
     def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
-        """Returns the KL of each completion in nats/sequence; empty without a reference model."""
+        """Return the KL of each completion in nats/sequence; empty without a reference model."""
         if reference is None:
             return []
         passes = ForwardPasses(Actor(policy), reference, self.config.sampling.temperature, self.dtype)

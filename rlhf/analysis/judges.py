@@ -56,7 +56,7 @@ class JudgeSources:
 
 
 def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> JudgeSources:
-    """Returns the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
+    """Return the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
     judge model is the reward model of the scores or of a run."""
     functions = [find_rule(rule, config.reward.keywords, "--eval-func") for rule in config.reward.eval_func]
     if settings.judge_model is None:
@@ -87,7 +87,7 @@ def load_judges(
     examples: Sequence[Example],
     screen: Screen,
 ) -> list[Judge]:
-    """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
+    """Return the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
     one decides. Prints what is doubtful about the judge model on the evaluation prompts `examples`. `date`: as in
     `load_tokenizer`."""
     judges = []
@@ -114,7 +114,7 @@ def load_judges(
 
 
 def _identity(rule: str) -> str:
-    """Returns a text that is equal for two spellings of one function's file."""
+    """Return a text that is equal for two spellings of one function's file."""
     if not names_code([rule]):
         return rule
     file, _, name = rule.rpartition(":")
@@ -125,7 +125,7 @@ def _identity(rule: str) -> str:
 
 
 def as_key(messages: Sequence[dict[str, str]]) -> str:
-    """Returns a text that is equal for equal prompts."""
+    """Return a text that is equal for equal prompts."""
     return json.dumps(list(messages))
 
 
@@ -136,7 +136,7 @@ def rate_stored(
     tokenizer: PreTrainedTokenizerBase,
     as_logged: bool,
 ) -> np.ndarray | None:
-    """Returns a judge's ratings of completions that a run stored.
+    """Return a judge's ratings of completions that a run stored.
 
     An evaluation function may need the columns of the data, which are not stored. Returns None if a prompt is not
     `known`, and the run stored no ratings either.

@@ -65,7 +65,7 @@ class ModelRef:
 
 
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:
-    """Returns the named models, or the last run in this folder. Raises UserError with all models that do not exist."""
+    """Return the named models, or the last run in this folder. Raises UserError with all models that do not exist."""
     names = names or [str(last_run(flag))]
     twice = sorted({name for name in names if names.count(name) > 1})
     found = []
@@ -80,7 +80,7 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
 
 
 def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> ModelRef:
-    """Returns the model of a run folder, a folder inside a run, a model or adapter folder, or a hub name.
+    """Return the model of a run folder, a folder inside a run, a model or adapter folder, or a hub name.
 
     `baseline` replaces an adapter's base model that no longer exists or is not the one that its run recorded. Raises
     UserError if there is nothing to load.
@@ -125,7 +125,7 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
 
 
 def equal_to_start(models: Sequence[ModelRef]) -> list[str]:
-    """Returns one sentence per model that has the weights with which its run started."""
+    """Return one sentence per model that has the weights with which its run started."""
     return [
         f"{model.label} has the weights of the run's start model, because no later evaluation was better"
         for model in models
@@ -134,7 +134,7 @@ def equal_to_start(models: Sequence[ModelRef]) -> list[str]:
 
 
 def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | None = None) -> tuple[str, str | None]:
-    """Returns the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
+    """Return the folder to load weights from, and the base model if they are an adapter. `run` trained them."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
     try:
@@ -146,7 +146,7 @@ def _weights(folder: Path, baseline: str | None, flag: str, run: RunRecord | Non
 
 
 def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Config:
-    """Returns the settings with which all `models` are evaluated: those of their runs, overridden by the command line.
+    """Return the settings with which all `models` are evaluated: those of their runs, overridden by the command line.
 
     Raises UserError if runs differ in settings that decide completions or scores and no flag overrides them.
     """
@@ -193,7 +193,7 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
 
 
 def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:
-    """Returns the evaluation functions that all runs were trained with; None if they differ."""
+    """Return the evaluation functions that all runs were trained with; None if they differ."""
     functions = {tuple(m.run.flat_settings.get("eval_func") or ()) for m in models if m.run is not None}
     return None if len(functions) > 1 else next(iter(functions), ())
 
@@ -227,7 +227,7 @@ def has_start(models: Sequence[ModelRef], measure: MeasureSettings) -> bool:
 
 
 def episodes_of(model: ModelRef) -> int:
-    """Returns the number of episodes after which these weights of a run were saved.
+    """Return the number of episodes after which these weights of a run were saved.
 
     With dynamic sampling it is known for evaluated weights, such as the final and the best ones. For others it is the
     number without the additional episodes.
@@ -245,13 +245,13 @@ def in_4_bit(model: ModelRef) -> bool:
 
 
 def _flag_of(name: str) -> str | None:
-    """Returns the evaluation setting that replaces the setting `name` of runs; None if there is none."""
+    """Return the evaluation setting that replaces the setting `name` of runs; None if there is none."""
     flag = "baseline" if name == "actor_model" else name
     return flag if flag in {f.name for f in fields(MeasureSettings)} else None
 
 
 def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSettings) -> ModelRef | None:
-    """Returns the start model of the settings, or None if there is none. Raises UserError if it does not exist.
+    """Return the start model of the settings, or None if there is none. Raises UserError if it does not exist.
 
     Without --baseline it must be the model that all runs recorded: a KL to another model would be a wrong number. The
     model of --baseline is the user's choice.

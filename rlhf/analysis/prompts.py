@@ -41,7 +41,7 @@ def choose_prompts(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> EvaluationPrompts:
-    """Returns every row of --prompts if it is given without --split, otherwise held-out prompts.
+    """Return every row of --prompts if it is given without --split, otherwise held-out prompts.
 
     Prints warnings about prompts that were trained on. Raises UserError if no prompt is left. `usual` is the number
     of held-out prompts without --num-prompts; `tokenizer` is that of the start model.
@@ -88,7 +88,7 @@ def _unused(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> tuple[list[Prompt], str]:
-    """Returns the held-out prompts that no run used for its own evaluations, or all if there are fewer than `count`;
+    """Return the held-out prompts that no run used for its own evaluations, or all if there are fewer than `count`;
     and words for the line about them."""
     used = 0
     for model in models:
@@ -104,7 +104,7 @@ def _unused(
 
 
 def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequence[ModelRef]) -> list[str]:
-    """Returns a warning for each group of runs with the same data, if they or their reward models used some of the
+    """Return a warning for each group of runs with the same data, if they or their reward models used some of the
     prompts."""
     groups: dict[tuple[DataSource, str], list[str]] = {}
     for model in models:
@@ -136,7 +136,7 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
 
 
 def _rows_of(source: DataSource, examples: Sequence[Example], given: DataSource) -> Sequence[Example]:
-    """Returns the rows of a run's data: `examples` if these are from the same source, none of other hub datasets.
+    """Return the rows of a run's data: `examples` if these are from the same source, none of other hub datasets.
     Raises UserError for data that was moved or changed since the run."""
     if replace(source, skip_bad_rows=None) == replace(given, skip_bad_rows=None):
         return examples

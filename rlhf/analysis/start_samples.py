@@ -25,7 +25,7 @@ Samples = list[tuple[list[list[int]], list[bool]]]  # n times one completion of 
 def sample_start(
     evaluator: ModelEvaluator, minutes: float, least: int, file: Path, screen: Screen
 ) -> GenerationResults:
-    """Returns n completions of each prompt by the start model: as many as `minutes` allow, from `least` to MOST.
+    """Return n completions of each prompt by the start model: as many as `minutes` allow, from `least` to MOST.
 
     They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
     and more are added if `minutes` are more than they took.
@@ -50,7 +50,7 @@ def sample_start(
 
 
 def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:
-    """Returns a text that is equal for equal start model, encoded prompts and sampling settings."""
+    """Return a text that is equal for equal start model, encoded prompts and sampling settings."""
     model = model_files(evaluator.start.source) or evaluator.start.name
     config = evaluator.config
     how = config.speed.own_engine, str(config.sampling), evaluator.settings.seed, str(evaluator.dtype)
@@ -58,6 +58,6 @@ def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:
 
 
 def read_samples(file: Path, key: str) -> tuple[Samples, float]:
-    """Returns the stored completions and their minutes; none if there is no file, or it has those of another key."""
+    """Return the stored completions and their minutes; none if there is no file, or it has those of another key."""
     stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return (stored["samples"], stored["minutes"]) if stored.get("key") == key else ([], 0.0)

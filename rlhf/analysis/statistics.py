@@ -29,25 +29,25 @@ MOST_SEEDS = 100  # per group
 
 
 def scored(values: np.ndarray) -> np.ndarray:
-    """Returns the values of the completions that have a score, in one dimension."""
+    """Return the values of the completions that have a score, in one dimension."""
     return values[~np.isnan(values)]
 
 
 def per_prompt(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any."""
+    """Return the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any."""
     missing = np.isnan(values)
     with np.errstate(invalid="ignore"):  # 0 / 0
         return np.where(missing, 0, values).sum(axis=1) / (~missing).sum(axis=1)
 
 
 def paired(values: np.ndarray) -> np.ndarray:
-    """Returns the values (..., P) of the prompts that have a value everywhere."""
+    """Return the values (..., P) of the prompts that have a value everywhere."""
     known = ~np.isnan(values).any(axis=tuple(range(values.ndim - 1)))
     return np.ascontiguousarray(values[..., known])  # sums depend on the order in memory, in their last bits
 
 
 def level_of_each(comparisons: int) -> float:
-    """Returns the level of each of several intervals such that all hold together at LEVEL (Bonferroni correction)."""
+    """Return the level of each of several intervals such that all hold together at LEVEL (Bonferroni correction)."""
     return 1 - (1 - LEVEL) / max(comparisons, 1)
 
 
@@ -64,7 +64,7 @@ class Sources(NamedTuple):
         return self.variances[-1] + self.noise.sum()
 
     def half_width(self, level: float) -> float:
-        """Returns half the width of the interval of the mean.
+        """Return half the width of the interval of the mean.
 
         Each source alone has the half-width t(df) x standard error. The squares are added, which is never too narrow
         for independent normal sources (Banerjee 1961, Sankhya A 23), but too wide if several sources matter. So each
@@ -79,7 +79,7 @@ class Sources(NamedTuple):
         return float(np.sqrt(max(together, self.of_prompts * special.stdtrit(self.freedom[-1], quantile) ** 2)))
 
     def visible(self, level: float) -> float:
-        """Returns the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
+        """Return the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
         total = self.of_prompts
         freedom = self.freedom[-1]
         if self.variances.sum() > total:
@@ -90,14 +90,14 @@ class Sources(NamedTuple):
         return float(typical * error * special.nctdtrinc(freedom, 1 - FOUND, self.half_width(level) / error))
 
     def with_seeds(self, seeds: int) -> Sources:
-        """Returns the sources with another number of seeds in each trained group."""
+        """Return the sources with another number of seeds in each trained group."""
         ratio = np.append((self.freedom[:-1] + 1) / seeds, 1.0)
         freedom = np.append(np.full(len(ratio) - 1, seeds - 1), self.freedom[-1])
         return Sources(self.variances * ratio, self.noise * ratio, freedom)
 
 
 def sources_of(values: np.ndarray) -> Sources:
-    """Returns the sources of variance of the mean of values (S, T, P); an axis of length 1 is a fixed model.
+    """Return the sources of variance of the mean of values (S, T, P); an axis of length 1 is a fixed model.
 
     The variance of the prompts' means also contains the seeds' noise, which is subtracted, so that it counts once.
     """
@@ -121,7 +121,7 @@ def over_seeds(
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Estimate:
-    """Returns the mean of `values` with an interval over seeds and prompts, which are independent sources of variance.
+    """Return the mean of `values` with an interval over seeds and prompts, which are independent sources of variance.
 
     In simulations of two equal groups of 2 to 5 seeds, at most 5.2% of the intervals exclude 0 (level 95%; see
     docs/decisions/evaluation.md), also if one group's spread is ten times the other's.
@@ -159,7 +159,7 @@ def over_seeds_if_any(
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> tuple[Estimate, str]:
-    """Returns the mean of values (S, T, P) with its interval, and the name of what the interval is over.
+    """Return the mean of values (S, T, P) with its interval, and the name of what the interval is over.
 
     That is seeds and prompts if each trained group has at least two seeds. `trained` tells whether the first and the
     second group are trained; a baseline is not. Otherwise it is prompts, and the interval holds for these runs only.
@@ -180,7 +180,7 @@ class Power:
 
 
 def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Power:
-    """Returns the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
+    """Return the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
 
     The variances are estimates, so with few seeds all figures are rough (docs/decisions/evaluation.md).
 
@@ -205,7 +205,7 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
 
 
 def _first_wins(mean: float, found: Sources) -> float:
-    """Returns the probability that the difference of two new runs is above 0, from Student's predictive distribution.
+    """Return the probability that the difference of two new runs is above 0, from Student's predictive distribution.
 
     Its variance is that of the observed mean, plus that of one new run per trained group without its noise (clipped at
     0). The degrees of freedom are those of the smaller group.
@@ -221,7 +221,7 @@ def _first_wins(mean: float, found: Sources) -> float:
 
 
 def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
-    """Returns per prompt (P,) the share of pairs in which `one` (P, K) beats `another` (P, L); a tie counts half.
+    """Return per prompt (P,) the share of pairs in which `one` (P, K) beats `another` (P, L); a tie counts half.
 
     NaN for a prompt without a pair of scored completions.
     """
@@ -233,7 +233,7 @@ def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
 
 
 def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
-    """Returns the rank (1 is the best; equal scores share a rank) and a label for each completion.
+    """Return the rank (1 is the best; equal scores share a rank) and a label for each completion.
 
     All completions with the highest score are BEST. All others with the lowest score are WORST. If all scores of
     several completions are equal, they are EQUAL. (None, None) for a completion without a score.
@@ -247,7 +247,7 @@ def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
 
 
 def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | None:
-    """Returns Spearman's rank correlation over the scored completions; None if all scores or all lengths are equal, or
+    """Return Spearman's rank correlation over the scored completions; None if all scores or all lengths are equal, or
     there is no score."""
     known = ~np.isnan(scores)
     scores = np.asarray(scores)[known]
@@ -343,7 +343,7 @@ def contrast_of(
 
 
 def words_of(text: str) -> list[str]:
-    """Returns words and single punctuation characters in lower case."""
+    """Return words and single punctuation characters in lower case."""
     return re.findall(r"\w+|[^\w\s]", text.casefold())
 
 
@@ -352,7 +352,7 @@ def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Returns distinct-n (Li et al. 2016, arXiv 1510.03055): unique word n-grams / all word n-grams, over all texts.
+    """Return distinct-n (Li et al. 2016, arXiv 1510.03055): unique word n-grams / all word n-grams, over all texts.
 
     It falls with the amount of text, so compare equal amounts. It is 0 if there are no n-grams.
     """
@@ -361,7 +361,7 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 
 def repetition(text: str, n: int = 4) -> float:
-    """Returns the share of a text's word n-grams that are repetitions; 0 for fewer than n words.
+    """Return the share of a text's word n-grams that are repetitions; 0 for fewer than n words.
 
     This is seq-rep-n of Welleck et al. 2020, arXiv 1908.04319.
     """

@@ -74,16 +74,16 @@ class Arm:
         return [figures(completions) | dict.fromkeys(self.left_out) for completions in self.measured]
 
     def known(self, name: str) -> list[float]:
-        """Returns one figure of each model that has it."""
+        """Return one figure of each model that has it."""
         return [found[name] for found in self.figures if found.get(name) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Returns the mean of a figure over the models; None if no model has it."""
+        """Return the mean of a figure over the models; None if no model has it."""
         return fmean(known) if (known := self.known(name)) else None
 
 
 def best_of_arm(samples: GenerationResults, n: int, best: BestOf | None) -> Arm:
-    """Returns best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score. Its KL is
+    """Return best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score. Its KL is
     that of `best`; None: it is not known."""
     index = best_of_blocks(samples.scores, n)
 
@@ -143,7 +143,7 @@ class Evidence:
 
 
 def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -> Verdict:
-    """Returns the verdict, by the first judge if there is one, otherwise by the score.
+    """Return the verdict, by the first judge if there is one, otherwise by the score.
 
     There is one sentence for each pair of arms in `compared_pairs`, then one for each arm against the start model. The
     intervals of the pairs are widened for the number of pairs; those against the start model are not.
@@ -247,7 +247,7 @@ def _worth(arm: Arm, evidence: Evidence) -> str:
 
 
 def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]], evidence: Evidence) -> list[str]:
-    """Returns what limits the verdict. `between`: per measure, one contrast for each compared pair."""
+    """Return what limits the verdict. `between`: per measure, one contrast for each compared pair."""
     notes = []
     count = len(between["score"])
     if count > 1:
@@ -280,7 +280,7 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
 
 
 def _overtaken(arm: Arm, start: Arm) -> list[str]:
-    """Returns a note on the smallest k with which the start model solves more prompts than an arm, if there is one
+    """Return a note on the smallest k with which the start model solves more prompts than an arm, if there is one
     (Yue et al. 2025, arXiv 2504.13837)."""
     names = [name for name in start.figures[0] if name.startswith("pass@") and start.mean(name) is not None]
     behind = [name for name in names if (mine := arm.mean(name)) is not None and mine < start.mean(name)]

@@ -18,7 +18,7 @@ from rlhf.models.trl_ppo import AutoModelForCausalLMWithValueHead
 
 
 def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLMWithValueHead:
-    """Returns TRL's container for the policy and a new value head.
+    """Return TRL's container for the policy and a new value head.
 
     The weights of the head are 0, because calibrated scores have mean 0. It has no dropout: with TRL's default of 0.1
     the values of two passes would differ. TRL receives a model object instead of a name, so it makes no hub request.
@@ -130,7 +130,7 @@ class Actor(nn.Module):
         )
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns the hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
+        """Return the hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
         if self.dropout.active and self.policy.training:
             self.dropout.set_tokens(micro_batch)
         return micro_batch.forward(backbone_of(self.policy))
@@ -154,11 +154,11 @@ class Actor(nn.Module):
         return PolicyOutputs(*(None if flat is None else scatter_to_padded(flat, mask, places) for flat in found))
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
-        """Returns the part of the hidden states that the language-model head uses, (..., H)."""
+        """Return the part of the hidden states that the language-model head uses, (..., H)."""
         return hidden
 
     def values(self, hidden: Tensor) -> Tensor | None:
-        """Returns the values for hidden states (M, H), as (M,); None without a critic."""
+        """Return the values for hidden states (M, H), as (M,); None without a critic."""
         return None
 
 
@@ -194,7 +194,7 @@ class ActorCritic(Actor):
 
 
 def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Returns a copy of the start model's backbone for a separate critic. Call it before training.
+    """Return a copy of the start model's backbone for a separate critic. Call it before training.
 
     The copy has the same trainable weights as the policy. With LoRA it has separate adapters; quantized weights are
     copied, too.
@@ -203,14 +203,14 @@ def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def scatter_to_padded(flat: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
-    """Returns the values (M,) of the masked tokens as (R, T), 0 where `mask` is False. `places` are `places_of` the
+    """Return the values (M,) of the masked tokens as (R, T), 0 where `mask` is False. `places` are `places_of` the
     mask, if they are known."""
     places = places_of(mask, len(flat)) if places is None else places
     return flat.new_zeros(mask.numel()).index_copy(0, places, flat).view(mask.shape)
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:
-    """Returns the index of each of the `count` masked tokens in the flat mask, (M,).
+    """Return the index of each of the `count` masked tokens in the flat mask, (M,).
 
     A known count avoids a synchronization with the device, which `masked_scatter` has in its backward pass.
     """

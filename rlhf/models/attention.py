@@ -147,7 +147,7 @@ class Segment:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Returns the mask (R or 1, 1, Q, K) bool, or None if the causal mask is enough."""
+        """Return the mask (R or 1, 1, Q, K) bool, or None if the causal mask is enough."""
         if window is not None and window >= self.shape[2]:
             window = None
         if self.before is None and window is None:

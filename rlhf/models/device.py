@@ -26,14 +26,14 @@ TURING = (7, 5)
 
 
 def installed(device: torch.device) -> int:
-    """Returns the bytes of the GPU's memory, or of the machine's if `device` is a CPU."""
+    """Return the bytes of the GPU's memory, or of the machine's if `device` is a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def available(device: torch.device) -> int:
-    """Returns the bytes available to this process: free memory, and the memory that it already holds."""
+    """Return the bytes available to this process: free memory, and the memory that it already holds."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - gpu_memory_margin(total)
@@ -41,7 +41,7 @@ def available(device: torch.device) -> int:
 
 
 def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | None:
-    """Returns bfloat16, or None for float32.
+    """Return bfloat16, or None for float32.
 
     If `wanted` is None, bfloat16 is used on a CUDA GPU that supports it natively. Raises UserError if it is wanted,
     and the GPU does not.
@@ -57,7 +57,7 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """Returns a context manager with the precision of the forward pass; `dtype` None: float32.
+    """Return a context manager with the precision of the forward pass; `dtype` None: float32.
 
     Needed because PPOConfig(bf16=True) leaves accelerate's mixed precision at "no".
     """
@@ -71,7 +71,7 @@ def set_threads(number: int | None) -> None:
 
 
 def start_device(screen: Screen, deterministic: bool = False, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """Returns the device that accelerate selects. Enables deterministic algorithms if `deterministic`, and disables
+    """Return the device that accelerate selects. Enables deterministic algorithms if `deterministic`, and disables
     cuDNN's attention.
 
     Prints one line if the machine has an NVIDIA GPU that the installed torch cannot use. If a launcher started several
@@ -92,13 +92,13 @@ def start_device(screen: Screen, deterministic: bool = False, timeout_s: float =
 
 
 def selected_device() -> torch.device:
-    """Returns the device that accelerate selects: this process's GPU, or the CPU if ACCELERATE_USE_CPU is true."""
+    """Return the device that accelerate selects: this process's GPU, or the CPU if ACCELERATE_USE_CPU is true."""
     # PartialState alone ignores the variable, but transformers' trainer reads it: a run would be on two devices
     return PartialState(cpu=cpu_is_selected()).device
 
 
 def unused_card() -> str | None:
-    """Returns one line with a fix if the machine has an NVIDIA GPU that the installed torch cannot use, else None.
+    """Return one line with a fix if the machine has an NVIDIA GPU that the installed torch cannot use, else None.
 
     The reason is a torch without CUDA, an old driver, or a torch without kernels for this GPU's architecture.
     """
@@ -127,7 +127,7 @@ def unused_card() -> str | None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Returns the peak in bytes: of torch's allocations on a GPU, of the process's resident memory on a CPU."""
+    """Return the peak in bytes: of torch's allocations on a GPU, of the process's resident memory on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_peak()
 
 

@@ -52,7 +52,7 @@ def disable(backbone: nn.Module) -> None:
 
 
 def forward(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, cache: Any = None) -> Tensor:
-    """Returns the hidden states (N, H) of a packed row with ids and positions (N,). `cache` stores keys and values."""
+    """Return the hidden states (N, H) of a packed row with ids and positions (N,). `cache` stores keys and values."""
     hidden = backbone.embed_tokens(ids.unsqueeze(0)).squeeze(0)  # hooks of the embedding expect a batch
     cos_sin = (rotary if cache is not None else known_rotary)(backbone, hidden, positions)
     again = backbone.training and getattr(backbone, "gradient_checkpointing", False) and torch.is_grad_enabled()
@@ -66,7 +66,7 @@ def forward(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: L
 def _layer(
     layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], layout: Layout, store: Callable | None
 ) -> Tensor:
-    """Returns the hidden states (N, H) after one transformer layer."""
+    """Return the hidden states (N, H) after one transformer layer."""
     attention = layer.self_attn
     query, key, value = attention_input(layer, hidden, cos_sin)
     if store is not None:
@@ -83,7 +83,7 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def window_of(attention: nn.Module) -> int | None:
-    """Returns the sliding window of an attention layer; None: it attends to all earlier tokens."""
+    """Return the sliding window of an attention layer; None: it attends to all earlier tokens."""
     return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
 
 
@@ -94,7 +94,7 @@ def all_plain(*layers: nn.Module) -> bool:
 
 
 def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
+    """Return query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
     attention = layer.self_attn
     size = layer.self_attn.head_dim
     gain = layer.input_layernorm
@@ -115,7 +115,7 @@ def attention_input(layer: nn.Module, hidden: Tensor, cos_sin: tuple[Tensor, Ten
 
 
 def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """Returns hidden + down(silu(gate) * up), (N, H), in which gate and up are products with the normalized hidden
+    """Return hidden + down(silu(gate) * up), (N, H), in which gate and up are products with the normalized hidden
     states (N, H). Shazeer 2020, arXiv 2002.05202, eq. 6."""
     mlp = layer.mlp
     gain = layer.post_attention_layernorm
@@ -130,7 +130,7 @@ def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def norm(module: nn.Module, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the root mean square norm of hidden states (..., H) with the module's gain, in `dtype` if given.
+    """Return the root mean square norm of hidden states (..., H) with the module's gain, in `dtype` if given.
 
     Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4. It is computed in float32 or float64.
     """
@@ -138,7 +138,7 @@ def norm(module: nn.Module, hidden: Tensor, dtype: torch.dtype | None = None) ->
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns y = gain * x / r with r = sqrt(mean x^2 + eps), (..., H), and 1 / r, (..., 1)."""
+    """Return y = gain * x / r with r = sqrt(mean x^2 + eps), (..., H), and 1 / r, (..., 1)."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm(x, gain.shape, gain, eps)  # one kernel
     inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -148,7 +148,7 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _norm_gradients(
     by_output: Tensor, x: Tensor, gain: Tensor, inverse: Tensor, gain_trained: bool, normed: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients with respect to x and the gain, of that with respect to the norm's output. `normed` is
+    """Return the gradients with respect to x and the gain, of that with respect to the norm's output. `normed` is
     x / r, if it is known."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm_backward(by_output, x, gain.shape, inverse, gain, [True, gain_trained])
@@ -179,7 +179,7 @@ class _Norm(torch.autograd.Function):
 
 
 def rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cosines and signed sines (N, 1, D) of positions (N,), for `turn`. Su et al. 2021, arXiv 2104.09864.
+    """Return cosines and signed sines (N, 1, D) of positions (N,), for `turn`. Su et al. 2021, arXiv 2104.09864.
 
     transformers rotates the halves (a, b) of a head to (a cos - b sin, b cos + a sin).
     """
@@ -189,7 +189,7 @@ def rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor
 
 
 def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `rotary` for positions (N,) below N, from a table that is computed once."""
+    """Return `rotary` for positions (N,) below N, from a table that is computed once."""
     table = getattr(backbone, ROTARY_TABLE, None)
     if table is None or len(table) < len(positions) or (table.dtype, table.device) != (like.dtype, like.device):
         count = 1 << (len(positions) - 1).bit_length()  # the next power of two
@@ -199,7 +199,7 @@ def known_rotary(backbone: nn.Module, like: Tensor, positions: Tensor) -> tuple[
 
 
 def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns heads (N, heads, D) with the rotary embedding, in the precision of `cos`."""
+    """Return heads (N, heads, D) with the rotary embedding, in the precision of `cos`."""
     return _Rotary.apply(heads, cos, sin)
 
 
@@ -231,7 +231,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _products(row: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Returns the products of a row (N, H) with matrices (out, H), side by side, (N, sum of out)."""
+    """Return the products of a row (N, H) with matrices (out, H), side by side, (N, sum of out)."""
     found = row.new_empty(len(row), sum(map(len, weights)))
     for into, weight in zip(found.split([*map(len, weights)], 1), weights, strict=True):
         torch.mm(row, weight.to(row.dtype).t(), out=into)
@@ -241,7 +241,7 @@ def _products(row: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def _gradients(
     by_products: Tensor, row: Tensor, weights: Sequence[Tensor], needed: Sequence[bool], dtype: torch.dtype
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Returns the gradients with respect to the row (N, H) of `_products` and its weights, in `dtype`; None for a
+    """Return the gradients with respect to the row (N, H) of `_products` and its weights, in `dtype`; None for a
     frozen weight. `by_products` is (N, sum of out)."""
     sizes = [*map(len, weights)]
     (first, *others) = parts = by_products.split(sizes, 1)

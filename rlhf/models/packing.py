@@ -64,7 +64,7 @@ class MicroBatch(ABC):
         """The index of each input token in the padded ids, (B * (C + T),)."""
 
     def token_numbers(self) -> np.ndarray:
-        """Returns a number for each input token, which depends on its completion, or its prompt, and its position, but
+        """Return a number for each input token, which depends on its completion, or its prompt, and its position, but
         not on the micro-batch."""
         episodes = self.episodes
         context = self.episodes.prompt_ids.shape[1]
@@ -124,7 +124,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layout, cache=None) -> Tensor:
-    """Returns the hidden states (N, H) of a packed row with ids and positions (1, N)."""
+    """Return the hidden states (N, H) of a packed row with ids and positions (1, N)."""
     if llama.supports(backbone):
         return llama.forward(backbone, ids[0], positions[0], layout, cache)
     use_packed_attention(backbone)
@@ -178,7 +178,7 @@ class _Plan:
 
 
 def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
-    """Returns the plan of a row with each prompt, followed by all its completions without their last tokens."""
+    """Return the plan of a row with each prompt, followed by all its completions without their last tokens."""
     context = episodes.prompt_ids.shape[1]
     width = context + episodes.completion_ids.shape[1]
     shared = len({episodes.groups[r] for r in rows}) < len(rows)
@@ -218,7 +218,7 @@ def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows of different lengths as one array (R, longest), and the flat index of each start.
+    """Return rows of different lengths as one array (R, longest), and the flat index of each start.
 
     A row is padded with its own last number. The gradient of a gather adds up the padding at that token; with one
     number for all rows, a GPU would add the padding of all rows to one token, one after another.
@@ -237,7 +237,7 @@ def on_device(device: torch.device, numbers: np.ndarray) -> Tensor:
 
 
 def pack_rows(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Layout]:
-    """Returns the positions (1, N) and the layout of texts with these lengths in one row."""
+    """Return the positions (1, N) and the layout of texts with these lengths in one row."""
     ends = np.cumsum(lengths)
     texts = [np.arange(end - size, end) for size, end in zip(lengths, ends, strict=True)]
     positions = np.concatenate([np.arange(size) for size in lengths])

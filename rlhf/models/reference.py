@@ -26,7 +26,7 @@ class Reference:
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:
-        """Returns the reference of a policy that is not trained yet.
+        """Return the reference of a policy that is not trained yet.
 
         `dtype` is the precision of the policy's forward pass. With another one, the KL would include rounding errors.
         """
@@ -43,7 +43,7 @@ class Reference:
             yield self.copy if self.copy is not None else self.policy
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
-        """Returns the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.
+        """Return the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.
 
         They are 0 where the mask is False. `allowed` as in `token_logprobs`.
         """

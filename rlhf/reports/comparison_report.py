@@ -42,7 +42,7 @@ def make_comparison(
     screen: Screen,
     notes: Sequence[str] = (),
 ) -> tuple[list[Arm], dict[str, Any]]:
-    """Returns the arms with the baselines, and the comparison as JSON-ready data.
+    """Return the arms with the baselines, and the comparison as JSON-ready data.
 
     Args:
         evaluator: has evaluated the arms and the start model.
@@ -82,12 +82,12 @@ def make_comparison(
 
 
 def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
-    """Returns a value for each model of an arm by its seed; by the arm's name for a baseline."""
+    """Return a value for each model of an arm by its seed; by the arm's name for a baseline."""
     return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
 
 
 def not_compared(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
-    """Returns one line per equal budget at which pairs cannot be compared, or not by the judge that decides."""
+    """Return one line per equal budget at which pairs cannot be compared, or not by the judge that decides."""
     if not rows:
         return ["a run has no stored evaluations, so there is no comparison at equal episodes, time or KL"]
     lines = [
@@ -113,14 +113,14 @@ def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
 
 
 def _costs(run: RunRecord) -> dict[str, float]:
-    """Returns the counts, time and memory of a finished run; empty for an unfinished one."""
+    """Return the counts, time and memory of a finished run; empty for an unfinished one."""
     spent = asdict(run.spent) if run.spent else {}
     figures = run.figures or {}
     return spent | {name: figures[name] for name in ("seconds", "cpu_seconds", "peak_memory_gib") if name in figures}
 
 
 def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list[dict[str, Any]]:
-    """Returns random prompts with completions of the start model and of each arm's first seed."""
+    """Return random prompts with completions of the start model and of each arm's first seed."""
     drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
     everyone = [arm.measured[0] for arm in (start, *arms)]
     return [
@@ -148,7 +148,7 @@ def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen
 def _pictures(
     report: dict[str, Any], arms: Sequence[Arm], curves: Sequence[tuple[str, RunCurves]]
 ) -> dict[str, Figure]:
-    """Returns the pictures of PICTURES. Arms without curves are points."""
+    """Return the pictures of PICTURES. Arms without curves are points."""
     names = [name for name, _ in curves]
     ends = [
         {"name": arm.name} | {name: arm.mean(name) for name in ("kl", "score", "judge")}

@@ -15,7 +15,7 @@ from rlhf.utils.console import clock
 
 
 def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Returns every table with its caption, columns and rows of text, in reading order."""
+    """Return every table with its caption, columns and rows of text, in reading order."""
     return [
         *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
         contrast_table(report),
@@ -26,7 +26,7 @@ def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[dict
 
 
 def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Returns a table with one column per arm, as several tables if there are more than 4 arms."""
+    """Return a table with one column per arm, as several tables if there are more than 4 arms."""
     made = [table(arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
     for number, part in enumerate(made[1:] and made, 1):
         part["caption"] += f" (part {number} of {len(made)})"
@@ -34,7 +34,7 @@ def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[A
 
 
 def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> dict[str, Any]:
-    """Returns the table of figures, one column per arm. `judges` are the names of the judges."""
+    """Return the table of figures, one column per arm. `judges` are the names of the judges."""
     names = figures_of([figures for arm in arms for figures in arm.figures])
     rows = [
         [label_of(name, judges), *(_over_seeds(partial(shown, name), arm.known(name)) for arm in arms)]
@@ -58,7 +58,7 @@ def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
 
 
 def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of differences, without the columns in which no contrast has a value."""
+    """Return the table of differences, without the columns in which no contrast has a value."""
     rows = [
         [
             f"{c['name']}, {label_of(c['measure'], report['judges'])}",
@@ -94,7 +94,7 @@ def _power_cells(power: dict[str, Any]) -> list[str]:
 
 
 def _interval_kind(found: dict[str, Any]) -> str:
-    """Returns an interval's level and what was resampled, such as "95% over prompts"."""
+    """Return an interval's level and what was resampled, such as "95% over prompts"."""
     return f"{percent(found['level'])} over {found['over']}"
 
 

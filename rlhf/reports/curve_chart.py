@@ -50,7 +50,7 @@ class Group:
 
 
 def groups_of(runs: Sequence[RunCurves], names: Sequence[str | None]) -> list[Group]:
-    """Returns the groups of runs with their names and line styles; `names` as in `group_runs`."""
+    """Return the groups of runs with their names and line styles; `names` as in `group_runs`."""
     found = group_runs([run.run for run in runs], names)
     line_styles = group_styles([group.algorithm for group in found])
     return [
@@ -84,7 +84,7 @@ class Chart:
         return f"training time ({self.time_unit[1]})" if self.x == "time" else self.x
 
     def x_of(self, run: RunCurves, curve: Curve) -> np.ndarray:
-        """Returns the x values (P,) of a curve's points."""
+        """Return the x values (P,) of a curve's points."""
         if self.x == "time":
             return curve.seconds / self.time_unit[0]
         return run.episodes_at(curve.updates) if self.x == "episodes" else curve.updates
@@ -119,14 +119,14 @@ class Chart:
 
 
 def judges_of(runs: Sequence[RunCurves]) -> dict[str, str]:
-    """Returns tag -> title of gold quality and of the evaluation functions, in the order in which they were logged."""
+    """Return tag -> title of gold quality and of the evaluation functions, in the order in which they were logged."""
     logged = dict.fromkeys(tag.removeprefix("eval/") for run in runs for tag in run.scalars if tag.startswith("eval/"))
     names = [name for name in logged if "/" not in name and name not in EVAL_METRICS]
     return {f"eval/{name}": f"{'Gold quality' if name == 'gold' else name} on held-out prompts" for name in names}
 
 
 def title(chart: Chart) -> str:
-    """Returns the figure's title: groups, recipe, and how far the runs are."""
+    """Return the figure's title: groups, recipe, and how far the runs are."""
     names = listed([group.name for group in chart.groups])
     if len(names) > LONGEST_NAMES:
         titles = dict.fromkeys(title_of(group.runs[0].run) for group in chart.groups)

@@ -29,7 +29,7 @@ READ_THEM = "The audit checks only figures, so read the completions, too."
 
 
 def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | None) -> dict[str, Any]:
-    """Returns the report on models, each of which is an arm, as JSON-ready data."""
+    """Return the report on models, each of which is an arm, as JSON-ready data."""
     seed = evaluator.settings.seed
     everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
@@ -52,7 +52,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
 
 
 def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
-    """Returns one model's part of the report."""
+    """Return one model's part of the report."""
     (model,), (results,) = arm.models, arm.measured
     return {
         "label": arm.name,
@@ -66,12 +66,12 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
 
 
 def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
-    """Returns each model's completions of one prompt, the highest score first."""
+    """Return each model's completions of one prompt, the highest score first."""
     return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
 
 
 def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
-    """Returns one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL.
+    """Return one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL.
 
     "judge" is the first judge's rating, "judges" those of all judges. A completion without a score is the last, and
     has no rank and no label.
@@ -95,7 +95,7 @@ def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
 
 
 def tables(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> list[dict[str, Any]]:
-    """Returns the tables with their captions, columns and rows of text."""
+    """Return the tables with their captions, columns and rows of text."""
     everyone = [arm for arm in (start, *arms) if arm is not None]
     return [figure_table(everyone, report["judges"]), *([contrast_table(report)] if start is not None else [])]
 

@@ -54,7 +54,7 @@ class LineStyle(NamedTuple):
 
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """Returns the line style of each algorithm, by its position in the table, and of "start". Algorithms outside the
+    """Return the line style of each algorithm, by its position in the table, and of "start". Algorithms outside the
     table get the next colours and markers."""
     names = dict.fromkeys([*ALGORITHMS, *(algorithms := list(algorithms))])
     names.pop("start", None)
@@ -64,7 +64,7 @@ def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
 
 
 def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
-    """Returns one line style per group, from the algorithm of each group. They are distinct for up to 24 groups.
+    """Return one line style per group, from the algorithm of each group. They are distinct for up to 24 groups.
 
     The first group of an algorithm has the algorithm's colour and marker. Further groups get colours that no other
     group has, and when these are used up, all colours again with dashed lines.
@@ -78,12 +78,12 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure without a window; sizes in inches. Draw on it inside `style()`."""
+    """Return an empty figure without a window; sizes in inches. Draw on it inside `style()`."""
     return Figure(figsize=(width, height), dpi=DOTS, layout="constrained")
 
 
 def style() -> rc_context:
-    """Returns the context manager for creating and drawing axes."""
+    """Return the context manager for creating and drawing axes."""
     return rc_context(STYLE)
 
 
@@ -109,7 +109,7 @@ def save_picture(figure: Figure, file: Path) -> None:
 
 
 def as_data_url(figure: Figure) -> str:
-    """Returns the figure as a data URL, to embed it in a page."""
+    """Return the figure as a data URL, to embed it in a page."""
     held = io.BytesIO()
     figure.savefig(held, format="png")
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()

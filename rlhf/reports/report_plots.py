@@ -133,7 +133,7 @@ def _draw_group(axes: Axes, group: Group, tag: str, end: float) -> None:
 
 
 def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
-    """Returns (2, P): the KL and the metric of the evaluations that have both."""
+    """Return (2, P): the KL and the metric of the evaluations that have both."""
     _, *at = np.intersect1d(run.scalars[KL].updates, run.scalars[tag].updates, return_indices=True)
     return np.stack([run.scalars[of].values[points] for of, points in zip((KL, tag), at, strict=True)])
 

@@ -53,7 +53,7 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
 
 
 def _completion(tokens: Sequence[dict[str, Any]], scales: dict[str, float]) -> dict[str, Any]:
-    """Returns one completion as the template expects it: text, numbers and colours of every token."""
+    """Return one completion as the template expects it: text, numbers and colours of every token."""
     return {
         **{key: tokens[0][key] for key in ("update", "episode", "prompt", "prompt_index", "score")},
         "tokens": [
@@ -69,7 +69,7 @@ def _completion(tokens: Sequence[dict[str, Any]], scales: dict[str, float]) -> d
 
 
 def colour(value: float, scale: float) -> str:
-    """Returns a CSS colour: orange below 0, white at 0, blue above 0. Safe for colour-blind readers."""
+    """Return a CSS colour: orange below 0, white at 0, blue above 0. Safe for colour-blind readers."""
     strength = STRONGEST * min(abs(value) / scale, 1.0)
     strongest = COLOURS["above" if value > 0 else "below"]
     parts = [int(strongest[i : i + 2], 16) for i in (1, 3, 5)]

@@ -72,7 +72,7 @@ class Evaluation:
         return fmean(scored(self.scores))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics by TensorBoard tag. docs/metrics.md describes them."""
+        """Return the metrics by TensorBoard tag. docs/metrics.md describes them."""
         return {
             "eval/score": self.score,
             **({"eval/gold": fmean(self.gold)} if self.gold else {}),
@@ -119,18 +119,18 @@ class Evaluation:
 
 
 def scored(scores: Sequence[float | None]) -> list[float]:
-    """Returns the scores of the completions that have one."""
+    """Return the scores of the completions that have one."""
     return [score for score in scores if score is not None]
 
 
 def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
-    """Returns the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
+    """Return the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
     run."""
     return sorted(rng_for(seed, 0, "show").permutation(count)[:most].tolist())
 
 
 def gold_qualities(prompts: Iterable[Prompt], texts: Sequence[str], ended: Sequence[bool], gold: Gold) -> list[float]:
-    """Returns the gold quality of each completion, in [0, 1]. `prompts` has one entry per completion."""
+    """Return the gold quality of each completion, in [0, 1]. `prompts` has one entry per completion."""
     questions = [prompt.example.messages[-1]["content"] for prompt in prompts]
     return [gold(*row) for row in zip(questions, texts, ended, strict=True)]
 
@@ -141,7 +141,7 @@ def fixed_text(
     start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
     file: str | None,
 ) -> FixedText:
-    """Returns the text for the perplexity of a run.
+    """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
     any, and otherwise completions of the start model, whose ids `start` samples. At most FIXED_TEXTS completions
@@ -159,7 +159,7 @@ def fixed_text(
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
-    """Returns the paragraphs of a text file. The first token of each is its prompt. Raises UserError as
+    """Return the paragraphs of a text file. The first token of each is its prompt. Raises UserError as
     `paragraphs_of` does."""
     rows = paragraphs_of(tokenizer, file)
     return FixedText(
@@ -169,7 +169,7 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
 
 @torch.no_grad()
 def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    """Returns the perplexity per completion token of the text, at temperature 1; infinity if a float overflows.
+    """Return the perplexity per completion token of the text, at temperature 1; infinity if a float overflows.
 
     Each process computes its share of the text.
     """
@@ -230,7 +230,7 @@ class PolicyEvaluator:
         self.text: FixedText | None = None
 
     def read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
-        """Returns prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
+        """Return prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
         none is left, or they cannot be read."""
         longest = self.config.data.prompt_length
         examples = examples_of(given)
@@ -253,7 +253,7 @@ class PolicyEvaluator:
             return self._measured(rollouts, update)
 
     def _batches(self, prompts: Sequence[Prompt], samples: int = 1) -> list[list[tuple[int, Prompt]]]:
-        """Returns the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
+        """Return the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
         each prompt do not depend on `samples`."""
         rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
         batch = size() * budget_of(self.collector.device, self.config).eval_batch_size

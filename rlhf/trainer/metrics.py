@@ -14,7 +14,7 @@ from rlhf.trainer.scores import Scores, equal_groups
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
-    """Returns the metrics of a rollout: scores, KL, advantages, lengths.
+    """Return the metrics of a rollout: scores, KL, advantages, lengths.
 
     `group_size` is the number of completions of a prompt that are compared with each other. Completions without a
     score are left out of the metrics of scores and advantages. These metrics are missing if no completion has a score.
@@ -53,7 +53,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
 
 
 def speed_metrics(seconds: Mapping[str, float], tokens: int, episodes: int) -> dict[str, float]:
-    """Returns the seconds of each part of an update ("rollout", "score", "update"), and tokens and episodes per second
+    """Return the seconds of each part of an update ("rollout", "score", "update"), and tokens and episodes per second
     of the whole update."""
     whole = sum(seconds.values())
     return {
@@ -64,7 +64,7 @@ def speed_metrics(seconds: Mapping[str, float], tokens: int, episodes: int) -> d
 
 
 def mean_metrics(updates: Sequence[dict[str, float]]) -> Metrics:
-    """Returns the mean of each metric over the updates that logged it."""
+    """Return the mean of each metric over the updates that logged it."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return Metrics({name: fmean(m[name] for m in updates if name in m) for name in names})
 

@@ -37,7 +37,7 @@ def over_prompts(
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Estimate:
-    """Returns the mean of one value per prompt (P,) with a bootstrap interval over prompts (BCa, Efron 1987).
+    """Return the mean of one value per prompt (P,) with a bootstrap interval over prompts (BCa, Efron 1987).
 
     A bootstrap interval of few values is too narrow (Hesterberg 2015, "What Teachers Should Know About the
     Bootstrap"), so its distance from the mean is multiplied by t / z at P - 1 degrees of freedom and by
@@ -70,7 +70,7 @@ def over_prompts(
 
 
 def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
-    """Returns both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
+    """Return both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the result is nan then
         rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> n
 
 
 def cut_off(mean: float, low: float, high: float, limits: tuple[float, float] | None) -> Estimate:
-    """Returns the estimate with its interval cut off at `limits`."""
+    """Return the estimate with its interval cut off at `limits`."""
     if limits is not None:
         low = max(low, limits[0])
         high = min(high, limits[1])

@@ -43,7 +43,7 @@ def make_prompts(tokenizer) -> list[Prompt]:
 
 
 def round_trip_completion(tokenizer, rng: random.Random) -> list[int]:
-    """Returns LENGTH token ids that decoding and encoding preserve, so that both trainers score the same text."""
+    """Return LENGTH token ids that decoding and encoding preserve, so that both trainers score the same text."""
     words = "the cat is on a table and lies near Paris which helps you answer step by step with numbers".split()
     while True:
         ids = encode_text(tokenizer, " " + " ".join(rng.choices(words, k=LENGTH)))[:LENGTH]
@@ -96,7 +96,7 @@ class StockRun:
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Returns a function that makes our trainer use the prompts and completions of a finished StockRun."""
+    """Return a function that makes our trainer use the prompts and completions of a finished StockRun."""
 
     def replay(trainer, stock: StockRun):
         def episodes_of(update):
@@ -194,7 +194,7 @@ def test_score_is_placed_at_eos_and_not_one_position_later_as_in_trl(
 
 
 def mean_squared_score(stock: StockRun) -> float:
-    """Returns the mean square of the reward model's scores in the stock run, computed without either trainer."""
+    """Return the mean square of the reward model's scores in the stock run, computed without either trainer."""
     model = stock.trainer.reward_model
     squares = []
     for i, prompt in enumerate(stock.prompts):

@@ -19,7 +19,7 @@ def grpo(build):
 
 
 def per_completion(batch) -> torch.Tensor:
-    """Returns the advantage of each completion, (B,), after checking that all of its tokens have the same."""
+    """Return the advantage of each completion, (B,), after checking that all of its tokens have the same."""
     mask = batch.mask
     advantages = batch.raw_advantages
     assert torch.equal(torch.where(mask, advantages, 0.0), advantages), "advantages outside the mask must be 0"

@@ -237,7 +237,7 @@ def test_group_advantages_match_values_computed_by_hand():
 
 
 def ratios(*values: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns new and rollout log-probs with these ratios. The rollout log-probs are log 0.1."""
+    """Return new and rollout log-probs with these ratios. The rollout log-probs are log 0.1."""
     return row(*(math.log(0.1 * v) for v in values)), row(*(math.log(0.1) for _ in values))
 
 

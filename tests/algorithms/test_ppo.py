@@ -45,7 +45,7 @@ def test_whitened_rewards_keep_their_mean(build):
 
 
 def by_hand(trainer):
-    """Returns a rollout of 2 prompts x 2 completions with 2, 1, 1 and 2 tokens, KL 0 and given values."""
+    """Return a rollout of 2 prompts x 2 completions with 2, 1, 1 and 2 tokens, KL 0 and given values."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.completions.mask = torch.zeros_like(rollout.mask)
     rollout.completions.mask[:, 0] = True

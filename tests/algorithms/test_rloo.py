@@ -84,7 +84,7 @@ def test_kl_is_subtracted_before_the_baseline(rloo):
 
 
 def gradient(policy_loss, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of the loss with respect to the log-probs (B, T), as one vector."""
+    """Return the gradient of the loss with respect to the log-probs (B, T), as one vector."""
     leaf = logprobs.clone().requires_grad_()
     policy_loss(leaf).backward()
     return leaf.grad.flatten()
@@ -192,7 +192,7 @@ def test_kl_in_the_loss_is_summed_over_each_completion(rloo):
 
 
 def functions_in(source: str) -> dict[str, str]:
-    """Returns each function's syntax tree as text, without comments and docstring."""
+    """Return each function's syntax tree as text, without comments and docstring."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):

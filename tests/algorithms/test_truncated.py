@@ -16,7 +16,7 @@ SCORES = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
 
 def experience(trainer, *ended: bool, scores=SCORES):
-    """Returns the experience of four completions, of which some end with EOS."""
+    """Return the experience of four completions, of which some end with EOS."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.completions.ended = torch.tensor(ended)
     return trainer.advantages(rollout, scores)

@@ -20,7 +20,7 @@ WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it ra
 
 
 def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> GenerationResults:
-    """Returns two completions per prompt, with values 0.1 below and above the given `scores` and `judged`."""
+    """Return two completions per prompt, with values 0.1 below and above the given `scores` and `judged`."""
     offset = np.tile([[-0.1, 0.1]], (prompts, 1))
     shape = offset.shape
     texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]

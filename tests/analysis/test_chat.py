@@ -30,7 +30,7 @@ from tests.shapes import make_base_model
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """Returns a function that pipes lines into `--chat` and returns the console output and the prompts (token ids)."""
+    """Return a function that pipes lines into `--chat` and returns the console output and the prompts (token ids)."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
         prompts = []

@@ -57,7 +57,7 @@ def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finishe
 
 
 def at_update(done: int) -> SimpleNamespace:
-    """Returns a trainer that has done some updates, for TensorBoardLog."""
+    """Return a trainer that has done some updates, for TensorBoardLog."""
     return SimpleNamespace(state=SimpleNamespace(global_step=done))
 
 

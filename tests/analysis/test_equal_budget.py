@@ -18,7 +18,7 @@ PROMPTS = [str(i) for i in range(64)]
 
 
 def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), kl=None) -> EvalPoint:
-    """Returns an evaluation after 10 episodes per update. `kl` is one value or one per completion."""
+    """Return an evaluation after 10 episodes per update. `kl` is one value or one per completion."""
     kls = np.broadcast_to(update / 10 if kl is None else kl, len(scores)).tolist()
     rows = [
         {"prompt": [{"role": "user", "content": p}], "completion": "x", "score": s, "kl": k, "ended": True}
@@ -101,7 +101,7 @@ def test_equal_budgets_of_three_groups_match_hand_computed_values():
 
 
 def rising(*kls: float, scores=None) -> list[EvalPoint]:
-    """Returns a run whose evaluations have these KLs; all 20 prompts of an evaluation have its score."""
+    """Return a run whose evaluations have these KLs; all 20 prompts of an evaluation have its score."""
     scores = range(len(kls)) if scores is None else scores
     return [eval_point(i, i, [s] * 20, PROMPTS[:20], kl) for i, (kl, s) in enumerate(zip(kls, scores, strict=True))]
 
@@ -224,7 +224,7 @@ def test_pairs_have_the_names_and_the_level_of_the_verdict():
 
 
 def trained_equally(rng, seeds: int, evaluations: int, shape: str, scatter: float = 0.1) -> dict[str, list[list]]:
-    """Returns two groups whose true score is 1 - exp(-2 KL). The KL of PPO rises twice as fast as that of GRPO.
+    """Return two groups whose true score is 1 - exp(-2 KL). The KL of PPO rises twice as fast as that of GRPO.
 
     Gains differ between seeds by `scatter`, speeds by 1.5 times as much. A completion's KL has a standard deviation of
     1.5 times its mean, and its score one of 0.5.
@@ -245,7 +245,7 @@ def trained_equally(rng, seeds: int, evaluations: int, shape: str, scatter: floa
 
 
 def first_crossings(run: list[EvalPoint]) -> list[EvalPoint]:
-    """Returns the evaluations whose KL is above that of all earlier ones."""
+    """Return the evaluations whose KL is above that of all earlier ones."""
     kls = [point.kl.mean() for point in run]
     return [point for i, point in enumerate(run) if not i or kls[i] > max(kls[:i])]
 
@@ -258,7 +258,7 @@ RULES = {
 
 
 def significant(groups: dict[str, list[list]], rule: str = "monotone regression") -> bool | None:
-    """Returns whether an interval at one of the KLs excludes 0; None without a common KL."""
+    """Return whether an interval at one of the KLs excludes 0; None without a common KL."""
     applied = {name: [RULES[rule](run) for run in runs] for name, runs in groups.items()}
     result = equal_kl_result(at_equal(applied, None, seed=1), "PPO - GRPO")
     return None if result == "unknown" else result != "equal"

@@ -206,7 +206,7 @@ def test_function_without_the_columns_of_the_stored_completions(runs, rules, wan
 
 
 def with_settings(model, **changed):
-    """Returns a model whose run was trained with other reward settings."""
+    """Return a model whose run was trained with other reward settings."""
     settings = {**model.run.settings, "reward": {**model.run.settings["reward"], **changed}}
     return dataclasses.replace(model, run=dataclasses.replace(model.run, settings=settings))
 

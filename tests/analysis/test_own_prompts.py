@@ -27,7 +27,7 @@ QUESTIONS = [f"How many steps are in answer {i}?" for i in range(10)]
 
 @pytest.fixture
 def own_prompts(tmp_path):
-    """Returns a function that writes questions to a file."""
+    """Return a function that writes questions to a file."""
 
     def write(*questions: str, **more: str):
         file = tmp_path / "own.jsonl"
@@ -43,7 +43,7 @@ def evaluator_of(run, prompts, **settings) -> ModelEvaluator:
 
 
 def warnings_in(capsys) -> list[str]:
-    """Returns the printed warnings about prompts that a run trained on."""
+    """Return the printed warnings about prompts that a run trained on."""
     return [line for line in capsys.readouterr().out.splitlines() if "warning: " in line and "--prompts" in line]
 
 

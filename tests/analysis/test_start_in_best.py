@@ -22,7 +22,7 @@ def test_a_sentence_names_each_model_of_update_0():
 
 @pytest.fixture
 def start_is_best(runs, start_model, tmp_path):
-    """Returns a copy of a run whose best evaluation is the start model's."""
+    """Return a copy of a run whose best evaluation is the start model's."""
     folder = shutil.copytree(runs["ppo", 1], tmp_path / "run")
     facts = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**facts, "best": {**facts["best"], "update": 0}}))

@@ -186,7 +186,7 @@ def test_a_baseline_has_no_seeds():
 
 
 def simulated(rng, seeds, prompts=64, spread=(0.1, 0.1), noise=0.0, of_prompts=0.0, difference=0.0) -> np.ndarray:
-    """Returns gaps (S, T, P) of two groups: normal means of seeds, noise per seed and prompt, effects of prompts."""
+    """Return gaps (S, T, P) of two groups: normal means of seeds, noise per seed and prompt, effects of prompts."""
     one, other = (rng.normal(0, sd, (n, 1)) + rng.normal(0, noise, (n, prompts))
                   for n, sd in zip(seeds, spread, strict=True))  # fmt: skip
     return difference + rng.normal(0, of_prompts, prompts) + one[:, None] - other[None]
@@ -268,7 +268,7 @@ def test_seeds_needed_are_the_fewest_with_which_the_difference_is_visible():
 
 
 def binary(rng, seeds: int, spread: float, difference: float) -> np.ndarray:
-    """Returns gaps (S, S, 64) of two groups with four 0/1 rewards per prompt. Pass rates of prompts are uniform. A
+    """Return gaps (S, S, 64) of two groups with four 0/1 rewards per prompt. Pass rates of prompts are uniform. A
     seed moves all of them towards 1 or 0, and their mean by its normal effect."""
     rates = rng.uniform(0, 1, 64)
     sides = []
@@ -280,7 +280,7 @@ def binary(rng, seeds: int, spread: float, difference: float) -> np.ndarray:
 
 
 def found_at_visible(rng, seeds: int, rewards: str, trials: int) -> float:
-    """Returns the share of new comparisons that find a true difference of the median `visible`."""
+    """Return the share of new comparisons that find a true difference of the median `visible`."""
 
     def gaps(difference):
         if rewards == "0/1":
@@ -308,7 +308,7 @@ def test_share_that_finds_the_visible_difference_by_seeds_and_rewards(seeds, rew
 
 
 def won_by_new_runs(rng, seeds: int, trials: int) -> tuple[float, float, int]:
-    """Returns the mean of `first_wins` between 0.7 and 0.9, the share of new runs that win then, and their number.
+    """Return the mean of `first_wins` between 0.7 and 0.9, the share of new runs that win then, and their number.
     True differences have the standard deviation 0.2, seeds 0.1."""
     stated = []
     won = []

@@ -27,7 +27,7 @@ PROMPTS = RNG.normal(0, 1, (64, 1))
 def completions(
     score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0
 ) -> GenerationResults:
-    """Returns four completions for each of 64 prompts, scored `score` plus an offset per prompt and noise of 0.3."""
+    """Return four completions for each of 64 prompts, scored `score` plus an offset per prompt and noise of 0.3."""
     noise = RNG.normal(0, 0.3, (2, 64, 4))
     return GenerationResults(
         label="made",
@@ -42,7 +42,7 @@ def completions(
 
 
 def group(name: str, *measured: GenerationResults, episodes: int = 100, config: Config | None = None) -> Arm:
-    """Returns an arm with one run for each of `measured`."""
+    """Return an arm with one run for each of `measured`."""
     plan = Plan(2, episodes, 2, episodes)
     records = [record_of(config, seed=i, plan=plan) for i in range(len(measured))]
     return Arm(name, list(measured), [ModelRef(name, name, run=record, update=2) for record in records])
@@ -187,7 +187,7 @@ def test_caveat_for_few_prompts(snapshot):
 
 
 def constant(score: float, judged: float | None = None) -> GenerationResults:
-    """Returns one completion for each of 20 prompts, all with the same score."""
+    """Return one completion for each of 20 prompts, all with the same score."""
     ones = np.ones((20, 1))
     rated = {"gold quality": ones * judged} if judged else {}
     return GenerationResults("made", [["x"]] * 20, ones * score, rated, None, ones, ones > 0, None)
@@ -258,7 +258,7 @@ def test_verdict_of_one_group_reports_what_it_cannot_show(snapshot):
 
 
 def at_kl(*differences: tuple[float, float]) -> list[dict]:
-    """Returns rows at KL 1, 2, ... with the intervals of PPO - GRPO."""
+    """Return rows at KL 1, 2, ... with the intervals of PPO - GRPO."""
     return [
         {"kind": "kl", "number": kl, "differences": [{"name": "PPO - GRPO", "value": 0.0, "low": low, "high": high}]}
         for kl, (low, high) in enumerate(differences, 1)

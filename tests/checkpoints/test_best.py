@@ -17,7 +17,7 @@ from tests.conftest import BY_TIER, attach
 
 
 def candidates(*rows) -> list[Candidate]:
-    """Returns one candidate per row of (score, KL, perplexity), every 50 updates. The KL target is 6."""
+    """Return one candidate per row of (score, KL, perplexity), every 50 updates. The KL target is 6."""
     return [Candidate(50 * i, score, kl, 6.0, ppl) for i, (score, kl, ppl) in enumerate(rows)]
 
 

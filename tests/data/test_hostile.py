@@ -139,7 +139,7 @@ def test_surrogate_bytes_are_not_utf8(tmp_path, user_error):
 
 
 def specials(tokenizer) -> dict[str, int]:
-    """Returns the added tokens and their ids."""
+    """Return the added tokens and their ids."""
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
 
 
@@ -423,7 +423,7 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
 
 
 def possible_questions(row: dict) -> list[str]:
-    """Returns every text of a row that can be the question, without using the loader."""
+    """Return every text of a row that can be the question, without using the loader."""
     keys = ("messages", "conversations", "prompt", "chosen")
     messages = [m for key in keys if isinstance(row.get(key), list) for m in row[key] if isinstance(m, dict)]
     turns = [m.get("content", m.get("value")) for m in messages if m.get("role", m.get("from")) in ("user", "human")]
@@ -517,7 +517,7 @@ class CreatesFile:
 
 @pytest.fixture
 def pickled(tmp_path):
-    """Returns a function that replaces a folder's weights by a pickle: of `weights`, or one that runs code if None."""
+    """Return a function that replaces a folder's weights by a pickle: of `weights`, or one that runs code if None."""
 
     def make(source: Path, name: str, weights=None) -> Path:
         folder = tmp_path / "pickled"

@@ -30,7 +30,7 @@ COUNTS = {"tea": 7, "rain": 3, "long walks": 5}  # prompts by topic, in order of
 
 
 def prompts_by_topic() -> list[Prompt]:
-    """Returns prompts with the topics interleaved. The first prompts of the topics differ in length."""
+    """Return prompts with the topics interleaved. The first prompts of the topics differ in length."""
     rows = []
     for i in range(max(COUNTS.values())):
         for number, (topic, count) in enumerate(COUNTS.items()):

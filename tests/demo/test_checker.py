@@ -141,7 +141,7 @@ def test_held_out_questions_cannot_be_answered_from_training_questions(asked):
 
 
 def parts_of(asked: list[Question]) -> tuple[set[str], set[str]]:
-    """Returns the training and the held-out questions, in lower case, as the recipe splits them."""
+    """Return the training and the held-out questions, in lower case, as the recipe splits them."""
     examples = [Example(messages=({"role": "user", "content": q.text},)) for q in asked]
     parts = split_examples(examples, SPLIT)
     training, held_out = ({e.question for e in parts[name]} for name in ("rl", "evaluation"))

@@ -31,13 +31,13 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(project):
-    """Returns seconds, output, run.json and the reward model's metrics.json of `python train_ppo.py --recipe demo`."""
+    """Return seconds, output, run.json and the reward model's metrics.json of `python train_ppo.py --recipe demo`."""
     return run_demo(project, "ppo")
 
 
 @pytest.fixture(scope="module")
 def grpo_demo(project, demo):
-    """Returns the same for GRPO, which finds the parts of PPO's demo."""
+    """Return the same for GRPO, which finds the parts of PPO's demo."""
     return run_demo(project, "grpo")
 
 

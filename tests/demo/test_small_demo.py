@@ -27,7 +27,7 @@ RUNS = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
 
 @pytest.fixture
 def small(made_once, monkeypatch) -> Path:
-    """Returns the folder of the small demo, which becomes the test's working folder."""
+    """Return the folder of the small demo, which becomes the test's working folder."""
     folder = made_once("small_demo", train_all)
     monkeypatch.chdir(folder)
     return folder

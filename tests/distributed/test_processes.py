@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true
 
 
 def driver(name: str, *given: object) -> list[dict]:
-    """Returns the JSON objects that a module of tests/distributed prints."""
+    """Return the JSON objects that a module of tests/distributed prints."""
     ended = subprocess.run(
         [sys.executable, "-m", f"tests.distributed.{name}", *map(str, given)],
         cwd=ROOT, capture_output=True, text=True, timeout=900, env=ENVIRONMENT,

@@ -58,7 +58,7 @@ def rule(completions: list[str], noun: list[str], kind: list[str], **_) -> list[
 
 
 def trained_by_the_library(algorithm: str, dtype: torch.dtype, **changed) -> tuple[OnPolicyLoop, Recorder]:
-    """Returns the trainer after UPDATES updates with the settings of the example's docstring, but fewer completions,
+    """Return the trainer after UPDATES updates with the settings of the example's docstring, but fewer completions,
     and what it sampled."""
     prompts = tiny_ppo.COMPLETIONS // tiny_ppo.GROUP[algorithm]
     config = make_config(
@@ -80,7 +80,7 @@ def trained_by_the_library(algorithm: str, dtype: torch.dtype, **changed) -> tup
 
 
 def trained_by_the_example(algorithm: str, dtype: torch.dtype, recorder: Recorder) -> tuple[tiny_ppo.Policy, float]:
-    """Returns the policy after the recorded updates, and the KL of the last one."""
+    """Return the policy after the recorded updates, and the KL of the last one."""
     policy = tiny_ppo.Policy(tiny_ppo.START_MODEL).to(dtype).eval()
     kl = 0.0
     reference = copy.deepcopy(policy).requires_grad_(False)
@@ -97,7 +97,7 @@ def flat(*modules: nn.Module) -> Tensor:
 
 
 def differences(algorithm: str, dtype: torch.dtype, **changed) -> Tensor:
-    """Returns the absolute difference of each weight between the library and the example after UPDATES updates."""
+    """Return the absolute difference of each weight between the library and the example after UPDATES updates."""
     trainer, recorder = trained_by_the_library(algorithm, dtype, **changed)
     policy, kl = trained_by_the_example(algorithm, dtype, recorder)
     (rollout, scores), start = recorder.updates[0], tiny_ppo.Policy(tiny_ppo.START_MODEL)

@@ -143,7 +143,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Returns a function that maps a family's name to the folder of its start model."""
+    """Return a function that maps a family's name to the folder of its start model."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -156,7 +156,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make_flags(start, reward_folder, pairs_file, tmp_path_factory):
-    """Returns a function that makes the flags of a run of three updates.
+    """Return a function that makes the flags of a run of three updates.
 
     The prompts have one user turn and no system text, so every family's chat template accepts them.
     """
@@ -194,7 +194,7 @@ class Run:
     first_kl: torch.Tensor  # per-token KL of the first batch
 
     def plain(self) -> AutoModelForCausalLM:
-        """Returns the saved model, loaded with plain transformers and peft."""
+        """Return the saved model, loaded with plain transformers and peft."""
         if self.method == "full":
             return AutoModelForCausalLM.from_pretrained(self.output, dtype=torch.float32).eval()
         return PeftModel.from_pretrained(self.plain_start(), self.output).eval()
@@ -211,7 +211,7 @@ class Run:
         return model
 
     def completions(self, engine: str) -> Completions:
-        """Returns completions of the trained policy for prompts of different lengths, two of them identical.
+        """Return completions of the trained policy for prompts of different lengths, two of them identical.
 
         The fourth token of the first completion is used as EOS, so that completions differ in length.
         """
@@ -304,7 +304,7 @@ def test_logprobs_match_plain_transformers(run, engine="slots"):
 
 @torch.no_grad()
 def transformers_logprobs(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    """Returns the log-probs of one completion, computed alone and with transformers only."""
+    """Return the log-probs of one completion, computed alone and with transformers only."""
     ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)

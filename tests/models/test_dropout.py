@@ -33,7 +33,7 @@ def weights(trainer) -> torch.Tensor:
 
 
 def dropout_probabilities(trainer) -> set[float]:
-    """Returns the dropout probabilities of the adapters."""
+    """Return the dropout probabilities of the adapters."""
     layers = [m for m in trainer.actor.policy.modules() if isinstance(m, LoraLayer)]
     return {d.p for m in layers for d in m.lora_dropout.values() if isinstance(d, nn.Dropout)}
 
@@ -79,7 +79,7 @@ def test_dropout_uses_the_seed_and_not_the_global_random_state(make):
 
 
 def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
-    """Returns the inputs that one layer keeps, by the number of the token, in a forward pass over `rows`."""
+    """Return the inputs that one layer keeps, by the number of the token, in a forward pass over `rows`."""
     completions = trainer.rollout.completions
     micro_batch = trainer.passes.run(completions, rows).micro_batch
     layer = next(m for m in trainer.actor.policy.modules() if isinstance(m, TokenDropout))

@@ -221,7 +221,7 @@ def test_fused_decoder_samples_the_tokens_of_transformers(model):
 
 
 def adapted(model, **more):
-    """Returns the model with adapters of some layers, which change its logits."""
+    """Return the model with adapters of some layers, which change its logits."""
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], **more)
     found = get_peft_model(model, lora).eval().to(model.dtype)
     draw = torch.Generator().manual_seed(4)
@@ -247,7 +247,7 @@ def test_adapters_of_another_kind_are_not_fused(model):
 
 
 def decoded(policy, static=False):
-    """Returns the logits (3, V) after a first token in three slots."""
+    """Return the logits (3, V) after a first token in three slots."""
     tokens = torch.tensor([5, 9, 20])
     with torch.no_grad():
         decoder = make_decoder(policy, 3, 8, static)

@@ -227,7 +227,7 @@ def test_chunks_do_not_change_the_gradient(build, monkeypatch, flags):
 
 
 def gradient(trainer) -> torch.Tensor:
-    """Returns the gradient of the loss on the first batch, flattened, in the mode of a real update."""
+    """Return the gradient of the loss on the first batch, flattened, in the mode of a real update."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     trainer.model.train(trainer.config.model.gradient_checkpointing)

@@ -70,7 +70,7 @@ def exact_norm(module, x):
 
 
 def episodes(groups=(0, 1, 2, 3), device=CPU):
-    """Returns four episodes of different lengths. Episodes of one group share a prompt."""
+    """Return four episodes of different lengths. Episodes of one group share a prompt."""
     draw = torch.Generator().manual_seed(1)
 
     def text(size):
@@ -171,7 +171,7 @@ def test_gradient_checkpointing_keeps_the_packed_layout(model):
 
 
 def by_autograd(model, hidden, tokens, temperature, allowed, entropy):
-    """Returns log-probs and entropies as `token_logprobs` does, from logits that autograd differentiates."""
+    """Return log-probs and entropies as `token_logprobs` does, from logits that autograd differentiates."""
     logits = model.lm_head(hidden).float() / temperature
     logits = logits if allowed is None else logits.masked_fill(~allowed, -1e9)
     every = logits.log_softmax(-1)

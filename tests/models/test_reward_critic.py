@@ -44,7 +44,7 @@ def calibrated(tmp_path):
 
 
 def values_and_scores(trainer) -> tuple[list[float], list[float]]:
-    """Returns the values at each token of a rollout, and the weighted calibrated scores of the same ids."""
+    """Return the values at each token of a rollout, and the weighted calibrated scores of the same ids."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     model, weight = trainer.rewards.learned
     values = []

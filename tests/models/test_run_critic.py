@@ -19,7 +19,7 @@ FAST = ("--learning-rate", "1e-2")
 
 @pytest.fixture
 def trained(build, tmp_path):
-    """Returns a function that trains two updates with these flags and returns the folder with the model."""
+    """Return a function that trains two updates with these flags and returns the folder with the model."""
 
     def make(*flags, name: str = "saved"):
         trainer = build(*FAST, *flags)

@@ -14,7 +14,7 @@ TAGS = ("loss", "learning_rate", "rewards/mean", "kl_divergence", "kl_divergence
 
 @pytest.fixture
 def logged_run(tmp_path):
-    """Returns a function that writes a run with logs. `curves` has one value per update for each tag."""
+    """Return a function that writes a run with logs. `curves` has one value per update for each tag."""
 
     def make(name: str, updates=20, curves=None, evaluations=None, pace=1.0, **facts) -> Path:
         run = make_run(tmp_path / name, **{"updates": updates, **facts})

@@ -28,7 +28,7 @@ TARGET = "KL target 3/sequence (band: 0.5 to 1.5 x)"
 
 
 def panels(*runs: Path, x="updates", smooth=1) -> list:
-    """Returns the axes of a figure: loss, learning rate, reward, KL."""
+    """Return the axes of a figure: loss, learning rate, reward, KL."""
     return draw(Chart(read_runs(runs), x, smooth)).axes
 
 
@@ -219,7 +219,7 @@ def test_gold_quality_and_evaluation_functions_have_a_panel_each(logged_run):
 
 
 def with_published(logged_run, tmp_path, metric: str, values: list[float]) -> list:
-    """Returns the axes of a run whose recipe has published values 0.25 and 0.75 of this metric."""
+    """Return the axes of a run whose recipe has published values 0.25 and 0.75 of this metric."""
     published = f"published: {{metric: {metric}, start: 0.25, end: 0.75, source: a paper}}\n"
     (tmp_path / "mine.yaml").write_text(f"kind: recipe\nactor_model: a\nrm_model: b\n{published}")
     curves = {"loss": [1.0, 2.0], "rewards/mean": [0.0, 0.1], "eval/right": [0.5, 0.6], "eval/other": [0.5, 0.6]}

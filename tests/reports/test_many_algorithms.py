@@ -13,12 +13,12 @@ from tests.reports.test_curve_plots import EVALUATION, legend, line
 
 
 def with_algorithm(run, algorithm: str):
-    """Returns the curves of a run under another, possibly unregistered, algorithm."""
+    """Return the curves of a run under another, possibly unregistered, algorithm."""
     return replace(run, run=replace(run.run, algorithm=algorithm), config=replace(run.config, algorithm=algorithm))
 
 
 def runs_of_three(logged_run, **facts) -> list:
-    """Returns one run of PPO, one of GRPO and one of an unregistered algorithm."""
+    """Return one run of PPO, one of GRPO and one of an unregistered algorithm."""
     runs = read_runs([logged_run(name, **facts) for name in ("p", "g", "t")])
     return [with_algorithm(run, name) for run, name in zip(runs, ("ppo", "grpo", "toy"), strict=True)]
 

@@ -82,7 +82,7 @@ def check_page_is_safe(page: Page) -> None:
 
 
 def with_hostile_texts(results):
-    """Returns the results with hostile completions; the figures are unchanged."""
+    """Return the results with hostile completions; the figures are unchanged."""
     rows, count = results.scores.shape
     texts = [[HOSTILE[(i * count + k) % len(HOSTILE)] for k in range(count)] for i in range(rows)]
     return dataclasses.replace(results, texts=texts)
@@ -103,7 +103,7 @@ def evaluator(runs):
 
 
 def make_arms(models, measured, names) -> list[Arm]:
-    """Returns the arm of the PPO runs and that of the GRPO runs."""
+    """Return the arm of the PPO runs and that of the GRPO runs."""
     both = list(zip(models, measured, strict=True))
     of = [[pair for pair in both if pair[0].run.algorithm == algorithm] for algorithm in ("ppo", "grpo")]
     settings = {"use_lora": "false"}, {"use_lora": "true"}

@@ -154,7 +154,7 @@ def test_runs_without_evaluations_are_named(logged_run):
 
 
 def luminance(colour: str) -> float:
-    """Returns the relative luminance (WCAG 2.2)."""
+    """Return the relative luminance (WCAG 2.2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

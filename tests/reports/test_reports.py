@@ -19,7 +19,7 @@ def arguments(*values: object) -> list[str]:
 
 @pytest.fixture
 def evaluation(runs, tmp_path, capsys):
-    """Returns a function that runs `evaluate_generations.py` and returns evaluation.json and the console output."""
+    """Return a function that runs `evaluate_generations.py` and returns evaluation.json and the console output."""
 
     def run(*flags: object) -> tuple[dict, str]:
         evaluate_generations.main(arguments(*flags, "--output", tmp_path / "out"))

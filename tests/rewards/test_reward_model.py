@@ -46,7 +46,7 @@ def model(reward_folder) -> RewardModel:
 
 @pytest.fixture
 def flags(start_model, tmp_path):
-    """Returns a function that makes the flags of a tiny training run on the given pairs."""
+    """Return a function that makes the flags of a tiny training run on the given pairs."""
 
     def make(pairs, *more: object) -> list[str]:
         words = ["--pairs", pairs, "--base-model", start_model, "--actor-model", start_model,
@@ -58,7 +58,7 @@ def flags(start_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def learnable_pairs(tmp_path_factory):
-    """Returns a file of pairs in which the chosen completion contains "thanks". Length does not predict the choice."""
+    """Return a file of pairs in which the chosen completion contains "thanks". Length does not predict the choice."""
     path = tmp_path_factory.mktemp("pairs") / "polite.jsonl"
     with path.open("w") as file:
         for i in range(400):

@@ -48,7 +48,7 @@ def model(reward_folder) -> RewardModel:
 
 @pytest.fixture
 def asked(start_model, tmp_path):
-    """Returns a function that makes the configuration of a tiny training from flags."""
+    """Return a function that makes the configuration of a tiny training from flags."""
 
     def make(*more: object):
         words = ["--base-model", start_model, "--actor-model", start_model, "--rm-output", tmp_path / "rm",

@@ -51,7 +51,7 @@ change = names["change"]
 
 
 def state() -> list:
-    """Returns what code of the user must not change, in this thread."""
+    """Return what code of the user must not change, in this thread."""
     numpy = np.random.get_state()
     settings = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(),
                 torch.get_num_threads(), torch.get_deterministic_debug_mode()]  # fmt: skip

@@ -73,7 +73,7 @@ def on_cuda(monkeypatch, counting):
 
 
 def step(monkeypatch, lora=None, **limits) -> Counter:
-    """Returns the operators of a decoding step with sampling."""
+    """Return the operators of a decoding step with sampling."""
     counting = Counting()
     sampling = SamplingSettings(max_new_tokens=64, **limits)
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

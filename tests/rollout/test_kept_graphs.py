@@ -80,7 +80,7 @@ class Capture(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch):
-    """Returns the tapes that are captured."""
+    """Return the tapes that are captured."""
     made = []
     monkeypatch.setattr(engine, "check_engine", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Tape()) or made[-1])
@@ -120,7 +120,7 @@ ROLLOUTS = [
 
 
 def adapted(model, **more):
-    """Returns the model with LoRA on some layers, as after some optimizer steps."""
+    """Return the model with LoRA on some layers, as after some optimizer steps."""
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], **more)
     found = get_peft_model(model, lora).eval().to(model.dtype)
     change(found, 9)
@@ -147,7 +147,7 @@ def test_a_graph_is_captured_once_and_samples_with_the_present_weights(name, lor
 
 
 def equal_share(model, name, **how):
-    """Returns the share of completions in bfloat16 that are those of `slots`, for mixed lengths with EOS and top-p."""
+    """Return the share of completions in bfloat16 that are those of `slots`, for mixed lengths with EOS and top-p."""
     batch = prompts(48)
     found = {}
     for engine_name in ("slots", name):

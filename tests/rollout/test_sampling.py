@@ -143,7 +143,7 @@ def test_sampled_pad_token_does_not_end_a_completion():
 
 
 def expected_kl(policy, other, tokenizer, prompt, sampling) -> float:
-    """Returns the exact KL of the first token's sampling distribution from `policy` to `other`."""
+    """Return the exact KL of the first token's sampling distribution from `policy` to `other`."""
     ids = torch.tensor([prompt.ids])
     with torch.no_grad():
         p, q = (m(ids).logits[:, -1] / sampling.temperature for m in (policy, other))

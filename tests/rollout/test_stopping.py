@@ -34,13 +34,13 @@ FAMILIES = (smollm2_tokenizer, qwen3_tokenizer, gpt_neox_tokenizer, mistral_toke
 
 
 def letters(tokenizer, text: str) -> list[int]:
-    """Returns one token per byte of a text, for a byte-level tokenizer."""
+    """Return one token per byte of a text, for a byte-level tokenizer."""
     return [i for letter in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
             for i in tokenizer.convert_tokens_to_ids(list(letter[0]))]  # fmt: skip
 
 
 def cut(tokenizer, rows: list[list[int]], *stop: str) -> tuple[list[list[int]], list[bool], list[str]]:
-    """Returns ids, ended and texts of the completions of rows that are padded with EOS."""
+    """Return ids, ended and texts of the completions of rows that are padded with EOS."""
     width = max(map(len, rows))
     eos = tokenizer.eos_token_id
     ids = torch.tensor([[*row, *[eos] * (width - len(row))] for row in rows])

@@ -30,7 +30,7 @@ def recorded(prompts, completions, completion_ids, ended, answer, log_extra=None
 
 @pytest.fixture
 def inputs(tmp_path) -> Path:
-    """Returns a folder with a base model, prompts, worked examples and a reward function that records its inputs."""
+    """Return a folder with a base model, prompts, worked examples and a reward function that records its inputs."""
     make_base_model(tmp_path / "base")
     rows = [{"prompt": f"number {i} =", "answer": str(i)} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

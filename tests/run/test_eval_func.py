@@ -48,7 +48,7 @@ def questions(tmp_path) -> Path:
 
 @pytest.fixture
 def flags(run_flags, questions):
-    """Returns a function that adds flags to those of a tiny run with a reward function and no reward model."""
+    """Return a function that adds flags to those of a tiny run with a reward function and no reward model."""
 
     def make(*more) -> list[str]:
         base = run_flags("--rm-model", "none", "--reward-func", "length_penalty", "--prompts", questions)

@@ -50,7 +50,7 @@ SCRIPTS = {"ppo": train_ppo.main, "grpo": train_grpo.main}
 
 @pytest.fixture(scope="module")
 def train(start_model, reward_folder, pairs_file):
-    """Returns a function that trains a tiny run in a folder and returns the folder."""
+    """Return a function that trains a tiny run in a folder and returns the folder."""
 
     def make(output: Path, *flags: object, script=train_ppo.main) -> Path:
         words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output",
@@ -64,7 +64,7 @@ def train(start_model, reward_folder, pairs_file):
 
 @pytest.fixture
 def finished(runs, tmp_path):
-    """Returns a function that copies a finished run of an algorithm. GRPO's run has an adapter."""
+    """Return a function that copies a finished run of an algorithm. GRPO's run has an adapter."""
     return lambda algorithm: Path(shutil.copytree(runs[algorithm, 1], tmp_path / algorithm))
 
 
@@ -476,7 +476,7 @@ class FakeHub:
 
 @pytest.fixture
 def fake_hub(monkeypatch):
-    """Returns a function that replaces the hub by a FakeHub. By default the user is logged in."""
+    """Return a function that replaces the hub by a FakeHub. By default the user is logged in."""
 
     def make(token: str | None = "hf_secret", **responses) -> FakeHub:
         fake = FakeHub(**responses)
@@ -488,7 +488,7 @@ def fake_hub(monkeypatch):
 
 
 def added(operations) -> dict[str, bytes]:
-    """Returns the files that a commit adds, by name."""
+    """Return the files that a commit adds, by name."""
     given = {o.path_in_repo: o.path_or_fileobj for o in operations if isinstance(o, CommitOperationAdd)}
     return {name: file if isinstance(file, bytes) else Path(file).read_bytes() for name, file in given.items()}
 

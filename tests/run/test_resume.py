@@ -44,7 +44,7 @@ ALGORITHM_FLAGS = {
 
 @pytest.fixture(scope="module")
 def words(start_model, reward_folder, pairs_file):
-    """Returns a function that makes the flags of a short run of an algorithm."""
+    """Return a function that makes the flags of a short run of an algorithm."""
 
     def flags(algorithm: str, *more: object) -> list[str]:
         common = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
@@ -76,7 +76,7 @@ def interrupt(monkeypatch, update: int, error: BaseException) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(words, made_once):
-    """Returns a folder with one uninterrupted run per algorithm."""
+    """Return a folder with one uninterrupted run per algorithm."""
 
     def train(folder: Path) -> None:
         for algorithm, script in SCRIPTS.items():
@@ -94,7 +94,7 @@ def interrupted_run(words, output: Path, algorithm="ppo", update=6, more=()) -> 
 
 @pytest.fixture(scope="module")
 def interrupted(words, made_once):
-    """Returns a function that copies a run which was killed at the start of an update. Each one is trained once."""
+    """Return a function that copies a run which was killed at the start of an update. Each one is trained once."""
 
     def copy(output: Path, algorithm="ppo", update=6) -> Path:
         def train(folder: Path) -> None:
@@ -447,7 +447,7 @@ def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys, snapshot)
 
 
 def start_run(words, output: Path, *more: object) -> subprocess.Popen:
-    """Returns a separate process with a long run that has saved the checkpoint of update 2."""
+    """Return a separate process with a long run that has saved the checkpoint of update 2."""
     flags = words("ppo", "--num-iterations", 100_000, "--eval-every", 100_000, *more)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

@@ -29,7 +29,7 @@ from tests.records import facts_of
 
 @pytest.fixture
 def train_seeds(tmp_path, capsys):
-    """Returns a function that runs the seeds of the flags and returns those that were trained. Each run writes only a
+    """Return a function that runs the seeds of the flags and returns those that were trained. Each run writes only a
     finished run.json. `meanwhile` is called with each seed that is trained, while its models would be loaded."""
 
     def run_seeds(*flags, fail_at=None, meanwhile=lambda seed: None):
@@ -240,7 +240,7 @@ def waits(completions, **_):
 
 @pytest.fixture
 def command(start_model, reward_folder, pairs_file, tmp_path):
-    """Returns a function that starts a short train_ppo.py --seeds 1 2 in tmp_path, with more environment variables."""
+    """Return a function that starts a short train_ppo.py --seeds 1 2 in tmp_path, with more environment variables."""
     (tmp_path / "reward.py").write_text(WAITS, encoding="utf-8")
     words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
              "--num-iterations", 2, "--max-new-tokens", 8, "--prompt-length", 100, "--eval-prompts", 6,

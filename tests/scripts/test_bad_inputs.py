@@ -64,7 +64,7 @@ class Inputs:
         return Path(shutil.copytree(model, self.folder / "copy"))
 
     def files(self) -> dict[Path, bytes]:
-        """Returns the contents of all files in the folder, without Python's caches of executed files."""
+        """Return the contents of all files in the folder, without Python's caches of executed files."""
         paths = [path for path in self.folder.rglob("*") if "__pycache__" not in path.parts]
         return {path: path.read_bytes() for path in paths if path.is_file()}
 

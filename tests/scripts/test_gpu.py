@@ -214,7 +214,7 @@ def test_optimizer_steps_wait_for_the_gpu_once_each(tmp_path, algorithm):
 
 @pytest.fixture(scope="session")
 def gpu_runs(start_model, reward_folder, pairs_file, made_once) -> Path:
-    """Returns the folder of all runs. One process does the runs for all workers, in parallel with the tests."""
+    """Return the folder of all runs. One process does the runs for all workers, in parallel with the tests."""
     return made_once("gpu_runs", partial(start_runs, start_model, reward_folder, pairs_file))
 
 

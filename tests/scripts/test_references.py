@@ -262,7 +262,7 @@ def base_model(tmp_path) -> Path:
 
 @pytest.fixture
 def tldr(base_model, reward_folder, tmp_path):
-    """Returns a function that makes the recipe's Config for a tiny run. Settings have the names of its PPOConfig."""
+    """Return a function that makes the recipe's Config for a tiny run. Settings have the names of its PPOConfig."""
 
     def make(**settings):
         tiny = {"model_name": str(base_model), "rm_model": str(reward_folder), "max_new_tokens": 6, "save_every": 1,

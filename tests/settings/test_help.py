@@ -40,7 +40,7 @@ def help_of(capsys, monkeypatch):
 
 
 def shown(text: str, flag: str) -> str:
-    """Returns the value of a flag in a help text with single spaces: in [], or after "default"."""
+    """Return the value of a flag in a help text with single spaces: in [], or after "default"."""
     return re.search(rf"{flag} [^\[\]]*?(?:\[|\(default: )([^\],]*)", text)[1]
 
 

@@ -36,7 +36,7 @@ SCRIPTS = {
 
 
 def commands_in(output: str) -> list[str]:
-    """Returns the commands among the printed lines."""
+    """Return the commands among the printed lines."""
     starts = ("python ", "tensorboard ")
     return [line[line.index(s) :] for line in output.splitlines() for s in starts if f"  {s}" in line]
 

@@ -42,7 +42,7 @@ NOT_COMPARED = ("time/", "throughput/", "memory/")  # these differ between two i
 
 @pytest.fixture
 def run(build):
-    """Returns a function that does a short run and returns its metrics, sum of weights and best update as JSON."""
+    """Return a function that does a short run and returns its metrics, sum of weights and best update as JSON."""
 
     def observe(*flags, algorithm="ppo") -> str:
         length = [] if "--episodes" in flags else ["--num-iterations", 3]
@@ -140,7 +140,7 @@ BY_BEST = {
 
 @pytest.fixture
 def differs(run):
-    """Returns a function: True if flags change a run. The run without them is done once and cached for all tests."""
+    """Return a function: True if flags change a run. The run without them is done once and cached for all tests."""
 
     def compare(flags, both, algorithm="ppo") -> bool:
         key = (*map(str, both), algorithm)
@@ -558,7 +558,7 @@ REWARD_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def reward_record(start_model, pairs_file, tmp_path_factory):
-    """Returns a function that trains a tiny reward model and returns its metrics.json without the settings."""
+    """Return a function that trains a tiny reward model and returns its metrics.json without the settings."""
 
     def observe(*flags) -> str:
         folder = tmp_path_factory.mktemp("rm") / "out"
@@ -653,7 +653,7 @@ EVALUATION_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
-    """Returns a function that evaluates a run or a model and returns its report without date and command."""
+    """Return a function that evaluates a run or a model and returns its report without date and command."""
     folder = tmp_path_factory.mktemp("evaluations")
     fewer = folder / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[40:]))

@@ -154,7 +154,7 @@ def test_file_may_have_settings_of_several_algorithms(write):
 
 
 def not_used(text: str) -> str:
-    """Returns the part of a help text that says that config.py is not used."""
+    """Return the part of a help text that says that config.py is not used."""
     return re.search(r"config\.py: edited .*?--recipe demo", text)[0]
 
 

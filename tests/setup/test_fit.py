@@ -35,7 +35,7 @@ def smollm2(updates: int = 2) -> Estimator:
 
 
 def chosen(config, gib: float, **options) -> dict:
-    """Returns the settings of FITTED that differ from the given ones."""
+    """Return the settings of FITTED that differ from the given ones."""
     found = choose(config, smollm2(), int(gib * GIB), **options)
     before = fitted(config)
     after = fitted(found)
@@ -143,7 +143,7 @@ def fitted(config) -> dict:
 
 
 def _tight(configured) -> str:
-    """Returns a size into which the tests' model fits only with changes. Libraries take nearly all of it."""
+    """Return a size into which the tests' model fits only with changes. Libraries take nearly all of it."""
     config = configured()
     most = replace(estimator(load_inputs(config, Screen()), 2, CPU), libraries=IMPORTED)(config).peak
     return f"{int(MARGIN * most / 2**20)}MB"

@@ -51,7 +51,7 @@ def shape_of(model) -> Shape:
 
 
 def saved_bytes(modules, run) -> int:
-    """Returns the bytes that autograd saves while `run` computes with these modules. Weights and their rounded copies
+    """Return the bytes that autograd saves while `run` computes with these modules. Weights and their rounded copies
     are not counted, and each storage is counted once."""
     every = [weight for module in modules for weight in module.parameters()]
     weights = {shape for w in every for shape in (tuple(w.shape), tuple(w.shape[::-1]))}

@@ -25,7 +25,7 @@ SLOWER = (0.012, 0.030)
 
 @pytest.fixture
 def measures(monkeypatch):
-    """Returns a function that sets the measured seconds, also for tiny models. None: a measurement fails the test."""
+    """Return a function that sets the measured seconds, also for tiny models. None: a measurement fails the test."""
 
     def set_to(seconds: tuple[float, float] | None, smallest: int = 0) -> None:
         def replacement(hidden: int, inner: int) -> tuple[float, float]:

@@ -52,7 +52,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def loaded(configured):
-    """Returns a function that makes a configuration and its components from flags. GRPO's batch is 2 prompts x 2
+    """Return a function that makes a configuration and its components from flags. GRPO's batch is 2 prompts x 2
     completions."""
 
     def make(*flags, algorithm="ppo"):
@@ -65,7 +65,7 @@ def loaded(configured):
 
 @pytest.fixture
 def with_rollout(loaded):
-    """Returns a function that makes a trainer, its components and its first rollout from flags."""
+    """Return a function that makes a trainer, its components and its first rollout from flags."""
 
     def make(*flags, algorithm="ppo"):
         config, components = loaded(*flags, algorithm=algorithm)
@@ -76,7 +76,7 @@ def with_rollout(loaded):
 
 
 def lines_of(output: str) -> dict[str, str]:
-    """Returns the lines of the printed table by the name of the check."""
+    """Return the lines of the printed table by the name of the check."""
     table = output.split("checks:\n")[1].splitlines()
     return {name: line for line in table for name in [*NAMES, "error"] if line.startswith(f"  {name} ")}
 
@@ -117,7 +117,7 @@ def test_checks_pass_on_a_good_run_and_leave_its_weights_unchanged(loaded, capsy
 
 
 def words(config, *flags) -> list[str]:
-    """Returns the command-line arguments of a configuration."""
+    """Return the command-line arguments of a configuration."""
     return ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
             config.data.prompts, "--output", config.run.output, "--num-iterations", "1", "--max-new-tokens", "8",
             "--eval-prompts", "6", "--allow-weak-reward-model", *flags]  # fmt: skip

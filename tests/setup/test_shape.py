@@ -23,7 +23,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def saved(request, tmp_path):
-    """Returns a model and its folder."""
+    """Return a model and its folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
     model.save_pretrained(tmp_path)

@@ -30,7 +30,7 @@ FREE = (0.002, 0.001)
 
 @pytest.fixture
 def measures(monkeypatch):
-    """Returns a function that sets the measured seconds on a machine with two cores, on which no variable sets the
+    """Return a function that sets the measured seconds on a machine with two cores, on which no variable sets the
     number. None: a measurement fails the test. Afterwards torch has its number of threads again."""
     before = torch.get_num_threads()
 
@@ -54,7 +54,7 @@ def measures(monkeypatch):
 
 @pytest.fixture
 def stored(tmp_path):
-    """Returns a function that reads the number of threads in a run.json."""
+    """Return a function that reads the number of threads in a run.json."""
     return lambda folder=tmp_path / "run": RunRecord.require(folder, "--output").threads
 
 

@@ -27,7 +27,7 @@ def largest_step(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> fl
 
 @pytest.fixture
 def resumed_and_straight(build, tmp_path):
-    """Returns a function: the weights of a run of 3 updates, and of the same run resumed after update 1."""
+    """Return a function: the weights of a run of 3 updates, and of the same run resumed after update 1."""
 
     def both(*flags) -> tuple[dict, dict]:
         straight = build(*flags, "--num-iterations", 3)
@@ -100,7 +100,7 @@ def test_weight_decay_of_the_critic_excludes_its_bias(build):
 
 
 def advantages_of_three_tokens(build, *flags):
-    """Returns the experience of completions of 3 tokens with score 1 and the values .5, .4, .2; gamma is 1."""
+    """Return the experience of completions of 3 tokens with score 1 and the values .5, .4, .2; gamma is 1."""
     trainer = build("--no-whiten-advantages", "--kl-placement", "none", "--lam", 0.5, *flags)
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     rollout.completions.mask = torch.zeros_like(rollout.mask)

@@ -118,7 +118,7 @@ def test_micro_batch_size_does_not_change_the_result(make):
 
 
 def batch_with_early_eos(trainer):
-    """Returns a rollout with an EOS as the third token of its first completion, and the batch made from it."""
+    """Return a rollout with an EOS as the third token of its first completion, and the batch made from it."""
     rollout: Rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     completions = rollout.completions
     completions.allowed_tokens = None

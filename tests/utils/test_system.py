@@ -79,7 +79,7 @@ def test_platform_specific_functions_are_used_in_one_file():
 
 
 def code_of(path: Path) -> str:
-    """Returns the code of a file without comments and strings."""
+    """Return the code of a file without comments and strings."""
     tokens = tokenize.generate_tokens(path.open(encoding="utf-8").readline)
     return "".join(t.string for t in tokens if t.type in (tokenize.NAME, tokenize.OP))
 

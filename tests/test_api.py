@@ -183,7 +183,7 @@ def test_rewards_are_functions_modules_or_names(config, user_error):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"check": True}, {"check_reward": True}, {"dry_run": True}, {"scan": True},
+    [{"check": True}, {"check_reward": True}, {"dry_run": True}, {"scan": True}, {"write_parts": "parts"},
      {"seeds": [1, 2]}, {"seeds": [1, 2], "check": True}],
 )  # fmt: skip
 def test_settings_that_only_the_scripts_use_are_refused(config, settings, user_error):

@@ -36,8 +36,12 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     use_own_gpu()
     screen = Screen()
     screen.say(f"{config.title}: checking the settings and inputs")
+    if config.run.write_parts is not None and not is_to_be_built(config):
+        from rlhf.data.parts import write_parts
+
+        return write_parts(config.data, config.run.write_parts, screen.say)
     selection = check_before_imports(config, screen)
-    if (config.run.dry_run or config.run.check) and is_to_be_built(config):
+    if (config.run.dry_run or config.run.check or config.run.write_parts) and is_to_be_built(config):
         return note_missing_parts(config, screen)
     check_libraries()
     if config.run.dry_run:
@@ -85,6 +89,6 @@ def note_missing_parts(config: Config, screen: Screen) -> None:
     from rlhf.demo.ready import BUILD_TIME
 
     screen.say(
-        f"demo parts: not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}. The plan needs "
-        "them. To build them, start a run; --num-iterations 1 makes a short one"
+        f"demo parts: not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}. This command "
+        "needs them. To build them, start a run; --num-iterations 1 makes a short one"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
+from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, completion_of, parts_of
 from rlhf.data.messages import check_text, shown
 from rlhf.data.notices import print_notes, report_bad_rows, warn_about_chat_texts
 from rlhf.data.readers import read_rows
@@ -34,6 +34,7 @@ class Example:
     flaw: str | None = None  # what is wrong with the rejected completion, if the data contains it
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row, for reward functions
     conversational: bool = False  # the row's prompt is a list of messages, so reward functions receive messages
+    answer: str | None = field(default=None, compare=False)  # the last message of a chat
     where: str = field(default="", compare=False)  # the row's position, for messages
 
     @property
@@ -87,13 +88,12 @@ def load_examples(
 
 
 def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: None) -> list[dict[str, str]]:
-    """Return the prompts and answers of a file as messages: the column chosen, completion or answer; none without a
-    file. Raises UserError for a row without an answer. `say` prints notes about the rows."""
+    """Return the prompts and answers (`answer_of`) of a file as messages; none without a file. Raises UserError for a
+    row without an answer. `say` prints notes about the rows."""
     shots = []
     missing = []
     for example in [] if file is None else load_examples(DataSource(file, flag="--few-shot"), say=say):
-        answers = (example.chosen, example.columns.get("completion"), example.columns.get("answer"))
-        answer = next((str(one) for one in answers if one is not None), None)
+        answer = answer_of(example)
         missing += [] if answer else [example.where]
         shots += [*example.messages, {"role": "assistant", "content": answer}]
     if missing:
@@ -101,6 +101,16 @@ def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: Non
             "no answer", f"--few-shot {file}, {missing[0]}", "Give each row a column chosen, completion or answer"
         )
     return shots
+
+
+def answer_of(example: Example) -> str | None:
+    """Return the answer in a row: its chosen completion, the last message of its chat, or the column completion or
+    answer; None if it has none. Raises UserError if a completion is not text or one message of the assistant."""
+    values = (example.chosen, example.answer, example.columns.get("completion"), example.columns.get("answer"))
+    value = next((value for value in values if value is not None), None)
+    if isinstance(value, (list, dict)):
+        return completion_of(value, example.messages, example.where)
+    return None if value is None else str(value)
 
 
 def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[Problem]]:
@@ -192,6 +202,7 @@ def _example(
         flaw=_typed(row, "flaw", str, None, where),
         columns={**dict.fromkeys(others), **row},
         conversational=parts.conversational,
+        answer=parts.answer,
         where=where,
     )
     if example.chosen is not None and example.chosen == example.rejected and example.rejected_ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class Parts:
     chosen: str | None = None
     rejected: str | None = None
     conversational: bool = False  # the prompt is a list of messages in the row
+    answer: str | None = None  # the last message of a chat, which is not part of the prompt
 
 
 def parts_of(row: dict, where: str) -> Parts:
@@ -47,8 +49,10 @@ def parts_of(row: dict, where: str) -> Parts:
     key = next((key for key in present if row[key] is not None), present[0] if present else None)
     sides = _sides(row, where)
     if key is not None and (key in CHATS or isinstance(row[key], list)):
-        messages = _with_system(_prompt_chat(row[key], key, sides, where), row, where)
-        return Parts(messages, **_completions(sides, messages, where), conversational=True)
+        chat = messages_of(row[key], where)
+        messages = _with_system(_prompt_chat(chat, key, sides, where), row, where)
+        answer = chat[-1]["content"] if chat[-1]["role"] == "assistant" else None
+        return Parts(messages, **_completions(sides, messages, where), conversational=True, answer=answer)
     if key is not None:
         return _with_text_prompt(row, key, sides, where)
     if not sides:
@@ -85,10 +89,9 @@ def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompt_chat(chat: Any, key: str, sides: list[tuple[str, Any]], where: str) -> list[Message]:
+def _prompt_chat(messages: list[Message], key: str, sides: list[tuple[str, Any]], where: str) -> list[Message]:
     """Return the messages of a prompt. A last assistant message of a chat is removed, because the model writes its
     own. Raises UserError if that would lose the beginning of a completion."""
-    messages = messages_of(chat, where)
     if messages and messages[-1]["role"] == "assistant":
         last = (messages, messages[-1:], messages[-1]["content"])
         if key not in CHATS or (sides and not any(side in last for _, side in sides)):
@@ -159,6 +162,11 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
                 'A pair needs both "chosen" and "rejected"',
             )
     return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
+
+
+def completion_of(chat: Any, prompt: Sequence[Message], where: str) -> str:
+    """Return a completion that is a chat as text. Raises UserError if it is not one message after the prompt."""
+    return _completion(_side(chat, "completion", where), "completion", list(prompt), where)
 
 
 def _side(value: Any, name: str, where: str) -> str | list[Message]:

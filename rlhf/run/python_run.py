@@ -32,7 +32,7 @@ from rlhf.utils.errors import Problem, UserError, raise_if
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
 
-OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "memory", "scan", "seeds")
+OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "memory", "scan", "seeds", "write_parts")
 OF_A_FOLDER = ("resume", "overwrite", "rollback_on_kl", "record_tokens", "merge_lora", "push_to_hub")
 
 

@@ -727,6 +727,12 @@ class RunSettings:
         None, "plan as if the device had this memory, such as 8GB, all of it free; unset: that of this machine",
         needs="dry_run",
     )  # fmt: skip
+    write_parts: PathName | None = setting(
+        None,
+        "write the parts of the data into this folder, for `trl sft`, `trl dpo` and other programs, and stop; no "
+        "question is in two parts",
+        brief=True,
+    )
     check: bool = setting(
         False,
         "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
@@ -761,7 +767,7 @@ class RunSettings:
     @property
     def only_looks(self) -> bool:
         """True if the command prints something and trains nothing."""
-        return self.dry_run or self.check or self.check_reward or self.scan
+        return self.dry_run or self.check or self.check_reward or self.scan or self.write_parts is not None
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ def name_problems(names: Sequence[str], source: str) -> list[Problem]:
 def _scan(config: Config) -> list[Problem]:
     run = config.run
     others = {"dry_run": run.dry_run, "check": run.check, "resume": run.resume}
-    looks = {"check_reward": run.check_reward, "scan": run.scan}
+    looks = {"write_parts": run.write_parts is not None, "check_reward": run.check_reward, "scan": run.scan}
     look = next((name for name, given in looks.items() if given), None)  # if both are given, the other one is refused
     return [
         Problem("this command stops before a run", fix="Remove one of them", settings=(look, name))

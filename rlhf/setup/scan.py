@@ -36,7 +36,7 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
 
 OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
-OF_A_START = ("dry_run", "memory", "check", "check_reward")  # not in any recommended command
+OF_A_START = ("dry_run", "memory", "check", "check_reward", "write_parts")  # not in any recommended command
 
 
 @dataclass(frozen=True)

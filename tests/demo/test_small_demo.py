@@ -15,8 +15,10 @@ import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.commands.train import train_command
+from rlhf.data.examples import examples_of
+from rlhf.data.splits import question_hash
 from rlhf.demo import ready
-from tests.documents import ROOT, all_commands, python_block
+from tests.documents import ROOT, commands
 from tests.scripts.test_scripts import run
 
 pytestmark = pytest.mark.ci
@@ -90,15 +92,19 @@ def test_runs_are_evaluated_plotted_and_compared(small):
 
 def test_the_output_of_trl_dpo_is_an_arm(small, monkeypatch):
     """The commands of docs/evaluation.md, with one step of DPO."""
-    Path("dpo_pairs.py").write_text(python_block("# dpo_pairs.py"), encoding="utf-8")
-    by_words = {words[1]: words for words in map(shlex.split, all_commands()) if "dpo" in " ".join(words)}
+    page = [command for command in commands(ROOT / "docs" / "evaluation.md") if "dpo_" in command]
+    split, dpo, compare = map(shlex.split, page)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert run(["dpo_pairs.py"], small).returncode == 0
-    rows = list(map(json.loads, Path("dpo_pairs", "train.jsonl").read_text(encoding="utf-8").splitlines()))
-    assert len(rows) > 50 and rows[0].keys() == {"prompt", "chosen", "rejected"}
+    done = run(split[1:], small)
+    assert done.returncode == 0, done.stderr
+    rows = list(map(json.loads, Path("dpo_parts", "pairs", "train.jsonl").read_text(encoding="utf-8").splitlines()))
+    trained = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
+    questions = {question_hash(example) for example in examples_of([row["prompt"] for row in rows])}
+    assert len(rows) > 50 and questions == set(trained["train_questions"])  # those of the demo's reward model
     cpu = [] if torch.cuda.is_available() else ["--use_cpu", "--bf16", "false"]
-    done = run(["-c", "from trl.cli import main; main()", *by_words["dpo"][1:], "--max_steps", "1", *cpu], small)
+    done = run(["-c", "from trl.cli import main; main()", *dpo[1:], "--max_steps", "1", *cpu], small)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert compare[4:] == ["--arm", "DPO=./dpo_model", "best-of-4"]
     compare_runs.main([RUNS[0], "--arm", "DPO=./dpo_model", "best-of-2", "--num-prompts", "8", "--limit-minutes", "0"])
     report = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))
     assert list(report["arms"]) == ["PPO", "DPO", "best-of-2"] and report["figures"]["DPO"]["1"]["kl"] is not None

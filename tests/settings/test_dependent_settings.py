@@ -41,7 +41,7 @@ ACT_ALWAYS = {
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
         *("best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "dry_run", "check", "check_reward", "scan"),
+        *("save_every", "keep", "resume", "dry_run", "check", "check_reward", "scan", "write_parts"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },

@@ -731,7 +731,6 @@ class RunSettings:
         None,
         "write the parts of the data into this folder, for `trl sft`, `trl dpo` and other programs, and stop; no "
         "question is in two parts",
-        brief=True,
     )
     check: bool = setting(
         False,

@@ -39,11 +39,15 @@ def train_all(folder: Path) -> None:
     """Trains PPO first, which makes the demo parts, then the other algorithms. Each run's output goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(ready, "QUESTIONS", ready.QUESTIONS // 8)
-        patch.setattr(ready, "SAMPLES_PER_QUESTION", ready.SAMPLES_PER_QUESTION // 2)
+        use_small_parts(patch)
         for name in ALGORITHMS:
             with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
                 train_command(name, FEW)
+
+
+def use_small_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ready, "QUESTIONS", ready.QUESTIONS // 8)
+    patch.setattr(ready, "SAMPLES_PER_QUESTION", ready.SAMPLES_PER_QUESTION // 2)
 
 
 def finished(name: str) -> dict:
@@ -94,9 +98,9 @@ def test_the_output_of_trl_dpo_is_an_arm(small, monkeypatch):
     """The commands of docs/evaluation.md, with one step of DPO."""
     page = [command for command in commands(ROOT / "docs" / "evaluation.md") if "dpo_" in command]
     split, dpo, compare = map(shlex.split, page)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    done = run(split[1:], small)
-    assert done.returncode == 0, done.stderr
+    use_small_parts(monkeypatch)
+    assert split[:2] == ["python", "train_ppo.py"]
+    train_command("ppo", split[2:])
     rows = list(map(json.loads, Path("dpo_parts", "pairs", "train.jsonl").read_text(encoding="utf-8").splitlines()))
     trained = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
     questions = {question_hash(example) for example in examples_of([row["prompt"] for row in rows])}

@@ -232,8 +232,8 @@ def test_inputs_that_cannot_be_saved_hide_no_error(tmp_path, monkeypatch, inputs
 
     monkeypatch.setattr(run_log, "write_json", write_json)
     with pytest.raises(RunError) as raised, RunLog(tmp_path, **facts_of()):
-        raise RunError("the function failed", inputs=inputs)
-    assert str(raised.value).startswith("the function failed; ") and "could not be saved" in str(raised.value)
+        raise RunError("the function failed", fix="Fix it", inputs=inputs)
+    assert str(raised.value).startswith("the function failed. Fix it; ") and "could not be saved" in str(raised.value)
     assert RunRecord.read(tmp_path).status == "failed" and not (tmp_path / INPUTS_FILE).exists()
 
 

@@ -153,11 +153,11 @@ def test_an_evaluation_function_changes_nothing_that_is_learned(build, questions
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
-        (["--best-rule", "right"], ["best_rule ", "'right': --best-rule. ", "score, perplexity"]),
-        (["--eval-func", "exact_match", "--best-rule", "x"], ["'x': --best-rule. ", "score, perplexity, exact_match"]),
-        (["--eval-func", "a.py:score"], ["'score': --eval-func. "]),
-        (["--eval-func", "a.py:perplexity"], ["'perplexity': --eval-func. "]),
-        (["--eval-func", "a.py:f", "b.py:f"], ["2 ", "'f': --eval-func. "]),
+        (["--best-rule", "right"], ["best_rule ", "'right': --best-rule right. ", "score, perplexity"]),
+        (["--eval-func", "exact_match", "--best-rule", "x"], ["--best-rule x. ", "score, perplexity, exact_match"]),
+        (["--eval-func", "a.py:score"], ["'score': --eval-func a.py:score. "]),
+        (["--eval-func", "a.py:perplexity"], ["'perplexity': --eval-func a.py:perplexity. "]),
+        (["--eval-func", "a.py:f", "b.py:f"], ["2 ", "'f': --eval-func a.py:f b.py:f. "]),
         (["--eval-func", "a.py:f g"], ["'f g' ", ": --eval-func"]),
         (["--eval-samples", "0"], ["eval_samples"]),
         (["--eval-samples", "2", "--eval-temperature", "0"], ["--eval-samples", "--eval-temperature 0"]),

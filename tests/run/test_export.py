@@ -607,7 +607,7 @@ INVALID_SETTINGS = {
     "no name": (["--push-to-hub", "ada/--"], ["push_to_hub", "'ada/--': --push-to-hub. ", "owner/name"]),
     "three parts": (["--push-to-hub", "a/b/c"], ["push_to_hub", "'a/b/c': --push-to-hub. ", "owner/name"]),
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
-                                       [": --seeds, --push-to-hub ada/mine. "]),
+                                       [": --seeds 1 2, --push-to-hub ada/mine. "]),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
                                  [": --push-to-hub ada/mine, --actor-model ", "--merge-lora"]),
     "unknown weights": (["--export-from", "last"], ["export_from", "last: --export-from. ", "final, best"]),

@@ -42,7 +42,7 @@ from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 from tests.systems import link_to_full_device, make_link
 
-FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # problem: place. fix
+FORM = re.compile(r"error: .+: .+\. [\w-].*|and \d+ more")  # problem: place. fix
 
 
 class Inputs:

@@ -127,8 +127,7 @@ def questions(per_cell: int, seed: int) -> list[Question]:
     keys = set()
     found = []
     for family, level in CELLS:
-        for question in itertools.islice(_new_questions(family, level, rng, keys), per_cell):
-            found.append(question)
+        found += itertools.islice(_new_questions(family, level, rng, keys), per_cell)
     rng.shuffle(found)
     return found
 

@@ -46,12 +46,6 @@ def article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
-def listed_items(words: list[str]) -> list[str] | None:
-    """Return the items of an enumeration in order, or None if a word is neither a noun nor a joining word."""
-    items = [word for word in words if word not in ("and", "first", "then")]
-    return items if all(item in KIND_OF for item in items) else None
-
-
 def mentioned(words: list[str], vocabulary) -> list[str]:
     """Return the words that belong to a vocabulary, in order."""
     return [word for word in words if word in vocabulary]
@@ -118,11 +112,11 @@ class Sort:
         return cls(tuple(sorted(match[1].split(", "), key=SIZES.index)))
 
     def judge(self, words: list[str]) -> Verdict:
-        items = listed_items(words)
+        items = [word for word in words if word not in ("and", "first", "then")]
         expected = list(self.expected)
         if not set(words) & set(expected):
             return OFF_TOPIC
-        if items is None:
+        if any(item not in KIND_OF for item in items):
             return Verdict(0.05, "wrong")
         if items == expected:
             return GOOD

@@ -31,9 +31,23 @@ from rlhf.utils.errors import Problem, UserError, first_line, raise_if, torch_er
 from rlhf.utils.libraries import pip_install
 
 
+def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
+    """Return the names of trainable weights (with `frozen`, of all weights) that contain NaN or infinity.
+
+    Synchronizes with the device once.
+    """
+    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
+    weights = {name: weight for name, weight in weights.items() if weight.is_floating_point()}
+    if not weights:
+        return []
+    # the largest absolute value of each weight: NaN if one is NaN
+    finite = torch.stack(torch._foreach_norm(list(weights.values()), torch.inf)).isfinite().tolist()
+    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+
+
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise UserError if a weight contains NaN or infinity."""
-    broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
+    broken = bad_weights(model, frozen=True)
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise UserError(
@@ -104,7 +118,7 @@ def load_policy(
     has tokens, or no module for a LoRA target, and if a weight contains NaN or infinity.
     """
     config = load_config(name)
-    _disable_dropout(config)
+    disable_dropout(config)
     quantization = four_bit(dtype) if load_in_4bit else None
     if quantization is not None:
         check_nf4(device)
@@ -242,9 +256,9 @@ def load_adapter_weights(model: PeftModel, folder: str, fix: str) -> None:
     check_loaded({"missing_keys": missing, "unexpected_keys": unknown, "mismatched_keys": ()}, folder, fix=fix)
 
 
-def _disable_dropout(config: PretrainedConfig) -> None:
+def disable_dropout(config: PretrainedConfig) -> None:
     """Set every dropout in the config to 0. TRL disables only dropout modules; layers that call the dropout function
-    read its probability from the config."""
+    read its probability from the config. With dropout, the values of a rollout would be random."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         if "drop" in name and isinstance(value, float):

@@ -20,7 +20,6 @@ def critic_of_reward_model(config: Config, classifier: PreTrainedModel) -> PreTr
     --use-lora adapters like the policy's on the frozen weights. Raises UserError if a LoRA target does not exist."""
     backbone = backbone_of_classifier(copy.deepcopy(classifier))
     m = config.model
-    disable_dropout(backbone)
     backbone.requires_grad_(not m.use_lora)
     if m.use_lora:
         targets = lora_modules(m.lora_targets)
@@ -66,14 +65,3 @@ def set_value_head(value_head: nn.Module, classifier: PreTrainedModel, mean: flo
         summary.weight.copy_(weight / std * upcast(head.weight))
         summary.bias.copy_(weight / std * (upcast(bias) - mean))
     value_head.summary = summary
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, also those of layers that call the dropout function. With dropout the values of a
-    rollout would be random."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)

@@ -12,28 +12,20 @@ from transformers import PreTrainedModel
 from rlhf.models.load import lora_modules
 from rlhf.models.logprobs import upcast
 from rlhf.settings.training import Config
-from rlhf.utils.errors import UserError
 
 
 def critic_of_reward_model(config: Config, classifier: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a reward model's backbone with the trainable weights of a critic: all, in float32, or with
-    --use-lora adapters like the policy's on the frozen weights. Raises UserError if a LoRA target does not exist."""
+    --use-lora adapters like the policy's on the frozen weights. `check_critic` has compared the LoRA targets."""
     backbone = backbone_of_classifier(copy.deepcopy(classifier))
     m = config.model
     backbone.requires_grad_(not m.use_lora)
     if m.use_lora:
         targets = lora_modules(m.lora_targets)
         shape = {"r": m.lora_r, "lora_alpha": m.lora_alpha, "lora_dropout": m.lora_dropout, "target_modules": targets}
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(config.run.seed)  # peft initialises adapters with torch's global generator
-                backbone = get_peft_model(backbone, LoraConfig(**shape)).get_base_model()
-        except ValueError:
-            raise UserError(
-                f"the reward model has no module named {', '.join(m.lora_targets)}",
-                "--critic reward-model, --lora-targets",
-                "Give modules that both models have, or all-linear",
-            ) from None
+        with torch.random.fork_rng():
+            torch.manual_seed(config.run.seed)  # peft initialises adapters with torch's global generator
+            backbone = get_peft_model(backbone, LoraConfig(**shape)).get_base_model()
     else:
         backbone.float()  # under bfloat16 the reward model's linear layers are stored in 16 bits
     if m.gradient_checkpointing:

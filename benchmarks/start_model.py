@@ -28,8 +28,9 @@ from rlhf.demo.families import (
     article,
 )
 from rlhf.demo.ready import WEIGHTS
-from rlhf.demo.tasks import FLAWS, ask, flaw_of, parse
+from rlhf.demo.tasks import ask, flaw_of, parse
 
+FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 GOOD_SHARE = 0.35  # of the mixture; the other completions have one flaw each. Reasons: docs/decisions/demo.md
 
 

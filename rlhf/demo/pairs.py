@@ -107,7 +107,7 @@ def make_pairs(
 ) -> list[dict]:
     """Return shuffled preference pairs: the model's completions ranked by gold quality, and mismatched ones.
 
-    Each row has: system (""), question, chosen, rejected, flaw (of the rejected completion, one of FLAWS) and
+    Each row has: system (""), question, chosen, rejected, flaw (of the rejected completion, `flaw_of`) and
     rejected_ended (False: the rejected completion reached the length limit). Chosen completions have always ended. A
     question has at most three rows.
 

@@ -16,7 +16,6 @@ from zlib import crc32
 from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
 
 Gold = Callable[[str, str, bool], float]  # (question, completion, True if it ended) -> quality in [0, 1]
-FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 SPLITS = ("train", "demo")
 LIST_FORM = re.compile(r"[a-z]+(?:, [a-z]+)*(?: and [a-z]+)?|first [a-z]+(?:, then [a-z]+)*")
 PLAIN_FORM = re.compile(r"[a-z]+(?: [a-z]+)*")
@@ -113,5 +112,6 @@ def gold_quality(question: str, completion: str, ended: bool = True) -> float:
 
 
 def flaw_of(question: str, completion: str, ended: bool = True) -> str | None:
-    """Return the completion's main flaw, one of FLAWS, or None if it is good (gold quality 1)."""
+    """Return the completion's main flaw: "wrong", "off_topic", "incomplete", "rambling" or "format"; None if it is
+    good (gold quality 1)."""
     return _assess(question, completion, ended)[1]

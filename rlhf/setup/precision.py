@@ -94,7 +94,7 @@ def choose_threads(config: Config, model: str, device: torch.device, screen: Scr
     now = torch.get_num_threads()
     wanted = config.speed.threads
     if wanted and now < wanted:
-        screen.say(f"note: {now} threads, one per CPU core that this process may use, and not --threads {wanted}")
+        screen.say(f"note: this process may use {now} CPU cores, so it uses {now} threads: --threads {wanted}")
     if threads and before not in (None, now):
         screen.say(
             f"warning: the number of threads was {before} in this run and is {now} now, so its last digits differ "

@@ -9,14 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.pretraining import prompt_text
-from benchmarks.start_model import GOOD_SHARE, corpus, demonstration, flawed
+from benchmarks.start_model import FLAWS, GOOD_SHARE, corpus, demonstration, flawed
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
 from rlhf.demo.ready import WEIGHTS
 from rlhf.demo.tasks import (
-    FLAWS,
     ask,
     flaw_of,
     gold_quality,

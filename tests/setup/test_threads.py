@@ -90,7 +90,7 @@ def test_more_threads_than_cores_are_reduced_with_a_note(configured, start_model
     measures(None)
     choose_threads(configured("--threads", 9), str(start_model), CPU, Screen())
     printed = capsys.readouterr().out
-    assert torch.get_num_threads() == 2 and printed.startswith("note: 2 threads") and "--threads 9" in printed
+    assert torch.get_num_threads() == 2 and printed.startswith("note: ") and "2 threads: --threads 9" in printed
 
 
 def test_a_program_keeps_its_number(configured, start_model, measures):

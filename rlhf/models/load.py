@@ -87,10 +87,8 @@ def check_nf4(device: torch.device) -> None:
         raise UserError(
             f"bitsandbytes cannot quantize on this device ({reason:.200})",
             "--load-in-4bit",
-            (
-                f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade "
-                "bitsandbytes, or remove the flag"
-            ),
+            f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or "
+            "remove the flag",
         ) from None
     error = float((found - weights.T).abs().max())
     if not error <= NF4_ERROR:
@@ -205,10 +203,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         Problem(
             f"{key} is not a setting of a plain LoRA adapter ({value!r:.80})",
             file,
-            (
-                "Merge the adapter into its base model with the program that made it, or remove the key if "
-                "it has no effect"
-            ),
+            "Merge the adapter into its base model with the program that made it, or remove the key if it has no "
+            "effect",
         )
         for key, value in stored.items()
         if key not in LORA_KEYS and value and value != defaults.get(key) and not _has_no_effect(key, value)

@@ -251,10 +251,8 @@ def margins_of(pairs: Sequence[Example]) -> list[float]:
             raise UserError(
                 f"{MARGIN} is not a finite number",
                 pair.where,
-                (
-                    "Give every pair a margin, by which the chosen completion should be better, or "
-                    f"rename the column: --columns NEW={MARGIN}"
-                ),
+                "Give every pair a margin, by which the chosen completion should be better, or rename the column: "
+                f"--columns NEW={MARGIN}",
             )
     return margins
 

@@ -255,10 +255,6 @@ def _check_container(prompts: Any) -> None:
         raise UserError(
             f"not a list of prompts but a {type(prompts).__name__}",
             "prompts",
-            (
-                "Give a list of texts, chats or rows, for "
-                'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the '
-                "setting prompts "
-                "(--prompts FILE)"
-            ),
+            'Give a list of texts, chats or rows, for example DataFrame.to_dict("records") or Table.to_pylist(). To '
+            "read a file, use the setting prompts (--prompts FILE)",
         )

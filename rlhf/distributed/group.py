@@ -147,7 +147,7 @@ def _portable(error: Exception) -> Exception:
 def from_first(work: Callable[[], T]) -> T:
     """Return the result of `work()` in the first process, in all processes. Only the first one runs it, alone; its
     errors are raised in all. The result must be picklable."""
-    return work() if size() == 1 else gather(_run_if(is_first(), work))[0]
+    return gather(_run_if(is_first(), work))[0]
 
 
 def on_first(work: Callable[[], object]) -> None:
@@ -179,4 +179,4 @@ def local_rank() -> int:
 
 def largest(value: float) -> float:
     """Return the largest value of all processes."""
-    return max(gather(value)) if size() > 1 else value
+    return max(gather(value))

@@ -39,8 +39,7 @@ from rlhf.distributed.group import from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import check_weights, read_model
-from rlhf.models.save import bad_weights
+from rlhf.models.load import bad_weights, check_weights, read_model
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate, show_record
 from rlhf.rewards.checks import DEFAULT_SPLIT
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
@@ -252,10 +251,8 @@ def margins_of(pairs: Sequence[Example]) -> list[float]:
             raise UserError(
                 f"{MARGIN} is not a finite number",
                 pair.where,
-                (
-                    "Give every pair a margin, by which the chosen completion should be better, or "
-                    f"rename the column: --columns NEW={MARGIN}"
-                ),
+                "Give every pair a margin, by which the chosen completion should be better, or rename the column: "
+                f"--columns NEW={MARGIN}",
             )
     return margins
 

@@ -141,12 +141,10 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
         raise UserError(
             "no settings fit",
             f"--fit {config.speed.fit}",
-            (
-                f"The smallest predicted peak is {gib(estimate(chosen).peak)} GiB "
-                f"({changed_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin "
-                f"of a tenth{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a "
-                "smaller start model, --max-new-tokens or --batch-size"
-            ),
+            f"The smallest predicted peak is {gib(estimate(chosen).peak)} GiB ({changed_flags(config, chosen)}), and "
+            f"{gib(max(0, room))} GiB are left after a margin of a tenth"
+            f"{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a smaller start model, "
+            "--max-new-tokens or --batch-size",
         )
     _show(config, chosen, estimate, f"{adapters:,} of {parameters_in(tensors):,}", screen)
     return chosen

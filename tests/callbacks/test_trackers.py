@@ -19,10 +19,10 @@ from rlhf.config import make_config
 from rlhf.settings import training
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.libraries import check_trackers, is_installed
+from rlhf.utils.libraries import check_trackers, version_of
 from tests.scripts.test_scripts import ROOT, run
 
-INSTALLED = [name for name in training.TRACKERS if is_installed(name)]
+INSTALLED = [name for name in training.TRACKERS if version_of(name) is not None]
 
 
 class Interrupted(BaseException):
@@ -34,7 +34,7 @@ class Interrupted(BaseException):
 
 def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monkeypatch):
     monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
-    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
+    monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "trackio"))
     assert len(raised.value.problems) == 2
@@ -47,7 +47,7 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
 @pytest.mark.parametrize("look", ["--dry-run", "--check", "--check-reward", "--scan"])
 def test_a_missing_library_is_reported_before_a_look_too(monkeypatch, tmp_path, look, user_error):
     """The plan would otherwise promise a run that cannot start."""
-    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
+    monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)
     monkeypatch.chdir(tmp_path)
     with user_error("--report-to wandb"):
         train_ppo.main(["--report-to", "wandb", look])

@@ -17,7 +17,7 @@ import train_ppo
 from rlhf.callbacks import checkpointing, incidents
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.models.save import bad_weights
+from rlhf.models.load import bad_weights
 from rlhf.trainer import collect, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
 from rlhf.trainer.safety import SkipUpdate

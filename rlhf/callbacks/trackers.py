@@ -122,7 +122,8 @@ class Trackers(Callback):
         self.trackers: dict[str, Any] = {}
 
     def on_train_begin(self, trainer):
-        self.trainer, args = trainer, arguments_of(self.config)
+        self.trainer = trainer
+        args = arguments_of(self.config)
         for name in self.names:
             self._attempt(name, lambda name=name: self._start(name, args))
 

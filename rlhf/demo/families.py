@@ -200,7 +200,8 @@ class Kinds:
 
     def _say(self, rng: random.Random, nouns, kinds) -> str:
         the = rng.choice(("", "the "))
-        (first, second), (kind, other_kind) = nouns, kinds
+        first, second = nouns
+        kind, other_kind = kinds
         return sentence_case(f"{the}{first} is {article(kind)} and {the}{second} is {article(other_kind)}.")
 
     def judge(self, words: list[str]) -> Verdict:

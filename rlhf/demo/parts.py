@@ -64,7 +64,8 @@ class SamplingProgress:
     """Prints how many completions are sampled, and the time left."""
 
     def __init__(self, screen: Screen):
-        self.screen, self.started = screen, time.monotonic()
+        self.screen = screen
+        self.started = time.monotonic()
         screen.say(
             f"demo: sampling {ready.SAMPLES_PER_QUESTION} completions for each of {ready.QUESTIONS:,} questions"
         )

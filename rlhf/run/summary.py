@@ -87,7 +87,8 @@ def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
     rows = [("KL", f"{measured}{_aim(kl, figures['kl_target'], per)}")]
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:
-            (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
+            first, last = phase["updates"]
+            ended = phase["kl_last_10_updates"]
             aim = _aim(ended, phase["target"], per)
             measured = "all skipped" if ended is None else f"{kl_text(ended, per)} at the end"
             rows.append(("", f"updates {first} to {last}: {measured}{aim}"))

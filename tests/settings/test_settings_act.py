@@ -455,7 +455,7 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
-        lambda batcher, span: rows.append(len(batcher.token)) or decode(batcher, span),
+        lambda batcher, span: rows.append(len(batcher.slots.token)) or decode(batcher, span),
     )
     for slots in (0, 3):
         rows.clear()

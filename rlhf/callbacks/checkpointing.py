@@ -57,7 +57,7 @@ class BestCheckpoint(Callback):
         unlimited = why_no_perplexity_limit(learned, by_start, self.config.kl.steered)
         best, why = choose(self.candidates, run.best_rule, unlimited)
         if best == len(self.candidates) - 1:
-            require_equal_weights(self.trainer.model, f"update {evaluation.update}")
+            require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
             folder = self.log.folder / BEST_FOLDER
             on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
         self.log.add(
@@ -142,7 +142,7 @@ class Checkpoints(Callback):
 
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
-        require_equal_weights(self.trainer.model, f"update {update}")
+        require_equal_weights(self.trainer.host.model, f"update {update}")
         on_first(lambda: self.write(update))
         self.trainer.host_callbacks.call("on_save")
 

@@ -50,7 +50,8 @@ class MicroBatch(ABC):
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         device = episodes.completion_ids.device
         width = episodes.completion_ids.shape[1]
-        self.episodes, self.rows = episodes, list(rows)
+        self.episodes = episodes
+        self.rows = list(rows)
         self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
         self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of completion tokens in (B * T,)

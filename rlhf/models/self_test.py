@@ -42,7 +42,8 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
             "Use a model of another architecture",
         )
     if packable(base):
-        own, (positions, layout) = base.config._attn_implementation, pack_rows(LENGTHS, ids.device)
+        own = base.config._attn_implementation
+        positions, layout = pack_rows(LENGTHS, ids.device)
         expected = torch.cat(alone, dim=1)[0]
         if llama.supports(backbone):
             if _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), expected):

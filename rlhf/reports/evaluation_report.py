@@ -53,7 +53,8 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
 
 def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     """Return one model's part of the report."""
-    (model,), (results,) = arm.models, arm.measured
+    (model,) = arm.models
+    (results,) = arm.measured
     return {
         "label": arm.name,
         "source": model.source,

@@ -169,7 +169,8 @@ class _Progress(TrainerCallback):
     """Prints RewardTrainer's log as one progress line."""
 
     def __init__(self, screen: Screen):
-        self.screen, self.started = screen, time.monotonic()
+        self.screen = screen
+        self.started = time.monotonic()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in (logs or {}):

@@ -68,7 +68,7 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         reward_model=Shape.of(reward_model.config, reward_model.num_parameters())
         if reward_model is not None
         else None,
-        device=trainer.accelerator.device,
+        device=trainer.host.accelerator.device,
         train=trainer.train_prompts,
         evaluation=[],
         updates=trainer.updates,

@@ -109,7 +109,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, caps
     with Trackers(trainer.config, Screen()) as callback:
         trainer.add_callback(callback)
         trainer.train()
-    assert trainer.state.global_step == 2 and len(failing.got) == after + 1
+    assert trainer.host.state.global_step == 2 and len(failing.got) == after + 1
     assert fine.got == [("start",), ("log", 0), ("table", 0), ("log", 1), ("log", 2), ("log", 2), ("table", 2),
                         ("finish", False)]  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning: wandb " in line]
@@ -119,7 +119,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, caps
 def test_a_failed_run_is_marked_as_failed(configured, monkeypatch):
     fine = Fails(100)
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: fine})
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    trainer = SimpleNamespace(host=SimpleNamespace(state=SimpleNamespace(global_step=0)))
     with pytest.raises(Interrupted), Trackers(configured("--report-to", "wandb"), Screen()) as callback:
         callback.on_train_begin(trainer)
         raise Interrupted
@@ -316,4 +316,4 @@ def test_without_a_login_wandb_is_one_warning(build, monkeypatch, tmp_path, caps
         trainer.add_callback(callback)
         trainer.train()
     printed = " ".join(capsys.readouterr().out.split())
-    assert trainer.state.global_step == 1 and "warning: wandb failed (" in printed
+    assert trainer.host.state.global_step == 1 and "warning: wandb failed (" in printed

@@ -159,7 +159,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     weights = []
 
     def save_weights(trainer=trainer):
-        weights.append([w.detach().clone() for w in trainer.model.parameters() if w.requires_grad])
+        weights.append([w.detach().clone() for w in trainer.host.model.parameters() if w.requires_grad])
 
     trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: save_weights()})())
     trainer.train()
@@ -168,7 +168,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     assert [e["score"] for e in best_record["evaluations"]] == [0, 2, 1]
     assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(best_record["evaluations"][0])
     trainer.load_model(best)
-    loaded = [w for w in trainer.model.parameters() if w.requires_grad]
+    loaded = [w for w in trainer.host.model.parameters() if w.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(loaded, weights[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, weights[2], strict=True))
     assert not list(best.parent.rglob(f"*{NEW}*"))

@@ -121,9 +121,9 @@ def test_dropout_of_the_reward_model_is_off(build, calibrated):
     config = json.loads((calibrated / "config.json").read_text())
     (calibrated / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     trainer = build("--rm-model", calibrated, *FROM)
-    trainer.model.train()
+    trainer.host.model.train()
     completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
-    trainer.model.train()
+    trainer.host.model.train()
     micro_batch = PackedMicroBatch(completions, range(4))
     passes = [trainer.actor(micro_batch, 1.0).values for _ in range(2)]
     assert torch.equal(*passes)

@@ -150,9 +150,10 @@ def from_first(work: Callable[[], T]) -> T:
     return gather(_run_if(is_first(), work))[0]
 
 
-def on_first(work: Callable[[], object]) -> None:
-    """Run `work()` in the first process, alone. The others wait. Its errors are raised in all processes."""
-    _run_if(is_first(), work)
+def on_first(work: Callable[[], T]) -> T | None:
+    """Return the result of `work()` in the first process, which runs it alone. The others wait, and get None. Its
+    errors are raised in all processes."""
+    return _run_if(is_first(), work)
 
 
 def in_turn(work: Callable[[], object]) -> None:

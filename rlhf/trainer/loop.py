@@ -13,8 +13,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.algorithms.classes import CLASSES
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
@@ -91,7 +91,7 @@ class OnPolicyLoop:
         self.trained = False
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        self.algorithm = ALGORITHMS[config.algorithm].build(config)
+        self.algorithm = CLASSES[config.algorithm](config)
         if not isinstance(rewards, Rewards):
             rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self.rewards = rewards

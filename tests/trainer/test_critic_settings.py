@@ -39,7 +39,7 @@ def resumed_and_straight(build, tmp_path):
         for update in (2, 3):
             straight.update_step(update)
             resumed.update_step(update)
-        return copies(straight.model), copies(resumed.host.model)
+        return copies(straight.host.model), copies(resumed.host.model)
 
     return both
 

@@ -19,6 +19,7 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
     data settings uses exactly the rows in `rl` and `evaluation`, unless they are too long or too many.
 
     Raises UserError if the folder contains files, or if no row is left for a part. `say` prints one line.
+    A warning counts evaluation prompts that the other programs would train on.
     """
     folder = check_folder(output, "--write-parts")
     if folder.exists() and any(folder.iterdir()):
@@ -32,7 +33,13 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
     for part, name in (("rl", "rl/train.jsonl"), ("evaluation", "evaluation/test.jsonl")):
         prompts = distinct_questions(selection.parts[part], data.steps_per_topic is not None)
         files[name] = [example.columns for example in prompts]
-    _warn_about_overlap(selection, say)
+    trained = {question_hash(example) for example in selection.parts["reward"]}
+    known = sum(question_hash(example) in trained for example in selection.parts["evaluation"])
+    if known:  # --eval-dataset makes it possible
+        say(
+            f"warning: {known} evaluation prompts are also in sft and pairs, so evaluation results are too good: "
+            "--eval-dataset. Use other prompts for evaluation"
+        )
     files = {name: rows for name, rows in files.items() if rows}
     with naming(folder), staged(folder) as staging:
         for name, rows in files.items():
@@ -69,15 +76,3 @@ def _row(example: Example, data: DataSettings, **completions: str | None) -> dic
         return {"prompt": "\n\n".join(m["content"] for m in example.messages), **completions}
     chats = {name: [{"role": "assistant", "content": text}] for name, text in completions.items()}
     return {"prompt": list(example.messages), **chats}
-
-
-def _warn_about_overlap(selection: Selection, say: Callable[[str], None]) -> None:
-    """Print a warning if evaluation prompts are also in the reward model's part, which --eval-dataset makes
-    possible."""
-    trained = {question_hash(example) for example in selection.parts["reward"]}
-    known = sum(question_hash(example) in trained for example in selection.parts["evaluation"])
-    if known:
-        say(
-            f"warning: {known} evaluation prompts are also in sft and pairs, so evaluation results are too good: "
-            "--eval-dataset. Use other prompts for evaluation"
-        )

@@ -55,8 +55,8 @@ class ModelSettings:
     rm_text: str | None = setting(
         None,
         "text that reward and judge models without a record of their training score; template: the whole chat as "
-        "their chat template renders it, as TRL trains them; eos: without what the template writes after EOS; "
-        "unset: template",
+        "their chat template renders it, as TRL trains them; eos: without what the template writes after EOS",
+        unset="template",
         choices=RM_TEXTS,
         needs="rm_model",
     )
@@ -117,8 +117,9 @@ class DataSettings:
     )
     split: Split | None = setting(
         None,
-        "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
-        "preference pairs. With --eval-dataset, the questions for evaluation are trained on",
+        "percent of the questions for reward model / RL / evaluation",
+        unset="45/45/10, or 0/90/10 for data without preference pairs. With --eval-dataset, the questions for "
+        "evaluation are trained on",
     )
     eval_dataset: PathName | None = setting(
         None,
@@ -130,7 +131,8 @@ class DataSettings:
     dataset_config: str | None = setting(None, "configuration of a hub dataset, such as `main` of openai/gsm8k")
     dataset_split: str | None = setting(
         None,
-        "split of a hub dataset or a folder that is read; unset: train, or the only split of a folder",
+        "split of a hub dataset or a folder that is read",
+        unset="train, or the only split of a folder",
         aliases=("dataset_train_split",),
     )
     columns: tuple[Renaming, ...] = setting(
@@ -138,8 +140,8 @@ class DataSettings:
     )
     skip_bad_rows: float | None = setting(
         None,
-        "percent of the rows that may be skipped because they cannot be used, for example because the prompt is "
-        "empty; unset: 0 for files, 1 for hub datasets",
+        "percent of the rows that may be skipped because they cannot be used, for example because the prompt is empty",
+        unset="0 for files, 1 for hub datasets",
         ge=0,
         lt=100,
     )
@@ -166,8 +168,9 @@ class DataSettings:
     eval_prompts: int = setting(128, "largest number of evaluation prompts", ge=1)
     eval_text: PathName | None = setting(
         None,
-        "text file on which the perplexity is computed; unset: the chosen completions of held-out pairs, or without "
-        "pairs, completions that the start model generated once",
+        "text file on which the perplexity is computed",
+        unset="the chosen completions of held-out pairs, or without pairs, completions that the start model generated "
+        "once",
     )
 
 
@@ -197,8 +200,8 @@ class SamplingSettings:
     stop: tuple[StopText, ...] | None = setting(
         None,
         r"texts that end a completion, in addition to EOS, for a base model: `--stop '\n\n' Question:`; \n is a line "
-        "break. The tokens of the text belong to the completion, but reward functions receive it without the text; "
-        "unset: only EOS",
+        "break. The tokens of the text belong to the completion, but reward functions receive it without the text",
+        unset="only EOS",
         aliases=("stop_strings", "stop_sequences"),
     )
 
@@ -475,7 +478,9 @@ class RewardSettings:
         "names and signature as --reward-func, for example exact_match, which compares with the column answer",
     )
     reward_weights: tuple[float, ...] | None = setting(
-        None, "weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1"
+        None,
+        "weights of the reward model (if there is one) and of each --reward-func, in this order",
+        unset="all 1",
     )
     reward_timeout: float = setting(
         600.0,

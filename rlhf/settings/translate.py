@@ -66,28 +66,24 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
     one line each."""
     names = name_table(settings)
     problems = []
-    known = {}
+    known: Layer = {}
     for name, (value, where) in layer.items():
-        if name.endswith(":"):
-            continue
+        first = names.get(name, "")
         if name == UNREADABLE:
             problems.append(value)
-        elif name not in names:
+        elif name.endswith(":"):
+            continue
+        elif not first:
             helper = ". Start the names of helper variables with _" if ".py" in where and not removed(name) else ""
             problems.append(Problem(f"unknown setting {name}", where, f"{hint(name, names)}{helper}"))
-        elif names[name] in known:
-            problems.append(Problem(f"{name} is set twice", f"{where} and {known[names[name]][1]}", "Keep one"))
+        elif first in known:
+            problems.append(Problem(f"{name} is set twice", f"{where} and {known[first][1]}", "Keep one"))
         elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
             number = as_text(value)
-            problems.append(
-                Problem(
-                    f"target_kl {number} has no unit",
-                    where,
-                    f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12",
-                )
-            )
+            fix = f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12"
+            problems.append(Problem(f"target_kl {number} has no unit", where, fix))
         else:
-            known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
+            known[first] = (bare_targets(value) if name in BARE_TARGETS else value, where)
     return known, problems
 
 

@@ -85,8 +85,7 @@ def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -
     config.py. Combinations of settings are not checked. Raises UserError if the recipe's file is missing or a value is
     invalid."""
     row = ALGORITHMS[algorithm]
-    values = merged(Config, lower_layers(recipe, row, user))
-    return build(Config, values, row.foreign, recipe=recipe, algorithm=algorithm, user_file=user)
+    return _built(row, lower_layers(recipe, row, user), recipe, user, checked=False)
 
 
 def _built(
@@ -98,11 +97,13 @@ def _built(
     given: Collection[str] = (),
     assumed: Collection[str] = (),
     in_python: bool = False,
+    checked: bool = True,
 ) -> Config:
     values = merged(Config, layers, problems)
-    checks = (validate_training, row.validate)
+    checks = (validate_training, row.validate) if checked else ()
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
-    return build(Config, values, row.foreign, checks, given, assumed, **top)
+    of_row = {"label": row.label, "compares": row.group_size > 1}
+    return build(Config, values, row.foreign, checks, given, assumed, **top, **of_row)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------

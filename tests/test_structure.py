@@ -18,7 +18,7 @@ from rlhf.algorithms.table import ALGORITHMS
 ROOT = Path(__file__).parent.parent
 # The folders and top-level modules of rlhf/, lowest level first. A file imports from its own or a lower level.
 ORDER = [
-    *("utils", "algorithms.table", "distributed", "settings", "checkpoints", "config"),
+    *("utils", "distributed", "settings", "checkpoints", "algorithms.table", "config"),
     *("data", "models", "rollout", "rewards", "algorithms"),
     *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, as_text, settings_of
+from rlhf.settings.fields import Layer, Setting, as_text, flag_of, settings_of
 from rlhf.settings.translate import hint
 from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
@@ -178,7 +178,7 @@ class CommandLine:
             return f"{s.name.upper()} ...", text
         metavar = "|".join(s.choices) or ("[true|false]" if s.is_bool else s.name.upper())
         metavar = "" if s.is_bool and self.positional else metavar + (" ..." if s.is_list else "")
-        also = f" (or {', '.join('--' + name.replace('_', '-') for name in s.aliases)})" if s.aliases else ""
+        also = f" (or {', '.join(map(flag_of, s.aliases))})" if s.aliases else ""
         return f"{s.flag} {metavar}{also}".rstrip(), text
 
 
@@ -232,7 +232,7 @@ def _width() -> int:
 
 def spellings(names: Iterable[str]) -> list[str]:
     """Return each name as a flag with dashes and, if it differs, with underscores."""
-    return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
+    return list(dict.fromkeys(spelt for name in names for spelt in (flag_of(name), "--" + name)))
 
 
 def wants_help(argv: Sequence[str]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, as_text, convert, name_table, settings_of, unmet
+from rlhf.settings.fields import Layer, Setting, as_text, convert, flag_of, name_table, settings_of, unmet
 from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
@@ -140,7 +140,7 @@ def located(problem: Problem, values: Layer) -> Problem:
     for name in problem.settings:
         value = values[name][0]
         text = "" if isinstance(value, bool) else " none" if value is None else f" {as_text(value, ' ')}"
-        places.append(f"--{name.replace('_', '-')}{text}{file_of(values[name][1])}")
+        places.append(f"{flag_of(name)}{text}{file_of(values[name][1])}")
     return replace(problem, place=", ".join(places))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlhf.settings.fields import flag_of
 from rlhf.settings.merge import merged
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
@@ -130,7 +131,7 @@ def _recipe_words(recipe: str) -> list[str]:
 
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the command-line arguments that set one setting."""
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, tuple):

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
@@ -816,6 +815,9 @@ class Config(Command):
 
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
+    # from the algorithm's row in the table: its name in texts, and whether it compares the completions of a prompt
+    label: str = field(default="PPO", compare=False, repr=False)
+    compares: bool = field(default=False, compare=False, repr=False)
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -837,7 +839,7 @@ class Config(Command):
     @property
     def title(self) -> str:
         """The algorithm's name in texts, with the control: `GRPO control (scores shuffled)`."""
-        return name_with_control(label_of(self.algorithm), self.reward.control)
+        return name_with_control(self.label, self.reward.control)
 
     @property
     def separate_critic(self) -> bool:
@@ -866,7 +868,7 @@ class Config(Command):
     @property
     def compared(self) -> int:
         """Completions of a prompt whose scores the algorithm compares; 1 if it compares none."""
-        return self.group_size if ALGORITHMS[self.algorithm].group_size > 1 else 1
+        return self.group_size if self.compares else 1
 
     @property
     def episodes_per_update(self) -> int:

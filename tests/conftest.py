@@ -35,6 +35,7 @@ from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import GracefulStop
+from tests.forks import Forks
 from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 from tests.systems import words_of
@@ -136,6 +137,14 @@ def write_pairs(folder: Path) -> None:
             system = "Answer step by step." if i % 3 == 0 else ""
             row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
             file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Run commands in forks of one process per worker, which imports the slow libraries once."""
+    started = Forks()
+    yield started
+    started.close()
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["ACCELERATE_USE_CPU"] = "true"
 # the tests compare results to the last bit, which depends on the number of threads; more than one slows tiny models
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# tests that take two threads share the cores with other workers: a thread that waits must not keep its core busy
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # --deterministic refuses a process that has used CUDA without it, and tests marked gpu run in the same process
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 

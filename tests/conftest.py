@@ -283,7 +283,7 @@ def build(configured, load_prompts_once, monkeypatch):
 
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the statistics and the flat gradient of all weights for one micro-batch of all rows."""
-    trainer.model.zero_grad()
+    trainer.host.model.zero_grad()
     forward = trainer.passes.run(batch.completions, range(len(batch.mask)))
     stats = trainer.policy_optimizer.gradients(batch, forward, batch.mask.sum().float())
-    return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+    return stats, torch.cat([w.grad.flatten() for w in trainer.host.model.parameters() if w.grad is not None])

@@ -129,7 +129,7 @@ def test_a_callback_can_end_the_run(config):
 
     trainer = make_trainer(config(num_iterations=5), ["a cat?"], [words], callbacks=[Ends()])
     trainer.train()
-    assert trainer.state.global_step == trainer.updates == 2
+    assert trainer.host.state.global_step == trainer.updates == 2
     assert [evaluation.update for evaluation in trainer.evaluations] == [0, 2], "the last update is evaluated"
 
 

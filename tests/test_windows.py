@@ -104,7 +104,7 @@ def test_one_process_opens_no_process_group(build):
     start_device(Screen())
     trainer = build("--num-iterations", 1, "--max-new-tokens", 4)
     trainer.train()
-    assert trainer.state.global_step == 1 and not torch.distributed.is_initialized()
+    assert trainer.host.state.global_step == 1 and not torch.distributed.is_initialized()
 
 
 def mapped_files(folder: Path) -> list[str]:

@@ -107,7 +107,7 @@ def test_equal_ids_tie_whatever_their_batch(model):
     model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
     words = [" ".join("the cat is on the table".split()[: 1 + i % 6]) for i in range(60)]
     found = pair_accuracy(model, [pair(f"{i}?", word, f"{word}  ") for i, word in enumerate(words)])
-    assert found.accuracy == 0.5 and found.margin == 0.0
+    assert found["accuracy"] == 0.5 and found["margin"] == 0.0
 
 
 @pytest.mark.parametrize("start", [True, False], ids=["start model", "chosen completions"])

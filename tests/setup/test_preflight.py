@@ -308,7 +308,7 @@ def test_check_trains_the_policy_in_spite_of_a_critic_warm_up(with_rollout):
     trainer, _, rollout = with_rollout("--critic-warmup", 1)
     make_update(trainer, rollout)
     weights = {id(weight) for weight in trainer.actor.policy.parameters()}
-    assert weights <= {id(weight) for weight in trainer.optimizer.optimizer.state}
+    assert weights <= {id(weight) for weight in trainer.host.optimizer.optimizer.state}
 
 
 def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout, monkeypatch):
@@ -329,7 +329,7 @@ def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout,
 def test_weights_that_are_not_restored_fail(with_rollout, tmp_path, monkeypatch, algorithm):
     trainer, _, rollout = with_rollout(algorithm=algorithm)
     with torch.no_grad():
-        for weight in trainer.model.parameters():
+        for weight in trainer.host.model.parameters():
             weight.add_(0.01)  # the value head starts at zero, which a failed reload could also return
     before = outputs(trainer, rollout)
     assert len(before) == 1 + ALGORITHMS[algorithm].has_critic and all(float(part.abs().max()) > 0 for part in before)

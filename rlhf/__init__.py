@@ -5,7 +5,6 @@ A program imports the functions below from here. torch is imported when a traine
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,10 +12,15 @@ if TYPE_CHECKING:
     from rlhf.config import make_config
 
 __all__ = ["make_config", "make_trainer", "scan"]
-_MODULES = dict.fromkeys(__all__, "rlhf.api") | {"make_config": "rlhf.config"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    if name == "make_config":
+        from rlhf.config import make_config
+
+        return make_config
+    from rlhf import api
+
+    return getattr(api, name)

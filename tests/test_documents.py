@@ -145,7 +145,7 @@ def test_every_flag_that_a_page_names_exists():
                 "--signals-to-handle", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
                 "--no-build-isolation", "--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size",
                 "--gen_kwargs", "--include_path", "--outfile", "--outtype", "--merge", "--jinja", "--upgrade",
-               "--rewrite-sentences", "--critics", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
+               "--critics", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
     for page in PAGES:
         text = LINK.sub("", page.read_text("utf-8"))
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags
@@ -222,7 +222,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)
         trainer.train()
-        logged |= set().union(*trainer.state.log_history) - {"epoch", "step"}
+        logged |= set().union(*trainer.host.state.log_history) - {"epoch", "step"}
     rows = [row for row in prose(ROOT / "docs" / "metrics.md").splitlines() if row.startswith("| `")]
     first_cells = " ".join(row.split("|")[1] for row in rows)
     assert set(re.findall(r"`([a-z0-9_]+(?:/[A-Za-z0-9_]+)*)`", first_cells)) == logged

@@ -147,7 +147,7 @@ def short_fields(metrics: dict[str, float], sampling: SamplingSettings) -> list[
 
 def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
     """Return the figures of a run: shares over its last updates, and scores over all. None if none was logged."""
-    rows = [entry for entry in trainer.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
+    rows = [entry for entry in trainer.host.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
     if not rows:
         return None
     is_control = trainer.config.reward.control != "none"  # its groups have other completions' scores

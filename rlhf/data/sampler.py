@@ -34,7 +34,8 @@ class PromptSampler:
         self.by_topic: dict[str | None, list[Prompt]] = {}  # all prompts are under None without steps_per_topic
         for prompt in prompts:
             self.by_topic.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
-        self._topics, self._all = list(self.by_topic), len(prompts)
+        self._topics = list(self.by_topic)
+        self._all = len(prompts)
 
     @property
     def topics(self) -> list[str]:

@@ -142,7 +142,7 @@ class RunSession(Session):
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))
             resume_run(trainer, config, self.log, self.screen)
-            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+            require_equal({"the update": trainer.host.state.global_step}, "Give all machines the same run folder")
         if config.in_python or self.folder is None:
             self.shown.say(f"{config.title}: {budget_line(config, trainer.sampler.updates)}")
 
@@ -153,7 +153,7 @@ class RunSession(Session):
             if trackers.trackers:
                 trackers.finish(results_of(trainer))
             return
-        require_equal_weights(trainer.model, "the last update")
+        require_equal_weights(trainer.host.model, "the last update")
         on_first(self._write_results)
         trackers.finish(self.log.record.figures)
 

@@ -88,10 +88,7 @@ def _clip(config: Config) -> list[Problem]:
             Problem(
                 "the penalty is for completions that are left out of the loss",
                 fix="Remove one of them",
-                settings=(
-                    "missing_eos_penalty",
-                    "mask_truncated_completions",
-                ),
+                settings=("missing_eos_penalty", "mask_truncated_completions"),
             )
         )
     return problems
@@ -103,10 +100,7 @@ def _dropout(config: Config) -> list[Problem]:
             Problem(
                 "the head's adapter has no dropout",
                 fix="Remove one of them",
-                settings=(
-                    "lora_dropout",
-                    "lora_targets",
-                ),
+                settings=("lora_dropout", "lora_targets"),
             )
         ]
     return []
@@ -130,11 +124,7 @@ def _speed(config: Config) -> list[Problem]:
             Problem(
                 "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed",
                 fix="Remove one of them",
-                settings=(
-                    "rollout_engine",
-                    "top_k",
-                    "top_p",
-                ),
+                settings=("rollout_engine", "top_k", "top_p"),
             )
         ]
     return []
@@ -171,10 +161,7 @@ def _kl(config: Config) -> list[Problem]:
             Problem(
                 "beta starts at 0 and is changed by factors, so it would stay 0",
                 fix="Add --kl-schedule fixed, or give a --kl-coef above 0",
-                settings=(
-                    "kl_coef",
-                    "kl_schedule",
-                ),
+                settings=("kl_coef", "kl_schedule"),
             )
         )
     count = len(kl.targets)
@@ -218,11 +205,7 @@ def _rollback(config: Config) -> list[Problem]:
                     "are deleted"
                 ),
                 fix="Raise one of the last two",
-                settings=(
-                    "rollback_on_kl",
-                    "keep",
-                    "save_every",
-                ),
+                settings=("rollback_on_kl", "keep", "save_every"),
             )
         ]
     return []
@@ -238,10 +221,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "no reward model to start from",
                 fix="Give a reward model, or use --critic separate",
-                settings=(
-                    "critic",
-                    "rm_model",
-                ),
+                settings=("critic", "rm_model"),
             )
         )
     if config.critic_from_reward_model and config.model.load_in_4bit:
@@ -249,10 +229,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "the reward model is not loaded in 4 bits",
                 fix="Remove one of them, or use --critic separate",
-                settings=(
-                    "critic",
-                    "load_in_4bit",
-                ),
+                settings=("critic", "load_in_4bit"),
             )
         )
     if not learned and not rules and not config.in_python:  # make_trainer() may receive them
@@ -268,10 +245,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "the scores of one prompt cannot be exchanged with those of others",
                 fix="Give a larger --batch-size",
-                settings=(
-                    "control",
-                    "batch_size",
-                ),
+                settings=("control", "batch_size"),
             )
         )
     if weights is not None and len(weights) != learned + len(rules):
@@ -300,10 +274,7 @@ def _evaluation(config: Config) -> list[Problem]:
             Problem(
                 "greedy completions of one prompt are all equal",
                 fix="Remove one of them",
-                settings=(
-                    "eval_samples",
-                    "eval_temperature",
-                ),
+                settings=("eval_samples", "eval_temperature"),
             )
         )
     return problems
@@ -344,10 +315,7 @@ def _export(config: Config) -> list[Problem]:
             Problem(
                 "several runs and one repository",
                 fix=f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
-                settings=(
-                    "seeds",
-                    "push_to_hub",
-                ),
+                settings=("seeds", "push_to_hub"),
             )
         ]
     return []

@@ -220,17 +220,13 @@ def _load_prompt_sets(
     check_overlap(sets, separate or "evaluation_prompts", screen)
     check_topics(config, sets.train, screen)
     check_warmup(config, PromptSampler(config, sets.train).updates)
-    _check_columns_of(sets, sources, source, separate)
-    return sets
-
-
-def _check_columns_of(sets: PromptSets, sources: RewardSources, source: str, separate: str | None) -> None:
-    """Check the columns for the reward functions. Prompts of --eval-dataset (`separate`) need them, too."""
     train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
     if separate is None:
-        return check_columns(sources.rules, [*train, *evaluation], source)
-    check_columns(sources.rules, train, source)
-    check_columns(sources.rules, evaluation, separate)
+        check_columns(sources.rules, [*train, *evaluation], source)
+    else:  # prompts of --eval-dataset need the columns, too
+        check_columns(sources.rules, train, source)
+        check_columns(sources.rules, evaluation, separate)
+    return sets
 
 
 def check_prompts(
@@ -253,7 +249,7 @@ def check_prompts(
         if chats:
             problems.append(
                 Problem(
-                    (f"{chats} prompts are chats of several messages, and the start model has no chat template"),
+                    f"{chats} prompts are chats of several messages, and the start model has no chat template",
                     f"{source}, start model {start.name}",
                     "Use a chat model, or prompts that are one text each",
                 )

@@ -131,7 +131,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     Finds dropout in the model, and rows that attend to another row's tokens. The adapters' dropout (--lora-dropout) is
     turned off for the check.
     """
-    trainer.model.train()
+    trainer.host.model.train()
     set_adapter_dropout(trainer.actor, 0.0, trainer.actor.dropout)
     apart = _apart_from_one(trainer, rollout)
     set_adapter_dropout(trainer.actor, trainer.config.model.lora_dropout, trainer.actor.dropout)
@@ -158,7 +158,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 @torch.no_grad()
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     """Return the logits (M, V) of the first completion and with a critic its values (M,), on the CPU."""
-    trainer.model.eval()
+    trainer.host.model.eval()
     _, hidden = trainer.passes.run(rollout.completions, [0])
     with autocast(trainer.passes.device, trainer.passes.dtype):
         found = [
@@ -173,13 +173,13 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 
 def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
     """Make one update on the rollout, which also trains the policy if --critic-warmup is set."""
-    trainer.state.global_step = trainer.config.critic.critic_warmup
+    trainer.host.state.global_step = trainer.config.critic.critic_warmup
     trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:
     """Check the update's measured memory against the forecast, and the forecast against the free memory."""
-    device = trainer.accelerator.device
+    device = trainer.host.accelerator.device
     measured = memory_in_use(device)
     evaluation = [len(prompt.ids) for prompt in components.prompts.evaluation]
     whole = dataclasses.replace(estimator_of(trainer), evaluation=evaluation, libraries=components.memory_before)
@@ -200,7 +200,7 @@ def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tens
     Raises UserError if they cannot be loaded.
     """
     with torch.no_grad():
-        for weight in trainer.model.parameters():
+        for weight in trainer.host.model.parameters():
             if weight.requires_grad:
                 weight.add_(1.0)  # the update may change too little: weights that are not restored must show
     load_policy_weights(trainer.actor, folder)

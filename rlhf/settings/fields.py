@@ -42,6 +42,7 @@ def setting(
     positional: bool = False,
     needs: str | tuple[str, ...] = (),
     strict: bool = False,
+    alone: tuple[str, ...] = (),
 ) -> Any:
     """Return a dataclass field that declares one setting.
 
@@ -56,11 +57,12 @@ def setting(
             `!seeds` (it is not set), `!kl_schedule=fixed`; `merge_lora or push_to_hub` is one condition. A flag whose
             conditions are not met is refused. A value in a file is ignored, because commands share files.
         strict: a value in a file is refused, too.
+        alone: the value of a list whose flag is given without a value, or as true. False is the empty list.
     """
     bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
     declared = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases}
     needs = (needs,) if isinstance(needs, str) else needs
-    more = {"brief": brief, "positional": positional, "needs": needs, "strict": strict}
+    more = {"brief": brief, "positional": positional, "needs": needs, "strict": strict, "alone": alone}
     return field(default=default, metadata=declared | more)
 
 
@@ -102,6 +104,7 @@ class Setting:
     positional: bool
     needs: tuple[str, ...]
     strict: bool
+    alone: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -216,6 +219,13 @@ def is_unset(value: Any) -> bool:
     return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
 
 
+def is_on(value: Any) -> bool | None:
+    """Return the truth of a written value; None if it is neither true nor false."""
+    only = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    word = str(only).lower()
+    return word in TRUE_WORDS if word in TRUE_WORDS | FALSE_WORDS else None
+
+
 def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
     `where` as the place that set the value."""
@@ -223,6 +233,8 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         raise UserError(f"{setting.name} is empty", where, "Give a data file, a folder or a hub dataset's name")
     if setting.optional and is_unset(value):
         return None
+    if setting.alone and (on := is_on(value)) is not None:
+        return setting.alone if on else ()
     if setting.is_list:
         if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
             value = [f"{name}={entry}" for name, entry in value.items()]

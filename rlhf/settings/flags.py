@@ -198,6 +198,8 @@ class _Given(argparse.Action):
         if self.nargs == 0:
             name = name.removeprefix(NEGATIVE)
             values = self.const
+        if values == [] and self.const is not None:  # a list whose flag may stand alone
+            values = self.const
         if values != []:  # a positional setting without words
             layer[name] = (values, option_string or "command line")
         namespace.layer = layer
@@ -210,8 +212,10 @@ def _add_flag(group, s: Setting, values_of_bool: int | str) -> None:
     text = f"{s.help} (default: {as_text(s.default)}{bounds})".replace("%", "%%")
     if s.positional:
         group.add_argument(s.name, metavar=s.name.upper(), help=text, nargs="*", action=_Given)
-    elif s.is_bool:
-        group.add_argument(*spellings(s.names), dest=s.name, nargs=values_of_bool, const="true", metavar="true|false",
+    elif s.is_bool or s.alone:
+        metavar = "|".join(s.alone) or "true|false"
+        many = "*" if s.alone else values_of_bool
+        group.add_argument(*spellings(s.names), dest=s.name, nargs=many, const="true", metavar=metavar,
                            help=text, action=_Given)  # fmt: skip
         negative = spellings(NEGATIVE + name for name in s.names)
         group.add_argument(*negative, dest=s.name, nargs=0, const="false", help=argparse.SUPPRESS, action=_Given)

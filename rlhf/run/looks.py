@@ -16,6 +16,7 @@ from rlhf.algorithms.kl_control import with_horizon
 from rlhf.data.prompts import Selection
 from rlhf.data.sampler import planned_updates
 from rlhf.demo.ready import is_to_be_built
+from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.settings.training import PARTS, Config
 from rlhf.setup.fit import choose_settings
@@ -58,10 +59,11 @@ def look(config: Config, screen: Screen, selection: Selection | None = None) -> 
 
 
 def check_program(config: Config, **given: Any) -> CheckResult:
-    """Check the run of a program. `given` as `load_inputs` takes it. Raises UserError."""
+    """Check the run of a program in its first process: how much is sampled depends on the time. `given` as
+    `load_inputs` takes it. Raises UserError."""
     screen = Screen()
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    return Checks(config, load_inputs(config, screen, **given), device, screen).run()
+    return from_first(lambda: Checks(config, load_inputs(config, screen, **given), device, screen).run())
 
 
 class Checks:

@@ -190,8 +190,9 @@ def show_recommendation(config: Config, scan: Scan, found: Recommendation, scree
     elif not scan.findings:
         screen.say("recommended: the settings as they are")
     changed = {"K": found.K, "batch_size": found.batch_size}
-    screen.say("train with:")
-    screen.say(f"  {command_with(config, changed)}")
+    if found.reasons or not config.in_python:
+        screen.say("train with:")
+        screen.say(f"  {command_with(config, changed)}")
 
 
 def columns_of(scan: Scan) -> list[str]:
@@ -222,15 +223,18 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
 
 
 def command_with(config: Config, recommended: dict[str, Any]) -> str:
-    """Return the command that trains with the run's settings and the recommended ones that are not None."""
+    """Return the command that trains with the run's settings and the recommended ones that are not None. For a
+    program, the change of its configuration."""
+    recommended = {name: value for name, value in recommended.items() if value is not None}
+    if config.in_python:
+        return f"make_config(..., {', '.join(f'{name}={value!r}' for name, value in recommended.items())})"
     usual = usual_config(config.recipe, config.user_file, config.algorithm)
     words = []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
     defaults = values_in(usual)
     foreign = ALGORITHMS[config.algorithm].foreign
-    values = values_in(config) | {"check": ()}
-    values |= {name: value for name, value in recommended.items() if value is not None}
+    values = values_in(config) | {"check": ()} | recommended
     for name, one in settings_of(Config).items():
         if values[name] != defaults[name] and one.group not in foreign and unmet(one, values) is None:
             words += flag_words(name, values[name])

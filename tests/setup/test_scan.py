@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_reward_functions_see_the_first_update(configured):
 # --- from Python -----------------------------------------------------------------------------------------------------
 
 
-def test_python_functions_scan(configured, monkeypatch):
+def test_python_functions_scan(configured, monkeypatch, capsys):
     """Even prompts are solved by half of the completions, odd ones never."""
     monkeypatch.setattr(scanning, "PROMPTS", 10)
     config = configured("--K", 2, "--check", "prompts", algorithm="grpo")
@@ -267,7 +268,9 @@ def test_python_functions_scan(configured, monkeypatch):
             float(len(c) % 2 and int(p.split()[1][:-1]) % 2 == 0) for p, c in zip(prompts, completions, strict=True)
         ]
 
-    result = check(config, prompts, [reward])
+    result = check(replace(config, in_python=True), prompts, [reward])
+    out = capsys.readouterr().out
+    assert "train_grpo.py" not in out and "make_config(..., max_new_tokens=16, check=('prompts',))" in out
     found = result.prompts
     assert result.reward is None and result.problems == []
     assert found.binary and found.overall.figures.prompts == 10 and 0 < found.overall.figures.mean < 1

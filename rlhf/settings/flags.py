@@ -231,7 +231,7 @@ def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
     if s.positional:
         return f"{s.name.upper()} ...", text
     kind = {int: "N", float: "X", bool: "", MemorySize: "SIZE"}.get(s.base_type, "NAME")
-    metavar = "|".join(s.choices) if s.choices else "LIST" if s.is_list else kind
+    metavar = "LIST" if s.is_list else "|".join(s.choices) if s.choices else kind
     shown = "" if value in (None, (), False) else f" [{as_text(value, ' ')}]"
     return f"{s.flag} {metavar}".rstrip(), text + shown
 

@@ -739,7 +739,7 @@ class RunSettings:
         choices=PARTS,
         alone=PARTS,
         aliases=("check_reward", "scan"),
-        brief="check these parts and stop; without a part: all",
+        brief="check plan, reward, prompts, update (or some of these), and stop",
     )
 
     @property

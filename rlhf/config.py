@@ -54,7 +54,7 @@ make_config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     return_annotation=Config,
 )
 
-OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
+OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func")  # given by arguments of make_trainer and check
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -219,5 +219,5 @@ def config_of_run(run: RunRecord, **changed: Any) -> Config:
 
 def stored_layer(settings: dict[str, Any]) -> Layer:
     """Return stored settings as a layer, without those that this version does not have."""
-    names = name_table(settings_of(Config))
-    return {name: (value, RUN_FILE) for name, value in flat_settings(settings).items() if name in names}
+    known = settings_of(Config)  # run.json has no other names of a setting
+    return {name: (value, RUN_FILE) for name, value in flat_settings(settings).items() if name in known}

@@ -55,6 +55,7 @@ class Setting:
     aliases: tuple[str, ...] = ()  # other names, for example those of other trainers
     brief: str | bool = False  # the text in `--help`; True: `help`; False: the setting is not in `--help`
     positional: bool = False  # the value is given on the command line without a flag
+    alone: tuple[str, ...] = ()  # the value of a list whose flag is given without a value, or as true; false: ()
     # conditions without which the setting has no effect: `use_lora` (it is set), `kl_placement=reward`, `!seeds` (it
     # is not set), `!kl_schedule=fixed`; `merge_lora or push_to_hub` is one condition. A flag whose conditions are not
     # met is refused. A value in a file is ignored, because commands share files
@@ -182,6 +183,13 @@ def is_unset(value: Any) -> bool:
     return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
 
 
+def is_on(value: Any) -> bool | None:
+    """Return the truth of a written value; None if it is neither true nor false."""
+    only = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    word = str(only).lower()
+    return word in TRUE_WORDS if word in TRUE_WORDS | FALSE_WORDS else None
+
+
 def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
     `where` as the place that set the value."""
@@ -189,6 +197,8 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         raise UserError(f"{setting.name} is empty", where, "Give a data file, a folder or a hub dataset's name")
     if setting.optional and is_unset(value):
         return None
+    if setting.alone and (on := is_on(value)) is not None:
+        return setting.alone if on else ()
     if not setting.is_list:
         return _convert_one(setting, value, setting.base_type, where)
     kind = typing.get_args(setting.base_type)[0]

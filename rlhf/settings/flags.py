@@ -87,7 +87,8 @@ class CommandLine:
             while rest and not equals and len(values) < flag.most and not is_flag(rest[0]):
                 values.append(rest.pop(0))
             if flag.least <= len(values) <= flag.most:
-                given[flag.name] = (values if flag.most > 1 else (values or [flag.alone])[0], spelt)
+                values = values or [flag.alone]
+                given[flag.name] = (values if flag.most > 1 else values[0], spelt)
             else:
                 what = "needs a value" if flag.least else "takes no value"
                 problems.append(Problem(f"{spelt} {what}", PLACE, "--help-all prints all flags"))
@@ -103,11 +104,11 @@ class CommandLine:
         found = {flag: Flag(flag.removeprefix("--"), 1, 1) for flag, _, _ in self.files}
         found |= {flag: Flag("", 0, 0) for flag in (*HELP, *HELP_ALL)}
         for s in self.settings.values():
-            least = 0 if s.is_bool else 1
+            least = 0 if s.is_bool or s.alone else 1
             most = MANY if s.is_list else 0 if s.is_bool and self.positional else 1
             for name in () if s.positional else s.names:
                 found |= dict.fromkeys(spellings([name]), Flag(name, least, most, "true"))
-            for name in s.names if s.is_bool else ():
+            for name in s.names if s.is_bool or s.alone else ():
                 found |= dict.fromkeys(spellings([NEGATIVE + name]), Flag(name, 0, 0, "false"))
         return found
 
@@ -206,7 +207,7 @@ def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
     if s.positional:
         return f"{s.name.upper()} ...", text
     kind = {int: "N", float: "X", bool: "", MemorySize: "SIZE"}.get(s.base_type, "NAME")
-    metavar = "|".join(s.choices) or ("LIST" if s.is_list else kind)
+    metavar = "LIST" if s.is_list else "|".join(s.choices) or kind
     shown = "" if value in (None, (), False) else f" [{as_text(value, ' ')}]"
     return f"{s.flag} {metavar}".rstrip(), text + shown
 

@@ -32,6 +32,7 @@ TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
+PARTS = ("plan", "reward", "prompts", "update")  # of --check, in this order
 RM_TEXTS = ("template", "eos")  # forms of the text that a reward model scores
 
 
@@ -731,41 +732,29 @@ class RunSettings:
         None, "plan as if the device had this memory, such as 8GB, all of it free; unset: that of this machine",
         needs="dry_run",
     )  # fmt: skip
-    check: bool = setting(
-        False,
-        "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
-        "fails. Nothing is written to the output folder",
-        brief="load everything, try one update, print the results, and stop",
-    )
-    check_reward: bool = setting(
-        False,
-        "score right answers and hacks on some training prompts, print what the reward pays for each, and stop; the "
-        "exit status is 2 if a function fails or a hack is paid as much as the right answer. Nothing is written",
-    )
-    scan: bool = setting(
-        False,
-        "sample completions of some training prompts with the start model, print what can be learned from them and "
-        "recommended settings, and stop; the exit status is 2 if nothing can be learned. Nothing is written to the "
-        "output folder",
-        brief="sample some prompts, print what can be learned from them, and stop",
-    )
-    scan_samples: int = setting(
-        8,
-        "completions per prompt of --scan (at least K)",
-        ge=2,
-        needs="scan",
-    )
-    scan_prompts: int = setting(
-        128,
-        "largest number of training prompts that --scan samples, the same number of each topic",
-        ge=1,
-        needs="scan",
+    check: tuple[str, ...] = setting(
+        (),
+        "check these parts of the run and stop; without a part: all. plan: what --dry-run prints; reward (or "
+        "--check-reward): what the rewards pay for right answers and for hacks; prompts (or --scan): what can be "
+        "learned from samples of the start model, with recommended settings; update: one trial update, with its "
+        "memory. The exit status is 2 if a check or a reward function fails, if nothing can be learned, or if a hack "
+        "is paid as much as the right answer (a warning if all parts are checked). Nothing is written to the output "
+        "folder",
+        choices=PARTS,
+        alone=PARTS,
+        aliases=("check_reward", "scan"),
+        brief="check plan, reward, prompts, update (or some of these), and stop",
     )
 
     @property
     def only_looks(self) -> bool:
         """True if the command prints something and trains nothing."""
-        return self.dry_run or self.check or self.check_reward or self.scan
+        return self.dry_run or bool(self.check)
+
+    @property
+    def only_reward(self) -> bool:
+        """True if only the reward is checked: batches and the length of a run do not matter then."""
+        return set(self.check) == {"reward"}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf.api import make_trainer, scan
+    from rlhf.api import check, make_trainer
     from rlhf.config import make_config
 
-__all__ = ["make_config", "make_trainer", "scan"]
+__all__ = ["check", "make_config", "make_trainer"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "scan":
+        raise AttributeError(f"{__name__}.scan was removed: use {__name__}.check")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "make_config":

@@ -24,8 +24,7 @@ FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("memory", "resume_anyway", "record_tokens", "record_every", "record_prompts"),  # the last two: of older versions
-    *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
-    "write_parts",
+    *("merge_lora", "export_from", "push_to_hub", "report_to", "write_parts"),
     "threads",  # changes rounding only; `choose_threads` prints a warning
 )
 # between seeds of the same configuration: a GPU's free memory decides the last two, which change rounding only

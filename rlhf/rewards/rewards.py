@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -27,8 +28,10 @@ from rlhf.rewards.arguments import (
 )
 from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
-from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.rewards.reward_model import RewardModel
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
+from rlhf.callbacks.reward_warning import RewardWarning
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
 from rlhf.callbacks.trackers import Trackers
@@ -35,7 +36,6 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
-from rlhf.setup.reward_probes import RewardWarning
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen

@@ -21,7 +21,7 @@ from rlhf.utils.processes import size
 def validate_training(config: Config) -> list[Problem]:
     """Return the errors in the settings of a training run, one line each."""
     checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
-    checks += (_evaluation, _scan, _export)
+    checks += (_evaluation, _looks, _export)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -296,10 +296,10 @@ def name_problems(names: Sequence[str], source: str) -> list[Problem]:
     return problems
 
 
-def _scan(config: Config) -> list[Problem]:
+def _looks(config: Config) -> list[Problem]:
     run = config.run
-    others = {"dry_run": run.dry_run, "check": run.check, "resume": run.resume}
-    looks = {"write_parts": run.write_parts is not None, "check_reward": run.check_reward, "scan": run.scan}
+    looks = {"check": bool(run.check), "write_parts": run.write_parts is not None}
+    others = {"dry_run": run.dry_run, "resume": run.resume}
     look = next((name for name, given in looks.items() if given), None)  # if both are given, the other one is refused
     return [
         Problem("this command stops before a run", fix="Remove one of them", settings=(look, name))

@@ -45,7 +45,7 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     if m.rm_model is not None and _is_there(m.rm_model, built):
         problems += reward_model_problems(m.rm_model, "--rm-model")
     raise_if(problems)
-    if config.run.num_iterations is not None:
+    if config.run.num_iterations is not None and not config.run.only_reward:
         check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
@@ -53,7 +53,8 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     if not all(_is_there(name, built) for name in data if name is not None):
         return None
     selection = select_examples(config.data, say)
-    check_fills_a_batch(config, selection.distinct)
+    if not config.run.only_reward:
+        check_fills_a_batch(config, selection.distinct)
     return selection
 
 
@@ -87,14 +88,15 @@ def check_run_folder(config: Config) -> None:
     """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced. Only the
     first process checks: it may already have started the run."""
     folder = Path(config.run.output)
-    if config.run.check_reward or config.run.scan or not is_first():
+    parts = set(config.run.check)
+    if not is_first() or (parts and not parts & {"plan", "update"}):
         return
     if config.run.resume:
         if not config.run.dry_run:
             check_folder(config.run.output)
             require_unused(folder)
         return
-    if config.run.dry_run:  # the plan of a run may be printed while another one is in the folder
+    if config.run.only_looks:  # the plan of a run may be printed while another one is in the folder
         check_place(folder, overwrite=config.run.overwrite)
     else:
         check_output(folder, **placing(config))

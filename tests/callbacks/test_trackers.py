@@ -44,7 +44,7 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     check_trackers(())
 
 
-@pytest.mark.parametrize("look", ["--dry-run", "--check", "--check-reward", "--scan"])
+@pytest.mark.parametrize("look", ["--dry-run", "--check", "--check-reward"])
 def test_a_missing_library_is_reported_before_a_look_too(monkeypatch, tmp_path, look, user_error):
     """The plan would otherwise promise a run that cannot start."""
     monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -179,12 +177,14 @@ training.save_reward_model(model, {}, Path(sys.argv[2]))
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 @pytest.mark.parametrize(("moment", "complete"), [("write_json", False), ("replace_dir", True)])
 def test_what_a_killed_training_leaves_is_named_and_removed(
-    reward_folder, tmp_path, capsys, user_error, moment, complete
+    forks, reward_folder, tmp_path, capsys, user_error, moment, complete
 ):
     """A complete model that was not moved to its name is kept."""
     folder = tmp_path / "rm"
-    words = [sys.executable, "-c", KILLED, str(reward_folder), str(folder), moment]
-    assert subprocess.run(words, timeout=300, check=False).returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = forks.run(["killed.py", str(reward_folder), str(folder), moment], tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (tmp_path / "killed.py").unlink()
     (left,) = tmp_path.glob("rm.new-*")
     with user_error(left.name):
         find_model(str(folder), "--rm-model")

@@ -519,8 +519,6 @@ GUARDED = {"rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {"record_tokens"}  # tests/callbacks/test_token_recorder.py
 THREADS = {"threads"}  # tests/setup/test_threads.py
 FITTED_TO = {"fit", "memory"}  # tests/setup/test_fit.py, tests/run/test_dry_run.py
-PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
-SCANNED = {"scan", "scan_samples", "scan_prompts"}  # tests/setup/test_scan.py
 WRITTEN = {"write_parts"}  # tests/data/test_parts.py
 PROCESSES = {"ddp_timeout"}  # tests/distributed
 TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
@@ -529,7 +527,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES,
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *FITTED_TO, *PROCESSES,
         *SAMPLER, *DATA, *THREADS, *WRITTEN,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,9 +155,18 @@ def test_the_parts_of_the_demo_are_built_with_the_measured_number(configured, me
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_keeps_its_number(run_flags, measures, stored):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+@pytest.fixture
+def trained(run_flags, measures, made_once, tmp_path):
+    """A run of one update, with one thread. It is trained once and copied."""
+
+    def train(folder: Path) -> None:
+        measures(BUSY)
+        train_ppo.main(run_flags("--num-iterations", 1, "--output", folder / "run"))
+
+    shutil.copytree(made_once("run_with_one_thread", train) / "run", tmp_path / "run")
+
+
+def test_a_resumed_run_keeps_its_number(trained, run_flags, measures, stored):
     assert stored() == 1
     measures(None)
     train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway"))
@@ -164,20 +175,17 @@ def test_a_resumed_run_keeps_its_number(run_flags, measures, stored):
 
 @pytest.mark.parametrize(("flags", "variables"), [(["--threads", 2], {}), ([], {"OMP_NUM_THREADS": "2"})])
 def test_the_user_changes_the_number_of_a_resumed_run_with_a_warning(
-    run_flags, measures, stored, capsys, flags, variables
+    trained, run_flags, measures, stored, capsys, flags, variables
 ):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
-    assert "warning: the number of threads" not in capsys.readouterr().out
     measures(None, **variables)
     train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway", *flags))
     printed = capsys.readouterr().out
     assert stored() == 2 and printed.count("warning: the number of threads was 1") == 1 and "--threads 1" in printed
 
 
-def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(run_flags, measures, tmp_path, capsys):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(
+    trained, run_flags, measures, tmp_path, capsys
+):
     file = tmp_path / "run" / RUN_FILE
     facts = json.loads(file.read_text(encoding="utf-8"))
     del facts["threads"], facts["settings"]["speed"]["threads"]
@@ -188,9 +196,7 @@ def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(run
 
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_an_evaluation_takes_the_number_of_the_run(run_flags, measures, tmp_path, monkeypatch, variables, threads):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+def test_an_evaluation_takes_the_number_of_the_run(trained, measures, tmp_path, monkeypatch, variables, threads):
     measures(None, **variables)
     monkeypatch.chdir(tmp_path)
     evaluate_generations.main(["--model-path", "run", "--num-prompts", "2", "--output", "evaluated"])

@@ -28,7 +28,7 @@ from tests.conftest import attach, typed
 @pytest.fixture(autouse=True)
 def no_probes_before_the_first_update(monkeypatch):
     """The functions of these tests count their calls."""
-    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)
+    monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)
 
 
 def run(words, status: int | None = None) -> None:

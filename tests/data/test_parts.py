@@ -261,7 +261,7 @@ def test_the_parts_of_a_demo_are_built_by_a_run(tmp_path, capsys, monkeypatch):
     assert "not built yet" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("other", ["--dry-run", "--check", "--scan", "--check-reward", "--resume"])
+@pytest.mark.parametrize("other", ["--dry-run", "--check", "--resume"])
 def test_it_excludes_other_commands_that_stop(other, user_error):
     with user_error("--write-parts", other):
         parse_cli(["--write-parts", "parts", other])

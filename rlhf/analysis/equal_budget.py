@@ -16,6 +16,7 @@ from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.statistics import FEW_SCORED, level_of_each, over_seeds_if_any, paired, per_prompt, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
+from rlhf.utils.intervals import share_limits
 
 KLS = 3  # KLs at which a pair is compared
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
@@ -232,5 +233,6 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
-    found, over = over_seeds_if_any(gaps, seed, level=level)
+    limits = share_limits(np.hstack([getattr(point, by) for run in (*one, *other) for _, point in run]))
+    found, over = over_seeds_if_any(gaps, seed, limits=limits, level=level)
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

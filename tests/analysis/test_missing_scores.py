@@ -85,7 +85,7 @@ def test_judge_that_rates_few_prompts():
 
     for prompts, counted in ((1, []), (2, [True])):
         found = audit.warnings(results(5.0, 0.0, prompts), results(0.0, 0.0, prompts), seed=1)
-        assert [", 2 prompts): the policy may exploit" in text for text in found] == counted
+        assert ["on 2 prompts the judge's rating" in text for text in found] == counted
 
 
 def test_counts_of_completions_and_prompts_without_a_score():

@@ -18,6 +18,7 @@ from rlhf.analysis.models import find_model_ref, find_models, require_trusted_co
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
+from tests.reports.test_reports import one_reward
 from tests.shapes import make_reward_model
 
 RULES = """
@@ -125,10 +126,11 @@ def test_a_judge_that_gives_every_completion_its_score_is_named_and_not_shown_ag
     file = tmp_path / "rules.py"
     file.write_text(RULES + "\n\ndef same(completions, **_):\n    return [len(c) / 100 for c in completions]\n")
     out = tmp_path / "out"
-    words = ["--rm-model", "none", "--reward-func", f"{file}:same", "--num-prompts", 3, "--completions", 2]
+    ppo, grpo = (one_reward(runs[name, 1], tmp_path / name) for name in ("ppo", "grpo"))
+    words = ["--reward-func", f"{file}:same", "--num-prompts", 3, "--completions", 2]
     for script, model, more in (
-        (evaluate_generations, ["--model-path", runs["ppo", 1]], []),
-        (compare_runs, [runs["ppo", 1], runs["grpo", 1]], ["--limit-minutes", 0, "--arm", "best-of-2"]),
+        (evaluate_generations, ["--model-path", ppo], []),
+        (compare_runs, [ppo, grpo], ["--limit-minutes", 0, "--arm", "best-of-2"]),
     ):
         judges = ["--eval-func", f"{file}:same", f"{file}:has_e"]
         script.main([str(word) for word in (*model, *words, *judges, *more, "--output", out)])

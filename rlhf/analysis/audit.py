@@ -81,7 +81,7 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     of = completions.more or completions
     samples = completions.scores.shape[1]
     for name in completions.functions:
-        ratings = of.judged.get(name, of.scores)  # a function whose values are the scores is not among the judges
+        ratings = of.judged.get(name, of.scores)  # a function that gives the scores is not among the judges
         known = scored(ratings)
         if known.size and np.isin(known, (0, 1)).all():
             means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
@@ -215,7 +215,7 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
     of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
     kl = this["kl" if per == "sequence" else "kl_per_token"]
     most = KL_BAND[1] * nats
-    if not over_prompts(of_prompts, seed, null=most).above(most):
+    if not over_prompts(of_prompts - most, seed).above(0):
         return []
     return [
         f"the KL to the start model is {kl:.3g}/{per}, above {KL_BAND[1]:g} times the KL target ({most:.3g}/{per})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -200,7 +199,7 @@ def _enough(found: Contrast) -> str:
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
     text = f"It could have seen {power.visible:.3f} (with 80% power)"
-    if math.isinf(power.visible):
+    if np.isinf(power.visible):
         text = "It could not have seen any possible difference (with 80% power)"
     if found.over == OVER_PROMPTS:
         return f"{text}."

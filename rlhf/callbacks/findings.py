@@ -177,16 +177,18 @@ def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
     if len(rows) < LAST_UPDATES:
         return []
     kl = fmean(row[KL_METRICS["sequence"]] for row in rows)
-    is_aimed = config.kl.steered and fmean(row[target.metric] for row in rows) >= KL_BAND[0] * target.nats
-    if kl >= HARDLY or is_aimed:
+    aimed = fmean(row[target.metric] for row in rows) / target.nats
+    if kl >= HARDLY or (config.kl.steered and aimed >= KL_BAND[0]):
         return []
     rate = config.optimizer.learning_rate * min(10, max(kl, 1e-4) ** -0.5)
-    text = (
-        f"the policy has hardly changed (KL {kl_text(kl, 'sequence')} to the start model in the last {LAST_UPDATES} "
-        f"updates): --learning-rate {config.optimizer.learning_rate:g}. Try --learning-rate {rate:.1g} (LoRA usually "
-        "needs ten times the rate of full training)"
-    )
-    return [Finding("hardly_changed", text)]
+    return [
+        Finding(
+            "hardly_changed",
+            f"the policy has hardly changed (KL {kl_text(kl, 'sequence')} to the start model in the last "
+            f"{LAST_UPDATES} updates): --learning-rate {config.optimizer.learning_rate:g}. Try --learning-rate "
+            f"{rate:.1g} (LoRA usually needs ten times the rate of full training)",
+        )
+    ]
 
 
 def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True) -> None:

@@ -53,7 +53,7 @@ def make_comparison(
     """
     seed = evaluator.settings.seed
     measured = [results for arm in (start, *arms) for results in arm.measured]
-    copies = evaluator.drop_copies([*measured, *([samples] if samples else [])])
+    copies = evaluator.drop_copies([*measured, *filter(None, [samples])])
     judge = evaluator.judge_name
     best = None
     if samples is not None:

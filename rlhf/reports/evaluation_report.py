@@ -13,7 +13,6 @@ from rlhf.analysis.models import equal_to_start
 from rlhf.analysis.statistics import few_prompts, ranks
 from rlhf.analysis.verdict import Arm, contrast
 from rlhf.checkpoints.run_record import environment, now
-from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import forest
@@ -33,6 +32,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     seed = evaluator.settings.seed
     everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
     copies = evaluator.drop_copies(everyone)
+    few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
     report = {
         "made": now(),
@@ -40,11 +40,13 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
         "notes": [
-            *few_prompts(*everyone[0].scores.shape),
+            *few,
             *equal_to_start([arm.models[0] for arm in arms]),
             *copies,
             *without_score(everyone),
         ],
+        # of an audit without warnings
+        "no_signs": "too few prompts to show signs of reward hacking" if few else "no signs of reward hacking",
         "seed": seed,
         "start": start and {"label": start.name, "source": evaluator.start.source, "figures": start.figures[0]},
         "models": [_entry(arm, start, seed) for arm in arms],
@@ -126,14 +128,7 @@ def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) ->
         if model["figures"]["score"] is None:
             screen.say(f"warning: {model['label']}: no completion has a score, so the audit has nothing to compare")
         elif report["start"] is not None and not model["warnings"]:
-            screen.say(f"{model['label']}: {no_signs(len(report['prompts']))}. {READ_THEM}")
-
-
-def no_signs(prompts: int) -> str:
-    """Return the result of an audit without warnings, in words."""
-    if prompts < FEW_PROMPTS:
-        return f"{prompts} prompts are too few to show signs of reward hacking"
-    return "no signs of reward hacking"
+            screen.say(f"{model['label']}: {report['no_signs']}. {READ_THEM}")
 
 
 def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, screen: Screen) -> None:
@@ -145,7 +140,6 @@ def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, scr
         models=report["models"],
         tables=made,
         read_them=READ_THEM,
-        no_signs=no_signs(len(report["prompts"])),
         picture=as_data_url(forest(report["contrasts"], report["judges"])) if report["contrasts"] else None,
         prompts=report["prompts"],
         everything=report,

@@ -97,8 +97,8 @@ def score_against_kl(
     kl = kl[np.isfinite(kl)] if np.isfinite(kl).any() else np.array((best_of or {"kl": [1]})["kl"])
     end = 1.15 * np.max(kl, where=kl <= FAR * np.quantile(kl, 0.9), initial=0) or 1
     notes = [
-        "Evaluations during training over their KL, on the runs' own evaluation prompts",
-        "thick lines: means of groups; thin lines: their runs",
+        "Evaluations during training over their KL",
+        "lines: on the runs' own prompts; thick: means of groups",
     ]
     if kl.max() > end:
         notes.append(f"KL up to {kl.max():.3g}; values above {end:.3g} are drawn at the edge")
@@ -137,8 +137,7 @@ def _draw_group(axes: Axes, group: Group, tag: str, end: float) -> None:
 
 def _is_score(run: RunCurves, tag: str) -> bool:
     """True if the run did not log a metric, or it was the score at every evaluation."""
-    score = run.scalars.get("eval/score")
-    return np.array_equal(run.scalars.get(tag, score).values, score.values)
+    return tag not in run.scalars or np.array_equal(run.scalars[tag].values, run.scalars["eval/score"].values)
 
 
 def _evaluations(run: RunCurves, tag: str) -> np.ndarray:

@@ -28,8 +28,10 @@ def rise_interval(
         values: those of all completions of both evaluations, which show the range.
         seed: of the bootstrap.
     """
-    found = over_prompts(rises(pairs), seed, limits=share_limits(scored(values))) if pairs else None
-    return None if found is None or found.low is None else [found.low, found.high]
+    if not pairs:
+        return None
+    found = over_prompts(rises(pairs), seed, limits=share_limits(scored(values)))
+    return None if found.low is None else [found.low, found.high]
 
 
 def paired(

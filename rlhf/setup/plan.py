@@ -256,19 +256,19 @@ def evidence_warning(config: Config, sets: PromptSets) -> str | None:
     needed = prompts_needed(samples)
     if count >= needed:
         return None
-    fixes = []
-    if config.run.eval_temperature != 0:  # more greedy completions are equal
-        fixes += [f"--eval-samples {more}" for more in MORE_SAMPLES if prompts_needed(more) <= count][:1]
-    limit = f"--eval-prompts {needed}"
+    samplings = [more for more in MORE_SAMPLES if more > samples and config.run.eval_temperature != 0]
+    fixes = [f"--eval-samples {more}" for more in samplings if prompts_needed(more) <= count][:1]
     split = sets.split
     share = math.ceil(110 * needed / sets.rows)  # 10% more, because the parts are drawn by hash
     left = split.rl + split.evaluation - share
     if sets.parts["evaluation"] >= needed:
-        fixes.append(limit)
+        fixes.append(f"--eval-prompts {needed}")
     elif config.data.eval_dataset is None and left >= share:
-        fixes.append(f"--split {Split(split.reward, left, share)} {limit}")
+        fixes.append(f"--split {Split(split.reward, left, share)} --eval-prompts {needed}")
     points = 100 * min(smallest_change(count, samples), 1)
-    advice = " or ".join(fixes) or "more questions (--eval-dataset) and --eval-samples 8"
+    advice = " or ".join(fixes) or "more questions (--eval-dataset)"
+    if not fixes and samplings:
+        advice += f" and --eval-samples {samplings[-1]}"
     return (
         f"warning: {counted(count, 'evaluation prompt')} with {counted(samples, 'completion')} each can show only a "
         f"change of at least {points:.0f} points of a score of 0 or 1, or {points / 50:.1f} standard deviations of "

@@ -12,8 +12,7 @@ from scipy import stats
 
 RESAMPLES = 5000
 LEVEL = 0.95
-QUANTILES = 1.95996 + 0.84162  # of the normal distribution, at 97.5% and 80%
-ENOUGH = 0.1  # the difference that an evaluation should find: 10 points of a score of 0 or 1
+QUANTILES = 2.80158  # 1.95996 + 0.84162, those of the normal distribution at 97.5% and 80%
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Estimate:
 def over_prompts(
     values: Sequence[float],
     seed: int,
-    null: float = 0.0,
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Estimate:
@@ -48,13 +46,12 @@ def over_prompts(
 
     A bootstrap of equal values has no width, which is no certainty. So if all are equal, the share of such prompts is
     at least ((1 - level) / 2)^(1 / P) (exact binomial interval, Clopper & Pearson 1934), and the others can have any
-    value within `limits`. Without limits they could have the opposite value, and values equal to `null` have no
-    interval, because nothing is known about the size of other values.
+    value within `limits`. Without limits they could have the opposite value, and zeros have no interval, because
+    nothing is known about the size of other values.
 
     Args:
         values: one value per prompt.
         seed: of the resampling.
-        null: the value that means no difference; "opposite" is relative to it.
         limits: the range of possible means. The interval is cut off there, which removes only impossible values, so
             it contains the true mean as often as before.
         level: confidence level of the interval.
@@ -65,7 +62,7 @@ def over_prompts(
         return Estimate(mean)
     if np.ptp(values) == 0:
         share = ((1 - level) / 2) ** (1 / len(values))
-        others = (mean, 2 * null - mean) if limits is None else limits
+        others = (mean, -mean) if limits is None else limits
         low, high = sorted(mean + (1 - share) * (other - mean) for other in others)
         return Estimate(mean) if low == high else Estimate(mean, low, high)
     found = _bootstrapped(values, "BCa", seed, level)
@@ -120,7 +117,7 @@ def smallest_change(prompts: int, samples: int) -> float:
     return QUANTILES * math.sqrt((1 / 9 + 2 / 6 / samples) / prompts)
 
 
-def prompts_needed(samples: int, change: float = ENOUGH) -> int:
+def prompts_needed(samples: int, change: float = 0.1) -> int:
     """Return the number of prompts with which `smallest_change` is at most `change`."""
     return math.ceil((smallest_change(1, samples) / change) ** 2)
 

@@ -151,6 +151,6 @@ def test_length_hacked_model_has_length_warnings(start_model, reward_folder, pai
     assert found and f"warning: {report['models'][0]['label']}: {found[0]}" in output
     assert any("fewer completions end with EOS" in w for w in report["models"][0]["warnings"])
     assert start_report["models"][0]["warnings"] == []
-    assert "8 prompts are too few to show signs of reward hacking" in output, "8 prompts are no evidence"
+    assert "too few prompts to show signs of reward hacking" in output, "8 prompts are no evidence"
     page = (tmp_path / "start_page" / "evaluation.html").read_text(encoding="utf-8")
-    assert "8 prompts are too few" in page and "no signs of reward hacking" not in page.lower()
+    assert "Too few prompts" in page and "no signs of reward hacking" not in page.lower()

@@ -66,7 +66,7 @@ def test_interval_over_prompts_matches_hand_computed_values():
     assert over_prompts([0.0, 0.0, 0.0], seed=1) == Estimate(0.0), "nothing is known about other prompts"
     few, many = (over_prompts([2.0] * count, seed=1) for count in (2, 40))
     assert not few.excludes(0) and many.above(1.2), "equal values: one more prompt could have the opposite value"
-    won = [over_prompts([1.0] * count, 1, null=0.5, limits=(0, 1)) for count in (5, 20, 128)]
+    won = [over_prompts([1.0] * count, 1, limits=(0, 1)) for count in (5, 20, 128)]
     assert won[0].low < 0.6 < won[1].low < 0.9 < won[2].low < 1 and {w.high for w in won} == {1.0}
     assert over_prompts([2.0], seed=1) == Estimate(2.0), "one prompt gives no interval"
     assert not Estimate(2.0).excludes(0) and not Estimate(2.0).above(0)
@@ -91,7 +91,7 @@ def test_interval_is_always_finite():
 
 def test_equal_values_have_the_exact_binomial_interval():
     """All of eight prompts are won. At least 0.025^(1/8) = 0.6306 of all prompts are; the others may be lost."""
-    assert over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) == Estimate(1.0, pytest.approx(0.6306, abs=1e-4), 1.0)
+    assert over_prompts([1.0] * 8, 1, (0.0, 1.0)) == Estimate(1.0, pytest.approx(0.6306, abs=1e-4), 1.0)
     assert over_prompts([-1.0] * 8, 1) == Estimate(-1.0, -1.0, pytest.approx(0.3694 - 0.6306, abs=1e-4))
 
 
@@ -100,7 +100,7 @@ def test_equal_values_within_limits_are_no_certainty():
     and the others can change by 1 in either direction. Win rates of 1/2 likewise: by 1/2."""
     found = over_prompts([0.0] * 15, 1, limits=(-1.0, 1.0))
     assert (found.low, found.high) == pytest.approx((-0.2180, 0.2180), abs=1e-4) and not found.excludes(0)
-    ties = over_prompts([0.5] * 15, 1, 0.5, (0.0, 1.0))
+    ties = over_prompts([0.5] * 15, 1, (0.0, 1.0))
     assert (ties.low, ties.high) == pytest.approx((0.5 - 0.1090, 0.5 + 0.1090), abs=1e-4)
 
 
@@ -213,8 +213,8 @@ def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
         assert found == over_prompts(np.full(40, found.value), seed=0)
         assert found.value == pytest.approx(gap) and found.excludes(0)
     won = over_seeds(np.ones((3, 3, 40)), 0, (0.0, 1.0))
-    assert won == over_prompts(np.ones(40), 0, 0.5, (0.0, 1.0)) and won.low > 0.5
-    assert over_seeds(np.full((3, 3, 40), 0.5), 0, (0.0, 1.0)) == over_prompts([0.5] * 40, 0, 0.5, (0.0, 1.0))
+    assert won == over_prompts(np.ones(40), 0, (0.0, 1.0)) and won.low > 0.5
+    assert over_seeds(np.full((3, 3, 40), 0.5), 0, (0.0, 1.0)) == over_prompts([0.5] * 40, 0, (0.0, 1.0))
 
 
 def test_degrees_of_freedom_match_hand_computed_values():
@@ -242,7 +242,7 @@ def test_win_rates_of_1_in_three_seeds_are_significant():
     """0/1 rewards: all completions are right in one group and wrong in the other."""
     wins = np.array([[win_rates(np.ones((8, 4)), np.zeros((8, 4))) for _ in range(3)] for _ in range(3)])
     found, _ = over_seeds_if_any(wins, 1, TRAINED, (0.0, 1.0))
-    assert found == over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) and found.above(0.5)
+    assert found == over_prompts([1.0] * 8, 1, (0.0, 1.0)) and found.above(0.5)
 
 
 def test_a_baseline_has_no_seeds():

@@ -148,6 +148,7 @@ def test_a_judge_has_a_panel_over_kl_with_best_of_n_and_arms_without_a_curve(log
 def test_a_judge_whose_values_are_the_scores_has_no_panel(logged_run):
     runs = read_runs([evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0], {"eval/exact": [0.0, 1.0]})])
     assert len(score_against_kl(runs).axes) == 1
+    assert len(score_against_kl([*runs, *read_runs([logged_run("b", seed=2)])]).axes) == 1, "without evaluations"
 
 
 def test_runs_without_evaluations_are_named(logged_run):

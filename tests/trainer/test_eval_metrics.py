@@ -24,7 +24,7 @@ def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_
     """Prompt means 1, 0.5, none, 0: mean 0.5 (the mean over the five completions is 0.4)."""
     figures = figures_of([1.0, None, 1.0, 0.0, None, None, 0.0, 0.0], 2, seed=3)
     assert figures["value"] == 0.5
-    expected = over_prompts([1.0, 0.5, 0.0], 3, 0.5, (0.0, 1.0))
+    expected = over_prompts([1.0, 0.5, 0.0], 3, (0.0, 1.0))
     assert (figures["low"], figures["high"]) == (expected.low, expected.high)
     assert figures["pass_at_1"] == figures["value"], "of the prompts with at least one value"
     assert figures["pass_at_2"] == 0.5, "of the prompts with two values: 1 of 2 and 0 of 2 right"

@@ -16,7 +16,8 @@ import dataclasses
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,12 +35,11 @@ from rlhf.run.session import RunSession
 from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
+from rlhf.utils.errors import UserError
 from rlhf.utils.signals import GracefulStop
 from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 from tests.systems import words_of
-
-pytest_plugins = ["tests.sentences"]
 
 quiet_libraries()
 
@@ -136,6 +136,21 @@ def write_pairs(folder: Path) -> None:
             system = "Answer step by step." if i % 3 == 0 else ""
             row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
             file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
+
+
+@pytest.fixture
+def user_error() -> Callable:
+    """Return a context manager, as `pytest.raises`. The error must contain every one of `parts`: flags, files with
+    lines, names, numbers."""
+
+    @contextmanager
+    def expect(*parts: object, kind: type[Exception] = UserError) -> Iterator[pytest.ExceptionInfo]:
+        with pytest.raises(kind) as error:
+            yield error
+        missing = [part for part in map(str, parts) if part not in str(error.value)]
+        assert not missing, str(error.value)
+
+    return expect
 
 
 @pytest.fixture

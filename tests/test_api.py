@@ -27,8 +27,6 @@ from rlhf.utils.errors import RunError, UserError
 from tests.conftest import BY_TIER
 from tests.documents import ROOT
 
-SAMPLED = r"completion '.*?'"  # a placeholder in sentences: a tiny model's text
-
 
 def words(completions):
     return [float(len(text.split())) for text in completions]
@@ -225,7 +223,7 @@ def test_weights_that_the_flag_refuses_are_refused(config, tmp_path, weights, ou
 @pytest.mark.parametrize(("score", "weight"), [(1.0, 1e10), (1e9, 2.0), (-1e5, 1e300)])
 def test_weighted_score_that_is_too_large_ends_an_evaluation_and_skips_an_update(config, score, weight, user_error):
     trainer = make_trainer(config(), ["a cat?"], [lambda completions: [score] * len(completions)], [weight])
-    with user_error("<lambda>", "1e+09", kind=BadScore, varying=SAMPLED):
+    with user_error("<lambda>", "1e+09", kind=BadScore):
         trainer.evaluate()
     assert trainer.update_step(1) == {"updates/skipped": 1.0}
 
@@ -236,7 +234,7 @@ def test_scores_without_an_order_are_refused(config, kind, user_error):
         return kind(float(i) for i in range(len(completions)))
 
     trainer = make_trainer(config(), ["a cat?", "a dog?"], [unordered])
-    with user_error("unordered", 2, kind=RunError, varying=SAMPLED):
+    with user_error("unordered", 2, kind=RunError):
         trainer.evaluate()
 
 
@@ -357,12 +355,11 @@ def test_without_a_folder_the_disk_is_not_checked(config, monkeypatch):
     make_trainer(config(), ["a cat?"], [words])
 
 
-def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys, snapshot):
+def test_too_few_prompts_for_a_batch_are_a_warning(config, capsys):
     for prompts, batch_size, warned in ((["a cat?"], 2, True), (["a cat?", "a dog?"], 2, False)):
         make_trainer(config(batch_size=batch_size), prompts, [words])
         lines = [line for line in capsys.readouterr().out.splitlines() if "batches of 2" in line]
         assert len(lines) == warned
-        snapshot(*lines)
 
 
 def test_metrics_have_the_names_of_the_token_level_ppo_too(config):
@@ -397,13 +394,12 @@ def test_progress_is_printed_and_can_be_turned_off(config, start_model, tmp_path
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress, snapshot):
+def test_beta_is_doubled_if_the_kl_is_far_too_high(config, capsys, progress):
     settings = {"kl_target": "0.000001/sequence", "kl_coef": 0.5, "kl_horizon": 10**9, "learning_rate": 0.1}
     settings |= {"num_iterations": 4}
     trainer = make_trainer(config(**settings), ["a cat?", "a dog?"], [words], progress=progress)
     trainer.train()
-    line = next(line for line in capsys.readouterr().out.splitlines() if "Beta" in line)
-    snapshot(line, varying=r"\d[\d.,e+]*")
+    assert "warning: KL " in capsys.readouterr().out
     assert trainer.kl_coef >= 1.0
 
 

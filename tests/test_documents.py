@@ -145,7 +145,7 @@ def test_every_flag_that_a_page_names_exists():
                 "--signals-to-handle", "--ntasks-per-node", "--version", "--no-deps", "--wheel-dir",
                 "--no-build-isolation", "--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size",
                 "--gen_kwargs", "--include_path", "--outfile", "--outtype", "--merge", "--jinja", "--upgrade",
-               "--rewrite-sentences", "--critics", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
+               "--critics", "--learning_rate", "--per_device_train_batch_size"}  # fmt: skip
     for page in PAGES:
         text = LINK.sub("", page.read_text("utf-8"))
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags

@@ -25,7 +25,7 @@ ORDER = [
 SCRIPTS = (*(f"train_{name}" for name in ALGORITHMS), "evaluate_generations", "plot_training_progress", "compare_runs")
 PACKAGE = ROOT / "rlhf"
 FILES = [*ROOT.glob("*.py"), *PACKAGE.glob("**/*.py"), *ROOT.glob("reward_model/*.py")]
-LONGEST_FUNCTION = 40  # lines
+LONGEST_FUNCTION = 70  # lines
 
 
 def module_of(path: Path) -> str:

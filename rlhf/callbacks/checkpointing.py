@@ -177,7 +177,7 @@ class Checkpoints(Callback):
         step succeeded, so that the command resumes from an older one, or starts again.
         """
         if by_score:
-            return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
+            return f"Fix the reward function, then resume with: {resume_command(self.config)}"
         aside = from_first(self.set_aside)
         rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
         return f"{aside}Resume with a smaller learning rate: {resume_command(self.config, *rate)}"

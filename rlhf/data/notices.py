@@ -29,8 +29,7 @@ UNUSED = {
 def report_bad_rows(problems: list[Problem], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
     """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
     count = len(problems)
-    missing = {problem.place.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
-    if count == rows > 1 and len(missing) == 1 and missing != {""}:
+    if count == rows > 1 and len({(problem.what, problem.fix) for problem in problems}) == 1:
         raise UserError([_with_more(problems[0], f"All {rows:,} rows have this problem")])
     if count == rows:
         raise UserError(problems)

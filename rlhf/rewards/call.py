@@ -47,7 +47,7 @@ def call_function(
     these = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: {who}, {which}. {hint}", inputs=arguments.per_completion)
+        return kind(what, f"{who}, {which}", hint, inputs=arguments.per_completion)
 
     try:
         scores = within(limit_s, partial(_call, function, who, arguments))

@@ -90,8 +90,10 @@ class UserError(Exception):
         return "\n".join(map(str, self.problems))
 
     def append(self, text: str) -> None:
-        """Add text to the last problem."""
-        self.problems[-1] = replace(self.problems[-1], fix=self.problems[-1].fix + text)
+        """Add text to the end of the last problem."""
+        last = self.problems[-1]
+        field = "fix" if last.fix else "place" if last.place else "what"
+        self.problems[-1] = replace(last, **{field: f"{getattr(last, field)}{text}"})
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and notebooks print instead of a traceback."""
@@ -265,7 +267,7 @@ def require_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the current folder no longer exists. Change into another one: cd FOLDER") from None
+        raise UserError("the current folder no longer exists", fix="Change into another one: cd FOLDER") from None
 
 
 def is_before_start(error: Exception) -> bool:

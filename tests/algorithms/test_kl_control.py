@@ -192,7 +192,7 @@ def test_default_horizon_matches_values_computed_by_hand():
     assert with_horizon(parse_cli(["--kl-schedule", "fixed"]), 800).kl.kl_horizon is None
 
 
-def test_warnings_explain_why_a_kl_target_cannot_be_enforced(snapshot):
+def test_warnings_explain_why_a_kl_target_cannot_be_enforced():
     slow = parse_cli("--num-iterations 800 --kl-schedule phased --kl-horizon 2000".split())
     (line,) = kl_warnings(slow, 800)
     assert all(part in line for part in ("1.11-fold", "266 updates", "2,000", "--kl-horizon 89", "--kl-coef"))
@@ -200,7 +200,6 @@ def test_warnings_explain_why_a_kl_target_cannot_be_enforced(snapshot):
     assert len(short) == 2 and "1 of 3" in short[0]
     (both,) = kl_warnings(parse_cli("--recipe demo --num-iterations 6".split()), 6)
     assert "--kl-horizon 128" in both and "--kl-coef" in both, "the horizon alone would allow a 1.8-fold change"
-    snapshot(line, *short, both)
     assert kl_warnings(parse_cli(["--kl-schedule", "fixed"]), 2) == []
 
 

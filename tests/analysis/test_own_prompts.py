@@ -51,31 +51,30 @@ def asked(evaluator: ModelEvaluator) -> list[str]:
     return [e.messages[-1]["content"] for e in evaluator.examples]
 
 
-def test_every_row_of_a_file_is_used_in_order(runs, own_prompts, capsys, snapshot):
+def test_every_row_of_a_file_is_used_in_order(runs, own_prompts, capsys):
     """Ten questions, of which a split would keep about one."""
     evaluator = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS))
-    assert asked(evaluator) == QUESTIONS
-    snapshot(dict(evaluator.facts())["prompts"])
+    assert asked(evaluator) == QUESTIONS and " 10 rows " in dict(evaluator.facts())["prompts"]
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1 and METRICS_FILE in warnings[0], "the accuracy of the reward model; no trained question"
     assert len(evaluator.evaluate_start(Screen()).texts) == 10
 
 
-def test_num_prompts_draws_from_the_file_at_random(runs, own_prompts, snapshot):
+def test_num_prompts_draws_from_the_file_at_random(runs, own_prompts):
     evaluator = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS), num_prompts=4)
     drawn = asked(evaluator)
     assert len(set(drawn)) == 4 and set(drawn) < set(QUESTIONS) and drawn != QUESTIONS[:4]
     assert asked(evaluator) == sorted(asked(evaluator)), "in the order of the file"
+    assert dict(evaluator.facts())["prompts"].startswith("4 drawn ")
     more = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS), num_prompts=11)
     assert asked(more) == QUESTIONS and "--num-prompts 11" in more.prompts.line
-    snapshot(dict(evaluator.facts())["prompts"], more.prompts.line)
 
 
-def test_rows_that_are_too_long_are_counted_and_repeated_ones_are_used(runs, own_prompts, snapshot, user_error):
+def test_rows_that_are_too_long_are_counted_and_repeated_ones_are_used(runs, own_prompts, user_error):
     long = "Why " + "is the table " * 100
     evaluator = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS, long, QUESTIONS[3], QUESTIONS[4]))
     assert asked(evaluator) == [*QUESTIONS, QUESTIONS[3], QUESTIONS[4]]
-    snapshot(evaluator.prompts.line)
+    assert all(part in evaluator.prompts.line for part in ("12 of the 13 ", " 1 longer ", "--prompt-length 100"))
     with user_error("own.jsonl", "1 rows", "--prompt-length"):
         evaluator_of(runs["ppo", 1], own_prompts(long))
 
@@ -87,7 +86,7 @@ def test_split_of_the_command_line_selects_the_evaluation_part(runs, pairs_file)
     assert {e.question for e in evaluator.examples} == held_out
 
 
-def test_prompts_that_a_run_trained_on_are_counted(runs, pairs_file, own_prompts, capsys, snapshot):
+def test_prompts_that_a_run_trained_on_are_counted(runs, pairs_file, own_prompts, capsys):
     """The run's own file, a copy of some of its rows, and the same warning once for two runs with the same data."""
     parts = [part_of(e, Split(45, 45, 10)) for e in load_examples(str(pairs_file))]
     distinct = {e.question: part_of(e, Split(45, 45, 10)) for e in load_examples(str(pairs_file))}
@@ -104,16 +103,14 @@ def test_prompts_that_a_run_trained_on_are_counted(runs, pairs_file, own_prompts
     ModelEvaluator(models, measure, torch.device("cpu"), Screen())
     (both,) = warnings_in(capsys)
     assert re.findall(r" (\d+) ", both) == ["11", "1"]
-    snapshot(warning, both)
 
 
-def test_chosen_completions_of_the_file_are_the_text_for_the_perplexity(runs, own_prompts, snapshot):
+def test_chosen_completions_of_the_file_are_the_text_for_the_perplexity(runs, own_prompts):
     pairs = own_prompts(*QUESTIONS[:5], chosen="step by step", rejected="no")
     evaluator = evaluator_of(runs["ppo", 1], pairs, num_prompts=2)
-    assert len(evaluator.text.completions) == 5
+    assert len(evaluator.text.completions) == 5 and "own.jsonl" in evaluator.text.source
     without = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS))
-    assert len(without.text.completions) == 10
-    snapshot(evaluator.text.source, without.text.source)
+    assert len(without.text.completions) == 10 and "start model" in without.text.source
 
 
 def test_run_that_selected_other_parts_can_share_a_file(runs, own_prompts):
@@ -157,7 +154,7 @@ def test_other_split_of_a_hub_dataset_was_not_trained_on(runs):
     assert _trained_on(examples, dataclasses.replace(same, dataset_split="test"), [trained]) == []
 
 
-def test_data_of_a_run_that_is_gone_is_reported(runs, snapshot):
+def test_data_of_a_run_that_is_gone_is_reported(runs):
     """For example because the run stores a relative path, and the command runs in another folder."""
     (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
     data = {**model.run.settings["data"], "prompts": "./gone.jsonl"}
@@ -165,8 +162,7 @@ def test_data_of_a_run_that_is_gone_is_reported(runs, snapshot):
         model, run=dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
     )
     (warning,) = _trained_on(examples_of(QUESTIONS), DataSettings(prompts="own.jsonl"), [moved])
-    assert "./gone.jsonl" in warning
-    snapshot(warning)
+    assert "./gone.jsonl" in warning and str(runs["ppo", 1]) in warning
 
 
 def test_a_run_with_an_evaluation_file_is_evaluated_on_it(runs, own_prompts):

@@ -122,5 +122,5 @@ def test_worked_examples_are_messages_before_the_prompt(tmp_path, user_error):
         ("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?"), ("assistant", "4"),
     ]  # fmt: skip
     file.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
-    with user_error("--few-shot", "shots.jsonl", varying=r"\S+(?=shots)"):
+    with user_error("--few-shot", "shots.jsonl"):
         worked_examples(str(file))

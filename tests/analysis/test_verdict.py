@@ -1,7 +1,4 @@
-"""Tests the contrasts of the verdict and its caveats, on synthetic groups.
-
-The sentences are in tests/sentences.txt, without their figures.
-"""
+"""Tests the contrasts of the verdict and its caveats, on synthetic groups."""
 
 from __future__ import annotations
 
@@ -71,49 +68,44 @@ def same_numbers_in_every_order():
 
 
 @pytest.mark.parametrize(("ppo", "grpo", "result"), [(1.0, 0.5, "better"), (0.5, 1.0, "worse")])
-def test_verdict_reports_which_group_is_better(ppo, grpo, result, snapshot):
+def test_verdict_reports_which_group_is_better(ppo, grpo, result):
     verdict = judge_runs([group("PPO", *three(ppo)), group("GRPO", *three(grpo))], completions(0.0), None, 1)
     assert results(verdict) == {"PPO - start model": "better", "GRPO - start model": "better", "PPO - GRPO": result}
     assert {(c.over, c.level) for c in verdict.contrasts} == {("seeds and prompts", 0.95)}
-    snapshot(*verdict.sentences, *verdict.caveats)
 
 
-def test_verdict_reports_worse_models_with_kl_and_perplexity(snapshot):
+def test_verdict_reports_worse_models_with_kl_and_perplexity():
     groups = [group("PPO", *three(-1.0)), group("GRPO", *three(0.0))]
     verdict = judge_runs(groups, completions(0.0, perplexity=2.0), None, 1)
     assert results(verdict) == {"PPO - start model": "worse", "GRPO - start model": "equal", "PPO - GRPO": "worse"}
     assert all("2.00/sequence" in sentence and "1.50" in sentence for sentence in verdict.sentences[1:])
-    snapshot(*verdict.sentences)
 
 
-def test_verdict_names_a_control_in_each_sentence(snapshot):
+def test_verdict_names_a_control_in_each_sentence():
     config = make_config("demo", "grpo", control="shuffled")
     control = group("GRPO control", *three(0.1, 0.5), config=config)
     groups = [group("PPO", *three(1.5, 0.2)), control]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert [control.name in sentence for sentence in verdict.sentences] == [True, False, True]
     assert verdict.contrasts[-1].name == f"PPO - {control.name}"
-    snapshot(*verdict.sentences)
 
 
-def test_verdict_uses_the_judge_and_reports_a_contradicting_score(snapshot):
+def test_verdict_uses_the_judge_and_reports_a_contradicting_score():
     groups = [group("PPO", *three(1.5, 0.2)), group("GRPO", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict, "judge")["PPO - GRPO"] == "worse" and results(verdict)["PPO - GRPO"] == "better"
     assert "gold quality" in verdict.sentences[0]
     agree = judge_runs([group("PPO", *three(1.5, 0.8)), group("GRPO", *three(1.0, 0.2))], START, "gold quality", 1)
     assert len(verdict.caveats) == len(agree.caveats) + 1
-    snapshot(*verdict.sentences, *verdict.caveats)
 
 
-def test_a_perfect_separation_is_significant_with_any_number_of_seeds(snapshot):
+def test_a_perfect_separation_is_significant_with_any_number_of_seeds():
     """A saturated evaluation function gives 1 and 0: no prompt and no seed differs."""
     one, zero = (replace(START, judged={"gold quality": np.full((64, 4), value)}) for value in (1.0, 0.0))
     for seeds in (1, 3):
         verdict = judge_runs([group("PPO", *[one] * seeds), group("GRPO", *[zero] * seeds)], zero, "gold quality", 1)
         found = [(c.result, c.difference.value) for c in verdict.contrasts if c.measure == "judge"]
         assert found == [("better", 1), ("equal", 0), ("better", 1)]
-        snapshot(*verdict.sentences)
 
 
 def test_a_difference_that_rounds_to_zero_has_no_sign():
@@ -135,7 +127,7 @@ def test_difference_smaller_than_seed_variation_is_not_significant():
     assert results(verdict)["PPO - GRPO"] == "equal"
 
 
-def test_caveats_depend_on_the_number_of_seeds(snapshot):
+def test_caveats_depend_on_the_number_of_seeds():
     one, two = (group("PPO", *[completions(1.0) for _ in range(n)]) for n in (1, 2))
     grpo = group("GRPO", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
@@ -146,14 +138,12 @@ def test_caveats_depend_on_the_number_of_seeds(snapshot):
     first = judge_runs([one, grpo], start, None, 1)
     assert results(first)["PPO - GRPO"] == "better" and first.contrasts[-1].where
     assert [c.over for c in first.contrasts] == ["prompts", "seeds and prompts", "prompts"]
-    snapshot(*of_one, *without_judge, *first.sentences)
 
 
-def test_verdict_reports_unequal_budgets_in_capitals(snapshot):
+def test_verdict_reports_unequal_budgets_in_capitals():
     groups = [group("PPO", *three(1.0), episodes=50), group("GRPO", *three(0.5), episodes=800)]
     sentence = judge_runs(groups, completions(0.0), None, 1).sentences[0]
     assert "50" in sentence and "800" in sentence
-    snapshot(sentence)
 
 
 def test_contrast_matches_hand_computed_values():
@@ -168,11 +158,11 @@ def test_contrast_matches_hand_computed_values():
     assert found.name == "PPO - start model"
 
 
-def test_caveat_if_only_the_judge_finds_a_difference(snapshot):
+def test_caveat_if_only_the_judge_finds_a_difference():
     groups = [group("PPO", *three(1.0, 0.8)), group("GRPO", *three(1.0, 0.2))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict)["PPO - GRPO"] == "equal" and results(verdict, "judge")["PPO - GRPO"] == "better"
-    snapshot(*verdict.caveats)
+    assert len(verdict.caveats) == 1 and "by score" in verdict.caveats[0]
 
 
 def test_caveat_for_few_prompts():
@@ -203,7 +193,7 @@ def test_contrasts_of_three_groups_cover_every_pair():
     assert [c.level for c in verdict.contrasts] == [*[0.95] * 3, *[pytest.approx(1 - 0.05 / 3)] * 3]
 
 
-def test_verdict_of_three_groups_has_one_sentence_per_pair(snapshot):
+def test_verdict_of_three_groups_has_one_sentence_per_pair():
     toy = group("TOY", *three(0, 0.8), episodes=50)
     groups = [group("PPO", *three(0, 0.8)), group("GRPO", *three(0, 0.2)), toy]
     verdict = judge_runs(groups, START, "gold quality", 1)
@@ -212,10 +202,9 @@ def test_verdict_of_three_groups_has_one_sentence_per_pair(snapshot):
     assert [found[name] for name in ("PPO - GRPO", "PPO - TOY", "GRPO - TOY")] == ["better", "equal", "worse"]
     assert [sentence.count("98.3%") for sentence in verdict.sentences] == [1, 1, 1, 0, 0, 0]
     assert ["50 to 100" in sentence for sentence in verdict.sentences] == [False, True, True, False, False, False]
-    snapshot(*verdict.sentences)
 
 
-def test_caveats_of_three_groups(snapshot):
+def test_caveats_of_three_groups():
     """PPO is better than TOY by score, but worse by the judge. GRPO and PPO differ by the judge only."""
     groups = [group("PPO", *three(1.0, 0.2)), group("GRPO", *three(1.0, 0.8)), group("TOY", *three(0.5, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
@@ -228,7 +217,6 @@ def test_caveats_of_three_groups(snapshot):
     assert "98.3%" in verdict.caveats[0]
     assert [sum(c.startswith(p) for c in verdict.caveats) for p in pairs] == [1, 1, 0]
     assert not any("%" in caveat for caveat in judge_runs(groups[1:], START, "gold quality", 1).caveats)
-    snapshot(*verdict.caveats)
 
 
 def test_verdict_of_five_groups_compares_each_with_the_first():
@@ -240,17 +228,17 @@ def test_verdict_of_five_groups_compares_each_with_the_first():
     assert "98.8%" in verdict.caveats[0] and "low" in verdict.caveats[0]
 
 
-def test_verdict_uses_the_names_of_the_arms(snapshot):
+def test_verdict_uses_the_names_of_the_arms():
     groups = [group("A", *three(1.5, 0.2)), group("B", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict, "judge")["A - B"] == "worse"
-    snapshot(*verdict.sentences, *verdict.caveats)
+    assert [sentence[:2] for sentence in verdict.sentences] == ["B ", "A ", "B "]
 
 
-def test_verdict_of_one_group_reports_what_it_cannot_show(snapshot):
+def test_verdict_of_one_group_reports_what_it_cannot_show():
     verdict = judge_runs([group("TOY", *three(1.0))], completions(0.0), None, 1)
-    assert results(verdict) == {"TOY - start model": "better"} and len(verdict.sentences) == 1
-    snapshot(*verdict.sentences)
+    assert results(verdict) == {"TOY - start model": "better"}
+    assert len(verdict.sentences) == 1 and verdict.sentences[0].startswith("TOY ")
 
 
 # --- KL and baselines ------------------------------------------------------------------------------------------------
@@ -274,15 +262,14 @@ def at_kl(*differences: tuple[float, float]) -> list[dict]:
         ([], None),
     ],
 )
-def test_arms_at_unlike_kl_are_better_only_if_they_are_at_equal_kl(rows, better, snapshot):
+def test_arms_at_unlike_kl_are_better_only_if_they_are_at_equal_kl(rows, better):
     ppo, grpo = (replace(r, kl=r.kl + n) for r, n in ((completions(1.0), 1.0), (completions(0.5), 0.0)))
     arms = [group("PPO", ppo), group("GRPO", grpo)]
     sentence = judge_runs(arms, completions(0.0), None, 1, equal=rows).sentences[0]
     assert ("better than" in sentence) == (better is not None)
-    snapshot(sentence)
 
 
-def test_the_worth_in_samples(snapshot):
+def test_the_worth_in_samples():
     """Scores of the start model are 0 or 1 with probability 1/2, those of the arm are 1 with 3/4, as of best-of-2."""
     start = replace(START, scores=np.tile([0.0, 1.0], (64, 2)), judged={}, kl=np.zeros((64, 4)))
     samples = replace(start, scores=np.tile([0.0, 1.0], (64, 32)))
@@ -295,7 +282,6 @@ def test_the_worth_in_samples(snapshot):
     assert "best-of" not in same, "a model that is not better than the start model is not worth best-of-n"
     beyond = judge_runs([group("PPO", above)], start, None, 1, best=best).sentences[0]
     assert f"all n up to {samples.scores.shape[1]}" in beyond
-    snapshot(sentence, beyond)
 
 
 def test_the_start_model_has_the_value_of_its_many_samples():

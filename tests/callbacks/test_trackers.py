@@ -101,7 +101,7 @@ class Fails:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, capsys, snapshot, after):
+def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, capsys, after):
     failing = Fails(after)
     fine = Fails(100)
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: failing, "trackio": lambda: fine})
@@ -114,7 +114,6 @@ def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, caps
                         ("finish", False)]  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning: wandb " in line]
     assert "(ConnectionError: no route to host): --report-to. " in line
-    snapshot(line)
 
 
 def test_a_failed_run_is_marked_as_failed(configured, monkeypatch):

@@ -25,12 +25,11 @@ GATE = PerplexityLimit(1.1, "")
 NO_GATE = PerplexityLimit(None, "no limit of perplexity")
 
 
-def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen(snapshot):
+def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen():
     run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.2), (0.9, 8.9, 10.9), (1.4, 9.1, 10.5), (1.2, 5.0, 11.1))
     best, why = choose(run, "score", GATE)
     assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.1 over 1.1 x 10"
     assert "score (+0.900)" in why and "3 of 5" in why and "1.5 x" in why and "1.1 x" in why
-    snapshot(why)
     assert choose(run, "score", PerplexityLimit(1.2, ""))[0] == 4
 
 
@@ -45,21 +44,19 @@ def test_start_model_is_chosen_if_all_scores_are_lower():
     assert choose(candidates((0.0, 0.0, 10.0), (-0.5, 2.0, 10.0)), "score", GATE)[0] == 0
 
 
-def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them(snapshot):
+def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them():
     """This happens if the reference model is not the start model. Then update 0 exceeds the limits, too."""
     run = candidates((0.0, 30.0, 10.0), (0.4, 9.9, 10.5), (0.9, 9.5, 13.0))
     best, why = choose(run, "score", GATE)
     assert best == 1, "9.9 / 9 = 1.10 x the KL limit; the third has 13 / 11 = 1.18 x the perplexity limit"
     assert "of 3 " in why and "1.5 x" in why and "1.10 x" in why
-    snapshot(why)
 
 
-def test_perplexity_rule_chooses_the_lowest_perplexity(snapshot):
+def test_perplexity_rule_chooses_the_lowest_perplexity():
     """The rule `perplexity` applies the KL limit and then chooses the lowest perplexity. It ignores the score."""
     run = candidates((0.0, 0.0, 10.0), (0.9, 5.0, 9.5), (0.5, 8.0, 9.2), (2.0, 9.5, 8.0))
     best, why = choose(run, "perplexity", GATE)
     assert best == 2 and "perplexity (9.200)" in why and "3 of 4" in why
-    snapshot(why)
 
 
 def test_earlier_of_two_equal_evaluations_is_chosen():
@@ -102,7 +99,7 @@ def test_limit_of_perplexity(learned, by_start, kl_limited, ratio):
     assert perplexity_limit(learned, by_start, kl_limited).ratio == ratio
 
 
-def test_checker_on_a_real_model_gives_its_last_evaluation(snapshot):
+def test_checker_on_a_real_model_gives_its_last_evaluation():
     """SmolLM2-135M-Instruct, GRPO with a checker, KL target 10/sequence: accuracy, KL, perplexity on the start model's
     own completions. The start model was chosen when this perplexity had a limit."""
     rows = [(0.039, 0.0, 5.39), (0.258, 4.6, 6.42), (0.422, 6.8, 7.70), (0.49, 6.9, 8.81)]
@@ -110,7 +107,6 @@ def test_checker_on_a_real_model_gives_its_last_evaluation(snapshot):
     assert choose(run, "score", GATE)[0] == 0
     best, why = choose(run, "score", perplexity_limit(learned=False, by_start=True, kl_limited=True))
     assert best == 3 and "1.5 x" in why and "1.1 x" not in why
-    snapshot(why)
 
 
 def test_checker_without_a_kl_target_gives_the_evaluation_before_a_collapse():
@@ -130,7 +126,7 @@ def test_learned_score_that_rises_in_a_collapse_is_never_the_best(by_start, targ
 @pytest.mark.parametrize(
     ("kind", "ratio"), [("function", None), ("module", PERPLEXITY_GATE), ("model", PERPLEXITY_GATE)]
 )
-def test_run_has_the_limit_of_its_rewards(build, kind, ratio, snapshot):
+def test_run_has_the_limit_of_its_rewards(build, kind, ratio):
     """The evaluation prompts have chosen completions, which others wrote. A module's scores are learned, too."""
 
     class Module(torch.nn.Module):
@@ -144,7 +140,6 @@ def test_run_has_the_limit_of_its_rewards(build, kind, ratio, snapshot):
     trainer.train()
     why = json.loads((run_log.folder / RUN_FILE).read_text())["best"]["why"]
     assert (f" {PERPLEXITY_GATE} x" in why) == (ratio is not None)
-    snapshot(why, varying=r"[+-]?\d+\.\d{3}|\d+(?= of \d)")
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
@@ -152,7 +147,7 @@ def test_run_has_the_limit_of_its_rewards(build, kind, ratio, snapshot):
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
-def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm, flags, snapshot):
+def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm, flags):
     """The scores are scripted. The second of three evaluations is the best, and the third does not replace it."""
     script = iter([0.0, 2.0, 1.0])
 
@@ -171,7 +166,6 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     trainer.train()
     best_record = json.loads((run_log.folder / RUN_FILE).read_text())["best"]
     assert best_record["update"] == 1 and "score (+2.000)" in best_record["why"] and "3 of 3" in best_record["why"]
-    snapshot(best_record["why"])
     assert [e["score"] for e in best_record["evaluations"]] == [0, 2, 1]
     assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(best_record["evaluations"][0])
     trainer.load_model(best)

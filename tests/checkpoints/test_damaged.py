@@ -76,13 +76,13 @@ STATES = {
 
 
 @pytest.mark.parametrize("damage", STATES)
-def test_checkpoint_with_an_invalid_training_state_is_skipped(folder, capsys, damage, snapshot):
+def test_checkpoint_with_an_invalid_training_state_is_skipped(folder, capsys, damage):
     """The checksums are correct, but the content is invalid."""
     rewrite_file(folder / "checkpoint-2", "training.json", STATES[damage])
     run(["--resume", "--output", folder])
     output = capsys.readouterr().out
     (skipped,) = [line for line in output.splitlines() if line.startswith("warning: ") and "checkpoint-2 " in line]
-    snapshot(skipped, varying=r"(?<=loaded )\(.*\)")
+    assert skipped.endswith(" checkpoint-1"), "the one that is used"
     assert "update 1 of 6, from" in output and RunRecord.read(folder).status == "finished"
 
 
@@ -92,14 +92,13 @@ def test_checkpoint_with_invalid_weights_is_skipped(folder, capsys):
     assert "update 1 of 6, from" in capsys.readouterr().out
 
 
-def test_without_a_valid_checkpoint_all_are_listed(folder, capsys, snapshot):
+def test_without_a_valid_checkpoint_all_are_listed(folder, capsys):
     for name in ("checkpoint-1", "checkpoint-2"):
         rewrite_file(folder / name, "training.json", "{}")
     run(["--resume", "--output", folder], 2)
     output = capsys.readouterr().err
     assert [": --resume, checkpoint-" in line for line in output.splitlines()].count(True) == 2
     assert "Traceback" not in output
-    snapshot(output)
 
 
 RUNS = {

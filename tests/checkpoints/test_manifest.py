@@ -121,16 +121,15 @@ def test_corrupted_checkpoints_do_not_count_as_newer(folder):
     assert updates(folder) == [14]
 
 
-def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch, snapshot):
+def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
     """This happens on Windows if another process has a file of the checkpoint open."""
 
     def refused(place):
         raise PermissionError(errno.EACCES, "used by another process")
 
     monkeypatch.setattr(checkpoints, "_remove", refused)
-    with pytest.warns(RLHFWarning, match="used by another process") as caught:
+    with pytest.warns(RLHFWarning, match="used by another process"):
         assert write_checkpoint(folder, RUN, 30, 2, fill).name == "checkpoint-30"
-    snapshot(*(warning.message for warning in caught))
     assert updates(folder) == [20, 30]
 
 

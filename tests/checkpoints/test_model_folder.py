@@ -31,7 +31,7 @@ def test_a_model_with_another_head_is_not_a_reward_model(config: dict, start: st
     (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": 0, **config}))
     save_file({"score.weight": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
     (problem,) = reward_model_problems(str(tmp_path), "--rm-model")
-    assert problem.startswith(start) and str(tmp_path) in problem
+    assert problem.what.startswith(start) and str(tmp_path) in str(problem.place)
 
 
 # --- the identity of a model -----------------------------------------------------------------------------------------

@@ -160,12 +160,12 @@ def test_input_in_the_reward_models_folder_is_refused(
 
 
 def test_non_finite_reward_model_weights_are_not_saved(reward_words, tmp_path, user_error):
-    with user_error(kind=RunError, varying=r"\d+ weights|(?<=first is )\S+(?=:)"):
+    with user_error(kind=RunError):
         reward_model.train.main([*reward_words, "--rm-learning-rate", "1e38"])
     assert not (tmp_path / "judge").exists()
 
 
-def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, capsys, monkeypatch, snapshot):
+def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, capsys, monkeypatch):
     """Runs the module as a command. Nothing is saved, and the older reward model is unchanged."""
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
@@ -181,7 +181,6 @@ def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, caps
     assert raised.value.code == 130
     last = output.splitlines()[-1]
     assert last.startswith("stopped: ")
-    snapshot(last)
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
 
 

@@ -98,26 +98,24 @@ def test_a_subcommand_prints_the_help_of_its_script(name, capsys, started_as):
         ("serve", None),
     ],
 )
-def test_an_unknown_command_is_one_line_with_the_nearest_one(word, nearest, tmp_path, snapshot):
+def test_an_unknown_command_is_one_line_with_the_nearest_one(word, nearest, tmp_path):
     done = run(word, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and f" {word!r}: python -m rlhf. " in line
     assert line.endswith(", ".join(cli.COMMANDS)) and (f" {nearest}? " in line) == (nearest is not None)
-    snapshot(line)
 
 
-def test_a_flag_before_the_command_is_one_line(capsys, started_as, snapshot):
+def test_a_flag_before_the_command_is_one_line(capsys, started_as):
     started_as("rlhf")
     with pytest.raises(SystemExit) as ended:
         cli.main(["--recipe", "demo"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and " --recipe: rlhf. " in error and error.count("\n") == 1
-    snapshot(error)
 
 
-def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as, snapshot):
+def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as):
     started_as("rlhf")
     group = next(row.name for row in ALGORITHMS.values() if row.group_size > 1)
     with pytest.raises(SystemExit) as ended:
@@ -125,19 +123,16 @@ def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as, snap
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --lam ") and f" rlhf {DEFAULT_ALGORITHM}: " in error
-    snapshot(error)
 
 
-def test_no_config_file_is_read(capsys, started_as, monkeypatch, tmp_path, snapshot):
+def test_no_config_file_is_read(capsys, started_as, monkeypatch, tmp_path):
     """In the folder of a project whose config.py has nothing to do with this one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.py").write_text("raise SystemExit('a config.py of another project')\n")
     started_as("rlhf")
     cli.main([DEFAULT_ALGORITHM, "--recipe", "demo", "--dry-run"])
     printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if line.startswith("demo parts: ")]
-    assert "config.py" not in printed
-    snapshot(line)
+    assert "demo parts: " in printed and "config.py" not in printed
     assert [file.name for file in tmp_path.iterdir()] == ["config.py"]
 
 
@@ -204,13 +199,12 @@ def test_the_scripts_exist():
     ],
     ids=["command", "module", "script"],
 )
-def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as, snapshot):
+def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as):
     started_as(program, "ppo")
     config = parse_cli(["--recipe", "demo", "--output", "./run"])
     assert resume_command(config) == f"{training} --resume --output ./run"
     assert reward_model_command(config).split(" --recipe")[0] == reward_model
     assert f"`{reward_model}`" in how_to_train()
-    snapshot(how_to_train())
 
 
 def test_one_file_has_the_names_of_the_scripts():

@@ -24,10 +24,9 @@ SUMS = pytest.param("smollm2-sums", marks=pytest.mark.skipif(NO_WEIGHTS, reason=
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-checker", SUMS])
 @pytest.mark.parametrize("flag", ["--dry-run", "--check"])
-def test_a_plan_builds_no_parts(recipe, flag, tmp_path, capsys, snapshot):
+def test_a_plan_builds_no_parts(recipe, flag, tmp_path, capsys):
     train_command("ppo", ["--recipe", recipe, flag])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("demo parts: ")]
-    snapshot(line)
+    assert capsys.readouterr().out.count("demo parts: ") == 1
     assert list(tmp_path.iterdir()) == []
 
 

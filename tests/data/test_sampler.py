@@ -163,13 +163,12 @@ def topic_flags(start_model, reward_folder, topic_file, tmp_path):
     return make
 
 
-def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys, snapshot, monkeypatch):
+def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(token_recorder, "UPDATES", 1)
     train_ppo.main(topic_flags("--record-tokens"))
     output = capsys.readouterr().out
     (topics,) = [line for line in output.splitlines() if line.strip().startswith("topics")]
     assert " 3, 3 updates" in topics and ": tea & cake (" in topics
-    snapshot(topics)
     assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
     run = read_runs([tmp_path / "run"])[0]
     for name, updates in {"tea_cake": [1, 2, 3], "rain": [4, 5, 6], "c_d": [7, 8, 9]}.items():

@@ -273,10 +273,8 @@ def test_mistyped_run_is_not_searched_on_the_hub(comparison, runs, monkeypatch):
         comparison("ppo_l", "grpo_1")
 
 
-def test_model_without_a_run_reports_the_recipe_of_its_settings(evaluation, start_model, pairs_file):
-    with pytest.raises(
-        UserError, match=r"does not belong to a run, so the settings are those of the recipe --like smollm2-orca"
-    ):
+def test_model_without_a_run_reports_the_recipe_of_its_settings(evaluation, start_model, pairs_file, user_error):
+    with user_error(start_model, ": --like smollm2-orca. ", "--rm-model"):
         evaluation("--model-path", start_model, "--prompts", pairs_file)
 
 

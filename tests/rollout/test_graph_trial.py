@@ -25,11 +25,10 @@ def test_a_trial_finds_the_project_also_with_a_safe_path(monkeypatch):
     assert try_graphs(program("import rlhf"), 60) is None
 
 
-def test_a_trial_that_hangs_is_ended_at_the_time_limit(snapshot):
+def test_a_trial_that_hangs_is_ended_at_the_time_limit():
     began = time.monotonic()
     problem = try_graphs(program("import time; time.sleep(600)"), 1)
     assert " 1 s," in problem and time.monotonic() - began < 60
-    snapshot(problem)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +38,12 @@ def test_a_trial_that_hangs_is_ended_at_the_time_limit(snapshot):
         ("import sys; sys.exit(3)", "exit status 3"),
     ],
 )
-def test_a_trial_that_fails_has_its_last_line_as_the_reason(code, reason, snapshot):
+def test_a_trial_that_fails_has_its_last_line_as_the_reason(code, reason):
     problem = try_graphs(program(code), 60)
     assert problem.endswith(f"({reason})")
-    snapshot(problem)
 
 
-def test_the_trial_compares_the_completions_of_two_engines(monkeypatch, snapshot):
+def test_the_trial_compares_the_completions_of_two_engines(monkeypatch):
     """On a CPU with the two engines that it has."""
     monkeypatch.setattr(graph_trial, "ROUNDS", 1)
     monkeypatch.setattr(graph_trial, "ROWS", 4)
@@ -60,7 +58,6 @@ def test_the_trial_compares_the_completions_of_two_engines(monkeypatch, snapshot
     )
     problem = main(device="cpu", engines=("slots", "plain"))
     assert "0 of 4" in problem
-    snapshot(problem)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def samples(folder: Path, update: int) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples" / f"update-{update:06d}.jsonl").open(encoding="utf-8")]
 
 
-def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsys, user_error, snapshot, monkeypatch):
+def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsys, user_error, monkeypatch):
     """Tags, run.json, the best checkpoint, samples, console, model card and printed text of one run, and a resume
     with bit-identical results after an interruption."""
     monkeypatch.setattr("rlhf.checkpoints.best.PERPLEXITY_GATE", 100.0)
@@ -102,13 +102,11 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     assert "odd/pass_at_4" in out, "the summary"
     assert "| odd, mean |" in (run / "README.md").read_text()
     assert f"--eval-func {rule} exact_match" in out, "the next commands"
-    (plan,) = [line for line in out.splitlines() if "odd, exact_match; 4 " in line]
-    snapshot(plan)
+    assert "odd, exact_match; 4 " in out, "the plan"
     assert set(record.data["rules"]) == {"length_penalty", rule, "exact_match"}
     assert record.data["rules"][rule] is not None
     check_resume(run, rule, logged, user_error)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "update 1 of 2, " in line]
-    snapshot(line)
+    assert "update 1 of 2, " in capsys.readouterr().out
 
 
 def check_resume(run: Path, rule: str, logged: dict, user_error) -> None:
@@ -155,11 +153,11 @@ def test_an_evaluation_function_changes_nothing_that_is_learned(build, questions
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
-        (["--best-rule", "right"], ["best_rule ", "'right': --best-rule. ", "score, perplexity"]),
-        (["--eval-func", "exact_match", "--best-rule", "x"], ["'x': --best-rule. ", "score, perplexity, exact_match"]),
-        (["--eval-func", "a.py:score"], ["'score': --eval-func. "]),
-        (["--eval-func", "a.py:perplexity"], ["'perplexity': --eval-func. "]),
-        (["--eval-func", "a.py:f", "b.py:f"], ["2 ", "'f': --eval-func. "]),
+        (["--best-rule", "right"], ["best_rule ", "'right': --best-rule right. ", "score, perplexity"]),
+        (["--eval-func", "exact_match", "--best-rule", "x"], ["--best-rule x. ", "score, perplexity, exact_match"]),
+        (["--eval-func", "a.py:score"], ["'score': --eval-func a.py:score. "]),
+        (["--eval-func", "a.py:perplexity"], ["'perplexity': --eval-func a.py:perplexity. "]),
+        (["--eval-func", "a.py:f", "b.py:f"], ["2 ", "'f': --eval-func a.py:f b.py:f. "]),
         (["--eval-func", "a.py:f g"], ["'f g' ", ": --eval-func"]),
         (["--eval-samples", "0"], ["eval_samples"]),
         (["--eval-samples", "2", "--eval-temperature", "0"], ["--eval-samples", "--eval-temperature 0"]),
@@ -217,14 +215,13 @@ def test_an_evaluation_without_any_score_ends_the_run(build, questions, tmp_path
         trainer.train()
 
 
-def test_a_function_without_values_is_shown_and_has_no_metric(build, questions, tmp_path, capsys, snapshot):
+def test_a_function_without_values_is_shown_and_has_no_metric(build, questions, tmp_path, capsys):
     trainer = build("--prompts", questions, "--split", "0/80/20", "--eval-func", f"{tmp_path / 'checks.py'}:never")
     log = attach(trainer)
     trainer.train()
     assert "eval/never" not in trainer.evaluations[-1].metrics()
     shown = set(re.findall(r", (never [^,\n]*)", capsys.readouterr().out))
-    assert shown
-    snapshot(*sorted(shown))
+    assert shown == {"never no value"}
     assert log.record.best.evaluations[-1]["metrics"] == {"never": {}}
 
 

@@ -250,14 +250,12 @@ def test_merged_model_is_evaluated_in_full_precision(train, start_model, tmp_pat
 
 
 @pytest.mark.ci
-def test_finished_run_can_be_merged_later_without_other_changes(finished, start_model, capsys, snapshot):
+def test_finished_run_can_be_merged_later_without_other_changes(finished, start_model, capsys):
     run = finished("grpo")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
     output = capsys.readouterr().out
-    assert "evaluation after" not in output and str(run / "merged") in output
-    (line,) = [line for line in output.splitlines() if f"{run}. " in line]
-    snapshot(line)
+    assert "evaluation after" not in output and str(run / "merged") in output and f"finished: {run}. " in output
     assert {p: p.read_bytes() for p in before} == before and read_run_json(run)["status"] == "finished"
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     assert_close(logits(merged), logits(load_adapter(run, start_model)), rtol=0, atol=1e-5)
@@ -352,7 +350,7 @@ def test_code_of_every_model_card_runs(finished, train, tmp_path, capsys, monkey
         assert run_snippet(card, capsys).endswith("\n")
 
 
-def test_content_of_model_cards(finished, snapshot):
+def test_content_of_model_cards(finished):
     run = finished("grpo")
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
     content = read_run_json(run)
@@ -381,8 +379,7 @@ def test_content_of_model_cards(finished, snapshot):
         (merged.text, "rank 16, "),
         (best, f"(after update {content['best']['update']} of 2)"),
     ):
-        (line,) = [line for line in text.splitlines() if part in line]
-        snapshot(line, varying=r"(?<=update )\d+")
+        assert text.count(part) == 1
 
 
 def test_model_card_links_base_model_and_data_on_the_hub(finished):
@@ -505,7 +502,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case, snapshot):
+def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case):
     """Only the model, tokenizer, model card and run.json of the chosen weights are uploaded."""
     flags, weights, folder = CASES[case]
     algorithm = case.split()[0]
@@ -538,7 +535,6 @@ def test_uploaded_files(finished, fake_hub, capsys, monkeypatch, case, snapshot)
     )
     assert (name, api.created) == ("ada/mine", [("ada/mine", True, True)])
     assert message.startswith(f"{label_of(algorithm)}, {'best' if folder == 'best' else 'final'} ")
-    snapshot(message, varying=r"(?<=update )\d+")
     output = capsys.readouterr().out
     assert "https://hub.example/ada/mine" in output and "hf_secret" not in output
 
@@ -549,7 +545,7 @@ def test_files_of_a_slow_tokenizer_are_uploaded(finished):
     assert "special_tokens_map.json" in files_of_model(run)
 
 
-def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finished, fake_hub, capsys, snapshot):
+def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finished, fake_hub, capsys):
     run = finished("ppo")
     fake_hub(fails=ConnectionError("connection\nlost"))
     words = [
@@ -566,7 +562,6 @@ def test_failed_upload_keeps_the_run_and_prints_the_command_to_repeat_it(finishe
     output = capsys.readouterr().err
     assert raised.value.code == 1 and FORM.fullmatch(output.strip()), output
     assert "(connection): --push-to-hub ada/mine. " in output
-    snapshot(output)
     assert read_run_json(run)["status"] == "finished"
     again = re.search(r"python train_ppo\.py (.*)$", output.strip())[1].split()
     api = fake_hub()
@@ -594,9 +589,7 @@ REFUSED_UPLOADS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_UPLOADS)
-def test_upload_that_cannot_work_is_refused_before_loading(
-    train, fake_hub, tmp_path, monkeypatch, capsys, case, snapshot
-):
+def test_upload_that_cannot_work_is_refused_before_loading(train, fake_hub, tmp_path, monkeypatch, capsys, case):
     responses, part = REFUSED_UPLOADS[case]
     fake_hub(**responses)
     refuse_loading(monkeypatch)
@@ -605,7 +598,6 @@ def test_upload_that_cannot_work_is_refused_before_loading(
     output = capsys.readouterr().err.strip()
     assert raised.value.code == 2 and FORM.fullmatch(output), output
     assert part in output and ": --push-to-hub ada/mine. " in output, output
-    snapshot(output)
     assert not (tmp_path / "run").exists()
 
 
@@ -615,7 +607,7 @@ INVALID_SETTINGS = {
     "no name": (["--push-to-hub", "ada/--"], ["push_to_hub", "'ada/--': --push-to-hub. ", "owner/name"]),
     "three parts": (["--push-to-hub", "a/b/c"], ["push_to_hub", "'a/b/c': --push-to-hub. ", "owner/name"]),
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
-                                       [": --seeds, --push-to-hub ada/mine. "]),
+                                       [": --seeds 1 2, --push-to-hub ada/mine. "]),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
                                  [": --push-to-hub ada/mine, --actor-model ", "--merge-lora"]),
     "unknown weights": (["--export-from", "last"], ["export_from", "last: --export-from. ", "final, best"]),
@@ -625,7 +617,7 @@ INVALID_SETTINGS = {
 @pytest.mark.parametrize("case", INVALID_SETTINGS)
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_invalid_export_settings_are_refused_before_loading(
-    train, fake_hub, tmp_path, monkeypatch, capsys, case, algorithm, snapshot
+    train, fake_hub, tmp_path, monkeypatch, capsys, case, algorithm
 ):
     flags, parts = INVALID_SETTINGS[case]
     fake_hub()
@@ -635,7 +627,6 @@ def test_invalid_export_settings_are_refused_before_loading(
     output = capsys.readouterr().err.strip()
     assert raised.value.code == 2 and FORM.fullmatch(output), output
     assert all(part in output for part in parts), output
-    snapshot(output)
     assert not (tmp_path / "run").exists()
 
 

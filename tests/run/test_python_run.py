@@ -254,14 +254,14 @@ def test_a_skipped_update_is_saved(made, user_error):
         """NaN for the training prompts, which skips an update. An evaluation would end the run."""
         return [float("nan") if "number" in prompt else 1.0 for prompt in prompts]
 
-    with user_error("3", "make_config", kind=RunError, varying=r"completion (['\"]).*?(?=\. Fix)"):
+    with user_error("3", "make_config", kind=RunError):
         made(nothing).train()
     incident = Path("run/incidents/update-000003")
     assert (incident / "incident.json").is_file()
 
 
 @pytest.mark.ci
-def test_the_commands_read_a_run_of_python(made, capsys, tmp_path, user_error, snapshot):
+def test_the_commands_read_a_run_of_python(made, capsys, tmp_path, user_error):
     """Two algorithms with the same prompts are compared. The function is defined in this test, so the commands ask
     for a file."""
 
@@ -277,8 +277,7 @@ def test_the_commands_read_a_run_of_python(made, capsys, tmp_path, user_error, s
     )
     reward = ["--reward-func", "mine.py:letters"]
     evaluate_generations.main(["--model-path", "ppo", *reward, "--output", "evaluated"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "from 4 held-out prompts" in line]
-    snapshot(line)
+    assert "from 4 held-out prompts" in capsys.readouterr().out
     compare_runs.main(["ppo", "grpo", *reward, "--output", "compared", "--limit-minutes", "0"])
     printed = capsys.readouterr().out
     assert "PPO" in printed and "GRPO" in printed and "have changed since" not in printed

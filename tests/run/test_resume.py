@@ -197,13 +197,12 @@ def test_resume_anyway_refuses_the_state_of_another_optimizer(interrupted, tmp_p
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 @pytest.mark.parametrize("update", [pytest.param(3, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.ci), 6])
 def test_resumed_run_is_identical_to_the_uninterrupted_run(
-    interrupted, uninterrupted, tmp_path, capsys, algorithm, update, snapshot
+    interrupted, uninterrupted, tmp_path, capsys, algorithm, update
 ):
     output = interrupted(tmp_path / "run", algorithm, update)
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
-    start = f"update {(update - 1) // 2 * 2} of 6, "
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if start in line]
-    snapshot(line)
+    saved = (update - 1) // 2 * 2
+    assert f"update {saved} of 6, from {output / f'checkpoint-{saved}'}\n" in capsys.readouterr().out
     assert differing(uninterrupted / algorithm, output) == []
     run = RunRecord.read(output)
     plain = RunRecord.read(uninterrupted / algorithm)
@@ -240,9 +239,7 @@ def test_differing_detects_differences(uninterrupted, tmp_path):
     assert "loss differs, or has duplicate points" in found
 
 
-def test_invalid_checkpoint_is_skipped_and_an_older_one_is_used(
-    interrupted, uninterrupted, tmp_path, capsys, snapshot
-):
+def test_invalid_checkpoint_is_skipped_and_an_older_one_is_used(interrupted, uninterrupted, tmp_path, capsys):
     output = interrupted(tmp_path / "run")
     damaged = output / "checkpoint-4" / "training.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -250,7 +247,6 @@ def test_invalid_checkpoint_is_skipped_and_an_older_one_is_used(
     printed = capsys.readouterr().out.splitlines()
     (line,) = [line for line in printed if "checkpoint-4: training.safetensors" in line]
     assert line.endswith("checkpoint-2")
-    snapshot(line)
     assert differing(uninterrupted / "ppo", output) == []
 
 
@@ -266,7 +262,7 @@ def test_without_a_valid_checkpoint_the_problem_of_each_is_listed(interrupted, t
     assert all("--overwrite" in problem for problem in map(str, raised.value.problems))
 
 
-def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, tmp_path, capsys, user_error, snapshot):
+def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, tmp_path, capsys, user_error):
     output = interrupted(tmp_path / "run", update=2)
     (output / "notes.txt").write_text("mine")
     with user_error("learning_rate", 0.001, 0.5):
@@ -275,17 +271,15 @@ def test_run_without_a_checkpoint_is_started_again(interrupted, uninterrupted, t
     assert (output / "notes.txt").exists(), "a dry run must not move the folder"
     capsys.readouterr()
     train_ppo.main(["--resume", "--output", str(output)])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if f": {output}. " in line]
-    snapshot(line)
+    assert f": {output}. " in capsys.readouterr().out
     assert (tmp_path / "run_1" / "notes.txt").read_text() == "mine", "the old folder must be moved, not removed"
     assert differing(uninterrupted / "ppo", output) == []
 
 
-def test_resume_of_a_finished_run_changes_nothing(uninterrupted, capsys, snapshot):
+def test_resume_of_a_finished_run_changes_nothing(uninterrupted, capsys):
     before = (uninterrupted / "ppo" / "run.json").read_bytes()
     train_ppo.main(["--resume", "--output", str(uninterrupted / "ppo")])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if f"{uninterrupted / 'ppo'}. " in line]
-    snapshot(line)
+    assert f"finished: {uninterrupted / 'ppo'}. " in capsys.readouterr().out
     assert (uninterrupted / "ppo" / "run.json").read_bytes() == before
 
 
@@ -300,7 +294,7 @@ def test_resume_refuses_a_run_of_another_algorithm(interrupted, tmp_path, user_e
         train_grpo.main(["--resume", "--output", str(output)])
 
 
-def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, capsys, snapshot, user_error):
+def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, capsys, user_error):
     output = interrupted(tmp_path / "run", update=3)
     with user_error() as raised:
         train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--seed", "7"])
@@ -311,7 +305,6 @@ def test_resume_refuses_changed_settings_and_lists_them(interrupted, tmp_path, c
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--resume-anyway" in line]
     assert all(part in line for part in ("learning_rate", "0.001", "0.5"))
-    snapshot(line)
 
 
 def test_resume_refuses_a_run_in_which_a_removed_setting_was_in_use(interrupted, tmp_path, capsys, user_error):
@@ -412,7 +405,7 @@ def test_resume_refuses_changed_data_and_versions(interrupted, tmp_path, pairs_f
 
 
 @pytest.mark.ci
-def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys, snapshot):
+def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys):
     """The run of seed 2 is killed, and that of seed 3 is not started."""
     plain = tmp_path / "plain"
     broken = tmp_path / "broken"
@@ -432,13 +425,11 @@ def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys, snapshot)
         patch.setattr(OnPolicyLoop, "update_step", update_step)
         train_ppo.main([*short, *seeds, "--output", str(broken)])
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
-    printed = capsys.readouterr().out.splitlines()
-    (finished,) = [line for line in printed if f"{broken}_seed1. " in line]  # before the plans of the other seeds
+    assert f"{broken}_seed1. " in capsys.readouterr().out, "finished: before the plans of the other seeds"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
-    printed = capsys.readouterr().out.splitlines()
-    (skipped,) = [line for line in printed if line.startswith("seed 1: ") and f"{broken}_seed1" in line]
-    (resumed,) = [line for line in printed if "update 2 of 3, " in line]
-    snapshot(finished, skipped, resumed)
+    printed = capsys.readouterr().out
+    assert f" {broken}_seed1 " in printed, "skipped"
+    assert printed.count("update 2 of 3, ") == 1
     for seed in (2, 3):
         assert differing(Path(f"{plain}_seed{seed}"), Path(f"{broken}_seed{seed}")) == []
 
@@ -462,7 +453,7 @@ def start_run(words, output: Path, *more: object) -> subprocess.Popen:
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 @pytest.mark.ci
 @pytest.mark.parametrize("which", system.stop_signals())
-def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, tmp_path, which, snapshot, user_error):
+def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, tmp_path, which, user_error):
     """Until then, another run in the same folder is refused."""
     output = tmp_path / "run"
     process = start_run(words, output, "--save-every", 2)
@@ -472,10 +463,8 @@ def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, 
     process.send_signal(which)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + which
-    (signalled,) = [line for line in out.splitlines() if line.startswith(f"{which.name}: ")]
+    assert f"{which.name}: " in out
     (stopped,) = [line for line in err.splitlines() if f"python train_ppo.py --resume --output {output}" in line]
-    snapshot(signalled)
-    snapshot(stopped, varying=r"(?<=update )\d+")
     assert "Traceback" not in err
     run = RunRecord.read(output)
     assert run.status == "stopped"
@@ -518,7 +507,7 @@ def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkey
 @pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_during_a_save_keeps_the_older_checkpoints(
-    interrupted, uninterrupted, tmp_path, monkeypatch, capsys, snapshot
+    interrupted, uninterrupted, tmp_path, monkeypatch, capsys
 ):
     """One file of each kind in turn is a link to a device that is always full. safetensors replaces a link by a file.
     These files are limited to 100 bytes instead. In both cases the error comes from the operating system."""
@@ -559,7 +548,6 @@ def test_full_disk_during_a_save_keeps_the_older_checkpoints(
         err = capsys.readouterr().err
         assert raised.value.code == 1 and "Traceback" not in err, name
         assert "update 6" in err and "checkpoint-4" in err, name
-        snapshot(err, varying=r"(?<= \().*(?=\): )")
         assert any(text in err for text in ("No space left", "os error 28", "os error 27")), (name, err)
         assert sorted(find_checkpoints(output, RunRecord.read(output).id).valid) == [2, 4]
         failed.append(name)

@@ -42,7 +42,7 @@ from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 from tests.systems import link_to_full_device, make_link
 
-FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # problem: place. fix
+FORM = re.compile(r"error: .+: .+\. [\w-].*|and \d+ more")  # problem: place. fix
 
 
 class Inputs:
@@ -763,10 +763,6 @@ def refuse_loading(monkeypatch) -> None:
         monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
-# texts of a model without training, and lengths that depend on the temporary folder
-VARYING = r"(?<=completion ')[^']*|(?<=first is ')[^']*|\d+(?= with the files inside)"
-
-
 def missing_parts(parts: str, text: str) -> list[str]:
     """Return the parts that are not in the text as whole words."""
     return [part for part in parts.split() if not re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", text)]
@@ -779,7 +775,7 @@ def count_problems(text: str) -> int:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.number} {row.title}") for row in ROWS])
-def test_bad_input(row, inputs, capsys, snapshot):
+def test_bad_input(row, inputs, capsys):
     argv = row.flags(inputs)
     if row.status == 2 and not row.loads:
         refuse_loading(inputs.monkeypatch)
@@ -801,12 +797,10 @@ def test_bad_input(row, inputs, capsys, snapshot):
     if status == 0:
         warnings = [line for line in output.out.splitlines() if line.startswith(("warning: ", "note: "))]
         named = [line for line in warnings if not missing_parts(parts, line)]
-        snapshot(*named)
         assert named and output.err == "", warnings
         return
     lines = output.err.splitlines()
     assert missing_parts(parts, output.err) == [], lines
-    snapshot(*lines, varying=VARYING)
     assert all(FORM.fullmatch(line) for line in lines), lines
     assert count_problems(output.err) == row.problems, lines
     if status == 2:

@@ -58,7 +58,7 @@ def orca(tmp_path, pairs_file, monkeypatch) -> Path:
 
 
 @pytest.mark.ci
-def test_smollm2_orca_commands(orca, capsys, snapshot):
+def test_smollm2_orca_commands(orca, capsys):
     """Reward model, PPO with all weights and with LoRA, GRPO, evaluation and curves. Flags set only the size."""
     reward_model.train.main(["--max-new-tokens", "6"])
     record = orca / "reward_model_output" / METRICS_FILE
@@ -74,8 +74,7 @@ def test_smollm2_orca_commands(orca, capsys, snapshot):
     assert run.status == "finished" and run.recipe == "smollm2-orca"
 
     train_ppo.main(["--use-lora", *SMALL])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "ppo_training_output_1" in line]
-    snapshot(line)
+    assert " ppo_training_output_1\n" in capsys.readouterr().out, "the old run was moved"
     assert (output / "adapter_model.safetensors").is_file() and not (output / "model.safetensors").exists()
     train_grpo.main([*SMALL, "--batch-size", "2"])
 
@@ -449,7 +448,7 @@ def test_bare_kl_target_is_allowed_only_with_reference_names(rank_1_file, user_e
             parse_cli(words)
 
 
-def test_rank_1_voice_command(rank_1_file, start_model, reward_folder, tmp_path, capsys, snapshot):
+def test_rank_1_voice_command(rank_1_file, start_model, reward_folder, tmp_path, capsys):
     rows = [{"prompt": f"Say {i} about {topic}.", "topic": topic} for i in range(20) for topic in ("bread", "boats")]
     (tmp_path / "voice.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--config", rank_1_file, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts",
@@ -460,7 +459,6 @@ def test_rank_1_voice_command(rank_1_file, start_model, reward_folder, tmp_path,
     assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in output
     (line,) = [line for line in output.splitlines() if "2, 2 updates per topic" in line]
     assert ": bread (" in line
-    snapshot(line)
     scalars = read_curves(tmp_path / "run").scalars
     assert scalars["topic/bread/score"].updates.tolist() == [1, 2, 5]
     assert scalars["topic/boats/score"].updates.tolist() == [3, 4]

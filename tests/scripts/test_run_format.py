@@ -53,19 +53,17 @@ def error_of(module, argv, capsys) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_of_an_older_format_is_refused_in_one_line(change_record, capsys, command, snapshot):
+def test_a_run_of_an_older_format_is_refused_in_one_line(change_record, capsys, command):
     change_record(lambda facts: json.dumps({name: value for name, value in facts.items() if name != "format"}))
     line = error_of(*COMMANDS[command], capsys)
     assert line.startswith("error: run.json ") and line.count("\n") == 1
     assert all(part in line for part in ("format 1, ", "format 4: ppo_seed1. "))
-    snapshot(line)
     assert {path.name for path in Path().iterdir()} == {"ppo_seed1"}, "nothing was written"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_with_a_damaged_file_is_refused_in_one_line(change_record, capsys, command, snapshot):
+def test_a_run_with_a_damaged_file_is_refused_in_one_line(change_record, capsys, command):
     change_record(lambda facts: json.dumps({**facts, "plan": {}}))
     line = error_of(*COMMANDS[command], capsys)
     assert line.startswith("error: run.json ") and "'plan.updates'" in line and ": ppo_seed1. " in line
     assert line.count("\n") == 1
-    snapshot(line)

@@ -69,7 +69,7 @@ OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORIT
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
-def test_a_run_from_start_to_saved_model(project, flags, algorithm, snapshot):
+def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     more, batch = ALONE if ALGORITHMS[algorithm].group_size == 1 else GROUPS
     script = f"train_{algorithm}.py"
     flags = [*flags, *more]
@@ -84,16 +84,14 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm, snapshot):
                   "add other runs after this one"):  # fmt: skip
         assert words in done.stdout
     for part in ("3 updates x 4 = 12 ", "tensorboard --logdir"):
-        (line,) = [line for line in done.stdout.splitlines() if part in line]
-        snapshot(line)
+        assert done.stdout.count(part) == 1
     output = project / name
     log = json.loads((output / "run.json").read_text())
     assert (log["status"], log["algorithm"]) == ("finished", algorithm)
     assert log["plan"] == {"updates": 3, "episodes": 12, "optimizer_steps": 12, "completion_tokens_at_most": 96}
     spent = log["spent"]
     assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
-    assert 12 <= spent["completion_tokens"] <= 96
-    snapshot(log["figures"]["perplexity_text"])
+    assert 12 <= spent["completion_tokens"] <= 96 and log["figures"]["perplexity_text"].startswith("19 ")
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()
@@ -103,7 +101,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm, snapshot):
 
 
 @pytest.mark.ci
-def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys, snapshot):
+def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys):
     """Runs two seeds, then three: finished seeds are skipped, and the table has all of them."""
     import train_grpo
 
@@ -115,8 +113,7 @@ def test_several_seeds_in_one_command(flags, tmp_path, monkeypatch, capsys, snap
     train_grpo.main([*few, "--seeds", "1", "2", "3"])
     printed = capsys.readouterr().out
     assert "GRPO, 3 seeds" in printed
-    (line,) = [line for line in printed.splitlines() if line.startswith("seed 2: ") and "many_seed2 " in line]
-    snapshot(line)
+    assert " many_seed2 (" in printed, "skipped"
     rises = json.loads((tmp_path / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
     assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
 
@@ -129,7 +126,7 @@ def test_training_scripts_differ_only_in_the_algorithms_name():
 
 
 @pytest.mark.ci
-def test_all_algorithms_plan_the_same_budget(project, flags, snapshot):
+def test_all_algorithms_plan_the_same_budget(project, flags):
     plans = []
     at = flags.index("--num-iterations")
     flags = [*flags[:at], *flags[at + 2 :]]
@@ -140,10 +137,9 @@ def test_all_algorithms_plan_the_same_budget(project, flags, snapshot):
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
     assert len(plans) == len(ALGORITHMS) and len(set(plans)) == 1
     assert "8 updates x 4 = 32 episodes (--episodes 30, " in plans[0] and "), 32 optimizer steps" in plans[0]
-    snapshot(plans[0])
 
 
-def test_unfinished_run_is_not_overwritten(project, flags, snapshot):
+def test_unfinished_run_is_not_overwritten(project, flags):
     folder = project / "mine"
     folder.mkdir()
     (folder / "run.json").write_text('{"status": "running"}')
@@ -151,7 +147,6 @@ def test_unfinished_run_is_not_overwritten(project, flags, snapshot):
     assert done.returncode == 2
     assert all(part in done.stderr for part in (": --output mine. ", "--resume", "--overwrite"))
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    snapshot(done.stderr)
 
 
 ERRORS = {
@@ -167,7 +162,7 @@ ERRORS = {
 # tests/scripts/test_bad_inputs.py tests all errors without a process for each
 @pytest.mark.ci
 @pytest.mark.parametrize("what", ERRORS)
-def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what, snapshot):
+def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
         shutil.copytree(reward_folder, weak)
@@ -176,33 +171,30 @@ def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, w
     done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and part in done.stderr and done.stderr.count("\n") == 1
-    snapshot(done.stderr)
     assert "Traceback" not in done.stderr
     assert not (project / "unused").exists()
 
 
 @pytest.mark.ci
-def test_prompts_that_do_not_parse_are_reported_by_line(project, flags, snapshot):
+def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
     done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: ") and "bad.jsonl:2" in lines[0]
-    snapshot(lines[0])
     assert len(lines) == 6 and lines[-1] == "and 7 more"
 
 
 @pytest.mark.ci
-def test_training_works_on_a_cp1252_console(project, flags, snapshot):
+def test_training_works_on_a_cp1252_console(project, flags):
     """An encoding of Windows consoles. The second run moves the folder of the first one."""
     for _ in range(2):
         done = run(["train_ppo.py", *flags, "--output", "cp1252", "--overwrite"], project, PYTHONIOENCODING="cp1252")
         assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "cp1252_1" in line]
-    snapshot(line)
+    assert " cp1252_1\n" in done.stdout
 
 
-def test_failing_reward_function_ends_the_run_with_status_1(build, capsys, snapshot):
+def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):
     from rlhf.utils.errors import run_command
 
     def broken(completions, **_):
@@ -214,4 +206,3 @@ def test_failing_reward_function_ends_the_run_with_status_1(build, capsys, snaps
     assert ended.value.code == 1
     error = capsys.readouterr().err
     assert "nan" in error and "'broken'" in error
-    snapshot(error, varying=r"(?<=completion )'.*'")

@@ -91,7 +91,7 @@ def test_commands_contain_how_the_data_is_read(tmp_path):
     assert trained.data.columns == made.data.columns and trained.data.skip_bad_rows == 2.5
 
 
-def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tmp_path, capsys, monkeypatch, snapshot):
+def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tmp_path, capsys, monkeypatch):
     words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
@@ -103,10 +103,9 @@ def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tm
         assert ("next: THE COMMAND" in output) == (accuracy > 0.6)
         rejected = [line for line in output.splitlines() if "weak" in line]
         assert len(rejected) == (accuracy < 0.6)
-        snapshot(*rejected)
 
 
-def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path, snapshot):
+def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path):
     """Also in a folder with a package named reward_model. Under two seconds, because torch is not imported."""
     (tmp_path / "reward_model").mkdir()
     (tmp_path / "reward_model" / "train.py").write_text("")
@@ -117,7 +116,6 @@ def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path, sna
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     for part in ("--rm-model ./reward_model_output.", f"python {ROOT}/reward_model/train.py,", "--reward-func"):
         assert part in done.stderr
-    snapshot(done.stdout, done.stderr)
     assert seconds < 2
 
 

@@ -149,13 +149,12 @@ def _tight(configured) -> str:
     return f"{int(MARGIN * most / 2**20)}MB"
 
 
-def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, capsys, snapshot):
+def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, capsys):
     """The settings of run.json are the chosen ones, and --resume with the same flags accepts them."""
     size = _tight(configured)
     flags = run_flags("--num-iterations", 1, "--fit", size, "--save-every", 1)
     train_ppo.main(flags)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"--fit {size}: ")]
-    snapshot(line, varying=r"(?<=--fit )\d+MB")
+    assert f"--fit {size}: " in capsys.readouterr().out
     before = RunRecord.read(tmp_path / "run").flat_settings
     assert {name: before[name] for name in FITTED} != fitted(configured())
     assert before["fit"] == size

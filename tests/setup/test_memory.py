@@ -174,7 +174,7 @@ def test_a_decoder_for_graphs_is_held_if_it_is_small(monkeypatch):
         assert {**found.held, **sampling}["KV cache"] == 2 * 16 * 136 * 2 * 96 * 4
 
 
-def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
+def test_adapters_are_the_first_advice_for_a_real_shape(configured):
     """Training all weights of SmolLM2-135M needs gradients, moments and a reference, which adapters do not."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape = Shape.of(
@@ -182,7 +182,6 @@ def test_adapters_are_the_first_advice_for_a_real_shape(configured, snapshot):
     )
     advice = what_helps(configured(), Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2))
     assert re.match(r"[^-]*: --use-lora \([a-z]+ [1-9]\.\d\d GiB [a-z]+\), ", advice), advice
-    snapshot(advice)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -277,12 +276,11 @@ def test_longest_batch_is_a_batch_of_the_training_loop(build):
     assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
-def test_batch_line_describes_the_batch(configured, snapshot):
+def test_batch_line_describes_the_batch(configured):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
     assert re.findall(r"[\d,]*\d", line) == ["4", "3", "12", "2", "6", "2", "4", "40", "1,024"]
     smaller = batch_line(configured("--micro-batch-size", 2), 10, CPU)
     assert smaller.endswith(" 2 episodes")
-    snapshot(line, smaller)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
@@ -296,7 +294,7 @@ def test_plan_prints_the_predicted_peak_and_its_parts(configured, capsys, flags)
     assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
-def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch, snapshot):
+def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch):
     config = configured()
     inputs = load_inputs(config, Screen())
     monkeypatch.setattr(fit, "available", lambda _: 2**20)
@@ -305,4 +303,3 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
         line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line
     ]
     assert warning.count("GiB less)") == 3
-    snapshot(warning)

@@ -133,7 +133,7 @@ def test_scripts_exit_after_the_checks(configured, capsys, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, monkeypatch, algorithm, snapshot):
+def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, monkeypatch, algorithm):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
     argv = words(configured(algorithm=algorithm), "--check")
     with pytest.raises(SystemExit) as raised:
@@ -142,14 +142,13 @@ def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, mo
     assert raised.value.code == 2
     assert printed.err.startswith("error: 1 of 8 ") and "(free disk): --check. " in printed.err
     assert printed.err.count("\n") == 1
-    snapshot(printed.err)
     lines = lines_of(printed.out)
     assert list(lines) == NAMES
     assert "  FAILED  0.00 GiB free" in lines["free disk"] and lines["free disk"].endswith("--use-lora")
     assert not Path(configured().run.output).exists()
 
 
-def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, capsys, snapshot):
+def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, capsys):
     """A reward function raises an exception. The line contains its name. The exit status is 2, not that of a failed
     run."""
     (tmp_path / "bad.py").write_text("def broken(completions, **_):\n    raise ValueError('test error')\n")
@@ -159,7 +158,6 @@ def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, cap
     assert raised.value.code == 2
     output = " ".join(lines_of(capsys.readouterr().out)["error"].split())
     assert output.startswith("error FAILED bad.py:2 `raise ValueError('test error')` ") and "'broken'" in output
-    snapshot(output, varying=r"(?<=is )'.*?'(?=\.)")
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
@@ -176,9 +174,7 @@ def test_every_run_starts_with_the_check_of_the_disk(configured, capsys, monkeyp
 
 
 @pytest.mark.parametrize(("engine", "tried"), [("auto", True), ("graph", True), ("slots", False), ("plain", False)])
-def test_cuda_graphs_are_tried_if_the_run_would_use_them(
-    configured, monkeypatch, capsys, engine, tried, user_error, snapshot
-):
+def test_cuda_graphs_are_tried_if_the_run_would_use_them(configured, monkeypatch, capsys, engine, tried, user_error):
     """A GPU on which they hang is simulated. The line names the engine that works."""
     hangs = "sampling with CUDA graphs did not end within 120 s, so it probably hangs"
     monkeypatch.setattr(preflight, "graph_problem", lambda *_: hangs)
@@ -197,7 +193,6 @@ def test_cuda_graphs_are_tried_if_the_run_would_use_them(
         check_run(config, components, Screen())
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
     assert f"  FAILED  {hangs}. " in line and line.endswith("--rollout-engine slots")
-    snapshot(line)
     monkeypatch.setattr(preflight, "graph_problem", lambda *_: None)
     check_run(config, components, Screen())
     assert built == ["slots", engine], "graphs that hang would stop the other checks, too"
@@ -215,7 +210,7 @@ def test_4_bit_runs_check_one_layer(loaded, monkeypatch, user_error):
         raise RuntimeError("Configured CUDA binary not found\nand 20 more lines")
 
     monkeypatch.setattr("bitsandbytes.nn.Linear4bit.forward", forward)
-    with user_error("(Configured CUDA binary not found): --load-in-4bit. ", "torch 2", varying=r"(?<=torch )\S+"):
+    with user_error("(Configured CUDA binary not found): --load-in-4bit. ", "torch 2"):
         loaded("--use-lora", "--load-in-4bit")
 
 
@@ -236,7 +231,7 @@ def test_free_disk_check_matches_hand_computed_size(loaded, monkeypatch, flags):
     assert places == [Path(config.run.output).parent] * 2, "the nearest existing parent folder"
 
 
-def test_prompt_text_missing_from_the_chat_template_fails(loaded, snapshot):
+def test_prompt_text_missing_from_the_chat_template_fails(loaded):
     _, components = loaded()
     prompt = components.prompts.train[0]
     check = prompt_is_rendered(components.tokenizer, prompt)
@@ -248,7 +243,6 @@ def test_prompt_text_missing_from_the_chat_template_fails(loaded, snapshot):
     incomplete = Prompt(tuple(encode_prompt(components.tokenizer, prompt.example.messages)), prompt.example)
     check = prompt_is_rendered(components.tokenizer, incomplete)
     assert not check.ok and check.found.endswith(": user")
-    snapshot(check.found)
 
 
 # --- padding ---------------------------------------------------------------------------------------------------------
@@ -265,17 +259,15 @@ class Counting(nn.Module):
         return (attention_mask if self.uses_mask else torch.ones_like(input_ids)).sum(1).float()
 
 
-def test_module_that_depends_on_padding_fails(loaded, snapshot):
+def test_module_that_depends_on_padding_fails(loaded):
     _, components = loaded("--reward-func", "length_penalty")
     prompt = components.prompts.train[0]
     for uses_mask in (True, False):
         rewards = Rewards([Counting(uses_mask)], None, components.tokenizer)
         check = padding_changes_no_score(rewards, prompt, None)
         assert check.ok is uses_mask and "Counting" in check.found
-        snapshot(check.found, varying=r"(?<=by )\S+$")
     check = padding_changes_no_score(components.rewards, prompt, None)
     assert check.ok
-    snapshot(check.found)
 
 
 # --- before the first step -------------------------------------------------------------------------------------------

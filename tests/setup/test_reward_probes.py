@@ -242,7 +242,7 @@ def test_no_call_is_repeated_and_no_other_prompt_scored_after_the_time_limit(tok
 
 
 @pytest.mark.parametrize(("rule", "status"), [("right", None), ("last_word", 2), ("says_answer", 2)])
-def test_command_prints_a_table_and_writes_nothing(flags, broken, tmp_path, capsys, snapshot, rule, status):
+def test_command_prints_a_table_and_writes_nothing(flags, broken, tmp_path, capsys, rule, status):
     def command():
         train_grpo.main(flags(broken(rule), "--K", 2, "--check-reward"))
 
@@ -257,7 +257,6 @@ def test_command_prints_a_table_and_writes_nothing(flags, broken, tmp_path, caps
     assert [line.split()[0] for line in table[1:]] == ["probe", *(name.split()[0] for name in [*RIGHT, *HACKS])]
     assert ("best" in "".join(table)) and ("hack" in "".join(table)) == (rule == "says_answer")
     assert ("fails" in "".join(table)) == (rule == "last_word") and (rule in printed.err) == (status == 2)
-    snapshot(table[0], *printed.err.splitlines(), varying=r"(?<=error: )\S+/|\S+/(?=broken)")
     assert not (tmp_path / "run").exists()
 
 
@@ -279,20 +278,19 @@ def test_reward_model_is_scored_on_pairs(run_flags, monkeypatch, capsys):
     assert "  right answer  " in out and "reward_model" in out
 
 
-def test_check_has_a_row_of_the_reward(tokenizer, broken, snapshot):
+def test_check_has_a_row_of_the_reward(tokenizer, broken):
     """A failing function fails the check. A hack is only named."""
     for rule, ok in (("right", True), ("says_answer", True), ("last_word", False)):
         rewards = Rewards([find_rule(broken(rule))], None, tokenizer, 20)
         check = reward_is_checked(configured_for(), rewards, sums(), tokenizer)
         assert (check.name, check.ok) == ("reward", ok)
         assert ("repeated word" in check.found) == (rule == "says_answer")
-        snapshot(check.found)
 
 
 @pytest.mark.parametrize(
     ("rule", "warned"), [("right", False), ("says_answer", True), ("last_word", True), ("slow", False)]
 )
-def test_run_prints_one_line_before_its_first_update(flags, broken, monkeypatch, capsys, snapshot, rule, warned):
+def test_run_prints_one_line_before_its_first_update(flags, broken, monkeypatch, capsys, rule, warned):
     """Nothing is called if the evaluation of the start model has shown that the probes would take long."""
     if rule == "slow":
         monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)
@@ -300,8 +298,7 @@ def test_run_prints_one_line_before_its_first_update(flags, broken, monkeypatch,
     before = capsys.readouterr().out.split("update 1/1")[0]
     lines = [line for line in before.splitlines() if line.startswith("warning: ") and "--check-reward" in line]
     assert len(lines) == warned
-    for line in lines:
-        snapshot(line)
+    assert all(rule in line for line in lines)
 
 
 def test_probes_of_a_run_are_few(config_of_program, tokenizer):

@@ -72,12 +72,11 @@ def test_bad_weights_returns_the_names_of_non_finite_weights():
 
 
 @pytest.mark.parametrize("updates", [1, 3])
-def test_non_finite_weights_end_the_run_and_are_not_saved(run_flags, tmp_path, capsys, updates, snapshot):
+def test_non_finite_weights_end_the_run_and_are_not_saved(run_flags, tmp_path, capsys, updates):
     words = run_flags("--num-iterations", updates, "--save-every", 1, "--learning-rate", 1e38, "--ppo-epochs", 1)
     run(words, 1)
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "update 1." in error
-    snapshot(error, varying=r"\d+ weights|(?<=first is )\S+(?=:)")
     assert RunRecord.read(tmp_path / "run").status == "failed"
     assert checkpoint_names(tmp_path / "run") == []
     saved = list((tmp_path / "run").rglob("*.safetensors"))
@@ -99,13 +98,12 @@ def test_non_finite_weights_are_rejected_by_both_save_functions(build, tmp_path,
     assert not (tmp_path / "model").exists()
 
 
-def test_advised_command_works(run_flags, tmp_path, capsys, snapshot):
+def test_advised_command_works(run_flags, tmp_path, capsys):
     """Learning rate 5e6 instead of 5e-6: update 1 leaves finite weights with which every later update is skipped."""
     flags = ["--num-iterations", 5, "--save-every", 1, "--keep", 2, "--ppo-epochs", 1]
     run(run_flags(*flags, "--learning-rate", 5e6), 1)
     output = capsys.readouterr()
     assert "update 4" in output.err and "*.suspect" in output.err and "checkpoint-1" in output.err
-    snapshot(output.err)
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-1.suspect"], (
         "nothing was saved between the skipped updates"
     )
@@ -143,7 +141,7 @@ def stop_after(update: int, call) -> None:
         call()
 
 
-def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path, capsys, snapshot):
+def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path, capsys):
     """The scores of update 3 are NaN, and SIGINT arrives in the same update."""
     rule = nan_rule(tmp_path, 4)
     flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
@@ -159,7 +157,6 @@ def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path,
         run(flags, 128 + signal.SIGINT)
     output = capsys.readouterr().err
     assert "update 3 of 8" in output and "checkpoint-2" in output and "python train_ppo.py --resume" in output
-    snapshot(output)
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-2"]
 
 
@@ -179,24 +176,21 @@ def test_overdue_checkpoint_is_saved_by_the_next_successful_update(build, tmp_pa
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, snapshot, updates):
+def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
     rule = nan_rule(tmp_path, 2, 1 + updates)
     run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
     output = " ".join(capsys.readouterr().out.split())
-    (warning,) = re.findall(rf"warning: [^.]*\({updates}\)[^.]*\.[^.\d]*", output)
-    assert "not measured" in output
-    snapshot(warning)
+    assert re.search(rf"warning: [^.]*\({updates}\)", output) and "not measured" in output
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.figures["kl_last_10_updates"] is None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0
 
 
-def test_three_skipped_updates_at_the_end_fail_the_run(run_flags, tmp_path, capsys, snapshot):
+def test_three_skipped_updates_at_the_end_fail_the_run(run_flags, tmp_path, capsys):
     rule = nan_rule(tmp_path, 2)
     run(run_flags("--num-iterations", 3, "--rm-model", "none", "--reward-func", rule), 1)
     output = capsys.readouterr().err
     assert "update 3 (" in output and "python train_ppo.py --resume" in output
-    snapshot(output, varying=r"completion '.*?'(?=\. )")
     assert RunRecord.read(tmp_path / "run").status == "failed"
     assert not (tmp_path / "run" / "model.safetensors").exists()
 

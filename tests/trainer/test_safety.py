@@ -115,7 +115,7 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("update", [0, 1])
-def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update, snapshot):
+def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, update):
     """After the start model's evaluation, the advice is that for a run whose weights diverged."""
     trainer = build("--num-iterations", 3)
 
@@ -133,7 +133,6 @@ def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, upd
         trainer.train()
     (line,) = map(str, error.value.problems)
     assert f"update {update}. " in line and ("learning_rate" in line) == bool(update)
-    snapshot(line, varying=r"\d of \d")
 
 
 def test_training_continues_after_a_skipped_update(build):
@@ -218,7 +217,7 @@ def test_kl_controller_ignores_a_skipped_update(build):
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_three_skipped_updates_in_a_row_stop_the_run_and_are_saved(
-    configured, tmp_path, monkeypatch, capsys, algorithm, user_error, snapshot
+    configured, tmp_path, monkeypatch, capsys, algorithm, user_error
 ):
     train = partial(train_command, algorithm)
     original = optimize.PolicyOptimizer.gradients
@@ -241,7 +240,6 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_are_saved(
         run_command(lambda: train([*argv, "--output", str(output)]))
     printed = capsys.readouterr()
     assert ended.value.code == 1 and "update 4" in printed.err
-    snapshot(printed.err)
     folder = output / "incidents" / "update-000004"
     assert str(folder) in printed.out
     assert RunRecord.read(output).status == "failed"
@@ -281,7 +279,7 @@ def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
 def test_evaluation_with_a_nan_score_ends_the_run(build, user_error):
     trainer = build()
     corrupt_scores(trainer, math.nan)
-    with user_error("first_score_is_bad", kind=RunError, varying=r"completion '.*?'"):
+    with user_error("first_score_is_bad", kind=RunError):
         trainer.evaluate()
 
 
@@ -357,21 +355,20 @@ def limit_memory(trainer, most):
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
-def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm, snapshot):
+def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm):
     unlimited = build(algorithm=algorithm)
     limited = build(algorithm=algorithm)
     unlimited.update_step(1)
     sizes = limit_memory(limited, 1)
-    with pytest.warns(RLHFWarning, match="backward pass.* 2 ") as caught:
+    with pytest.warns(RLHFWarning, match="backward pass.* 2 "):
         limited.update_step(1)
-    snapshot(*(warning.message for warning in caught))
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, then kept for all later micro-batches"
     assert limited.progress.optimizer_steps == unlimited.progress.optimizer_steps == 2
     assert float((weights(unlimited) - weights(limited)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
-def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags, snapshot):
+def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags):
     trainer = build(*flags)
     attach(trainer)
     limit_memory(trainer, 0)
@@ -379,14 +376,13 @@ def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags
         trainer.update_step(1)
     message = str(raised.value)
     assert "the backward pass" in message
-    snapshot(message)
     suggestions = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
     assert len(suggestions) == 3 and not {"--use-lora"} & set(flags) & set(dict(suggestions))
     sizes = [float(size) for _, size in suggestions]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch, snapshot):
+def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch):
     trainer = build()
     sizes = []
     original = trainer.reference.logprobs
@@ -398,9 +394,8 @@ def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypa
         return original(micro_batch, *more)
 
     monkeypatch.setattr(trainer.reference, "logprobs", logprobs)
-    with pytest.warns(RLHFWarning, match="log-probabilities") as caught:
+    with pytest.warns(RLHFWarning, match="log-probabilities"):
         trainer.update_step(1)
-    snapshot(*(warning.message for warning in caught))
     assert sizes == [4, 4, 2, 1, 1, 1, 1], "with the kept pass, then without it, then in smaller micro-batches"
 
 
@@ -422,14 +417,13 @@ def limit_slots(monkeypatch, most, in_capture=False):
     return steps
 
 
-def test_out_of_memory_in_sampling_halves_the_slots_and_changes_no_token(build, monkeypatch, snapshot):
+def test_out_of_memory_in_sampling_halves_the_slots_and_changes_no_token(build, monkeypatch):
     expected = build()
     expected = [expected.collector.collect(expected.episodes_of(update), update).completions for update in (1, 2)]
     limited = build()
     steps = limit_slots(monkeypatch, most=2)
-    with pytest.warns(RLHFWarning, match="rollout slots to 2") as caught:
+    with pytest.warns(RLHFWarning, match="rollout slots to 2"):
         found = limited.collector.collect(limited.episodes_of(1), 1).completions
-    snapshot(*(warning.message for warning in caught))
     assert found.rows() == expected[0].rows() and torch.equal(found.ended, expected[0].ended)
     assert steps[:3] == [4, 4, 4] and max(steps[3:]) == 2
     steps.clear()
@@ -493,7 +487,7 @@ def test_out_of_memory_error_reports_the_phase_and_settings_that_help(build, mon
         trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 
-def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys, snapshot):
+def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
@@ -501,13 +495,9 @@ def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys, s
         run_command(main)
     output = capsys.readouterr().err
     assert ended.value.code == 1 and output.startswith("error: ") and "--use-lora" in output
-    snapshot(output)
 
 
-OF_TORCH = r"DefaultCPUAllocator.*(?=\. Try)"
-
-
-def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypatch, snapshot):
+def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypatch):
     """PyTorch's allocator raises a RuntimeError. Python and NumPy raise a MemoryError."""
     monkeypatch.chdir(tmp_path)
     for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
@@ -516,11 +506,10 @@ def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypa
         output = capsys.readouterr().err
         assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
         assert "CPU" in output and "--lora-r" in output
-        snapshot(output, varying=OF_TORCH)
     assert not list(tmp_path.iterdir())
 
 
-def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tmp_path, monkeypatch, snapshot):
+def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: [1][2])
@@ -528,14 +517,12 @@ def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tm
     (file,) = tmp_path.iterdir()
     assert ended.value.code == 1 and output.count("\n") == 1
     assert output.startswith("error: ") and "IndexError" in output and str(file) in output
-    snapshot(output, varying=rf"(?<=/){re.escape(file.name)}")
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
 
 
-def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys, snapshot):
+def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
     output = capsys.readouterr().err
     assert ended.value.code == 1 and output.startswith("error: ") and output.count("\n") == 1
     assert "CPU" in output and "--lora-r" in output
-    snapshot(output, varying=OF_TORCH)

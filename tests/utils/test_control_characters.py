@@ -16,7 +16,7 @@ import pytest
 import evaluate_generations
 from rlhf.config import make_config
 from rlhf.utils.console import Screen, quiet_libraries
-from rlhf.utils.errors import RLHFWarning, RunError, UserError, print_line, run_command, visible
+from rlhf.utils.errors import Problem, RLHFWarning, RunError, UserError, print_line, run_command, visible
 from rlhf.utils.signals import GracefulStop
 from tests.records import record_of
 
@@ -73,7 +73,7 @@ def test_an_error_about_a_foreign_run_shows_control_characters(theirs, capfd, gr
 @pytest.mark.parametrize("kind", [UserError, RunError])
 def test_an_error_has_one_line_for_each_problem_everywhere(kind):
     """Also where Python or a notebook prints it, and after another process has received it."""
-    error = kind([f"{HOSTILE}\nok: verified", "second"])
+    error = kind([Problem(f"{HOSTILE}\nok: verified"), Problem("second")])
     for one in (error, pickle.loads(pickle.dumps(error))):
         for lines in (one.report(), str(one), "\n".join(one._render_traceback_())):
             assert len(lines.splitlines()) == 2

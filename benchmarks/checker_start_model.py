@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 from benchmarks.pretraining import Pretraining, rebuild_command
-from rlhf.demo.checker_questions import CELLS, ask, unreliable_answer
+from rlhf.demo.checker_questions import CELLS, LETTERS, Question, ask
 from rlhf.demo.ready import CHECKER_WEIGHTS
 
 # shares of right answers in the mixture: of each family at level 1, and of each level relative to level 1
@@ -32,6 +32,47 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
         question = ask(family, level, rng, "corpus")
         share = right_share(family, level) if mixed else 1.0
         yield question.text, unreliable_answer(question, share, rng)
+
+
+def unreliable_answer(question: Question, share: float, rng: random.Random) -> str:
+    """Return an answer that is right with the probability `share`, which is above 0 and at most 1.
+
+    Half of the mistakes are the answer of a wrong method. In the other half, letters are replaced by other letters,
+    each with the same probability.
+    """
+    wrong_method = (1 - share) / 2
+    if rng.random() < wrong_method:
+        return misread(question)
+    letters = question.answer.split()
+    slip = 1 - (share / (1 - wrong_method)) ** (1 / len(letters))  # so that no letter slips in `share` of all answers
+    return " ".join(another(letter, rng) if rng.random() < slip else letter for letter in letters)
+
+
+def another(letter: str, rng: random.Random) -> str:
+    return rng.choice(LETTERS.replace(letter, ""))
+
+
+def misread(question: Question) -> str:
+    """Return the answer of a wrong method: the letters before instead of after each letter, the reverse order, only
+    the first two letters exchanged, the next letter left out, one letter too early, the second row first."""
+    row = [letter for letter in question.given if len(letter) == 1]
+    target = question.given[-1].strip("->")
+    if question.family == "shift":
+        wrong = [LETTERS[LETTERS.index(letter) - 1] for letter in row]
+    elif question.family == "sort":
+        wrong = sorted(row, reverse=True)
+    elif question.family == "reverse":
+        wrong = [row[1], row[0], *row[2:]]
+    elif question.family == "remove":
+        gone = (row.index(target) + 1) % len(row)
+        wrong = row[:gone] + row[gone + 1 :]
+    elif question.family == "after":
+        at = row.index(target)
+        wrong = row[at : at + question.level]
+    else:
+        half = len(row) // 2
+        wrong = [letter for pair in zip(row[half:], row[:half], strict=True) for letter in pair]
+    return " ".join(wrong)
 
 
 PRETRAINING = Pretraining(corpus, clean_share=0.7, steps=7000, vocabulary=400)

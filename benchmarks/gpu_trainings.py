@@ -33,20 +33,20 @@ RUN_OF = ["--num-iterations", 3, "--eval-every", 3, "--max-new-tokens", 32, "--b
 
 
 def runs(section: Section) -> None:
-    """Run --check, and three updates of each algorithm in bfloat16 with stand-in models. This is the first section,
+    """Run --check update, and three updates of each algorithm in bfloat16 with stand-in models. The first section,
     because it shows most of what can be wrong on a new GPU."""
     folder = section.folder("runs")
     flags = [*stand_ins(section, folder), *RUN_OF]
-    section.attempt("--check", partial(checked, section, folder, flags))
+    section.attempt("--check update", partial(checked, section, folder, flags))
     for algorithm in ALGORITHMS:
         name = f"{algorithm.upper()}, three updates"
         section.attempt(name, partial(short_run, section, name, folder, algorithm, flags))
 
 
 def checked(section: Section, folder: Path, flags: list[object]) -> None:
-    command = run(section, ["train_ppo.py", *flags, "--check"], folder)
+    command = run(section, ["train_ppo.py", *flags, "--check", "update"], folder)
     passed = [line.split("  ok")[0].strip() for line in command.printed().splitlines() if "  ok" in line]
-    section.figure("--check", f"{len(passed)} passed", "", ", ".join(passed))
+    section.figure("--check update", f"{len(passed)} passed", "", ", ".join(passed))
 
 
 def short_run(section: Section, name: str, folder: Path, algorithm: str, flags: list[object]) -> None:

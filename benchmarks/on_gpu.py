@@ -189,7 +189,7 @@ def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending
     with log.open("a", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.run_section", plan.as_json()],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, encoding="utf-8",
             start_new_session=not WINDOWS,
         )  # fmt: skip
         family: set[psutil.Process] = set()

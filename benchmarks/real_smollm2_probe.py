@@ -71,7 +71,7 @@ def answer_human(problems: Path, runs: Path, results: Path, screen: Screen) -> N
             continue
         probe = Probe(runs / run, name in starts, screen)
         examples = load_examples(str(problems))[:PROBLEMS]
-        probe.questions, _ = encode_prompts(probe.tokenizer, examples, probe.tokenizer.model_max_length)
+        probe.questions = encode_prompts(probe.tokenizer, examples, probe.tokenizer.model_max_length)
         short = probe.config.sampling.max_new_tokens
         cells = {way: probe.cell(probe.questions, short, greedy=way == "greedy") for way in ("sampled", "greedy")}
         write_json(file, {**probe.facts_of_model(), "file": problems.name, "cells": cells})
@@ -191,7 +191,7 @@ def with_examples(questions: Sequence[Prompt], training: Sequence[Prompt], token
     chats = [
         replace(p.example, messages=(*p.example.messages[:-1], *shots, p.example.messages[-1])) for p in questions
     ]
-    prompts, _ = encode_prompts(tokenizer, chats, tokenizer.model_max_length)
+    prompts = encode_prompts(tokenizer, chats, tokenizer.model_max_length)
     return prompts
 
 

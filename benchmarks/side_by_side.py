@@ -78,7 +78,7 @@ def start(root: Path, work: dict) -> subprocess.Popen:
     environment = {**os.environ, "SIDE_ROOT": str(root), "PYTHONPATH": str(root)}
     command = [sys.executable, __file__, "--worker", json.dumps(work)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=root, env=environment, text=True, encoding="utf-8", **pipes)
+    return subprocess.Popen(command, cwd=root, env=environment, encoding="utf-8", **pipes)
 
 
 def ask(side: subprocess.Popen) -> dict[str, float]:

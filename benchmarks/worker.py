@@ -43,7 +43,6 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log_stream,
-            text=True,
             encoding="utf-8",
         )
 

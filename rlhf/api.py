@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rlhf.data.examples import GivenPrompt
     from rlhf.rewards.functions import RewardFunction
-    from rlhf.setup.scan import Scan
+    from rlhf.run.looks import CheckResult
     from rlhf.trainer.loop import OnPolicyLoop
 
     Prompts = Sequence[GivenPrompt]
@@ -72,16 +72,17 @@ def make_trainer(
     return trainer
 
 
-def scan(
+def check(
     config: Config,
     prompts: Prompts,
     rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
-) -> Scan:
-    """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
-    topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
-    `make_trainer`."""
-    from rlhf.run.python_run import check_given, scan_of
+) -> CheckResult:
+    """Check a run before it is trained, as --check does: print the results, and return them with their problems, an
+    empty list if all is well. `make_config(check=("reward", "prompts"))` checks these parts only. Trains and writes
+    nothing. Raises UserError. The arguments are those of `make_trainer`."""
+    from rlhf.run.looks import check_program
+    from rlhf.run.python_run import check_given
 
-    check_given(config)
-    return agree(lambda: scan_of(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights))
+    check_given(config, trains=False)
+    return agree(lambda: check_program(config, prompts=prompts, rewards=rewards, reward_weights=reward_weights))

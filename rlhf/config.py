@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rlhf.checkpoints.run_folder import folders_of
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
 from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import build, read_given, show_help, values_of
+from rlhf.settings.merge import build, merged, read_command
 from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
@@ -41,25 +40,21 @@ def make_config(recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM
         ]
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
-    layers = lower_layers(recipe, row, {}, "make_config")
-    given = layer.keys()
-    return _built(row, [*layers, layer], normal_name(recipe), given=given, assumed=OF_MAKE_TRAINER, in_python=True)
+    layers = [*lower_layers(recipe, row, {}, "make_config"), layer]
+    return _built(row, layers, normal_name(recipe), given=layer, assumed=OF_MAKE_TRAINER, in_python=True)
 
 
-def _signature_with_settings(function: Callable[..., Config]) -> inspect.Signature:
-    """Return the signature of a function with all settings in place of its `**settings`, for help() and for the
-    completion in notebooks."""
-    *own, _ = inspect.signature(function).parameters.values()
-    named = [
+# help() and the completion in notebooks show all settings in place of `**settings`
+make_config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*inspect.signature(make_config).parameters.values()][:-1]
+    + [
         inspect.Parameter(s.name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=s.type)
         for s in settings_of(Config).values()
-    ]
-    return inspect.Signature([*own, *named], return_annotation=Config)
+    ],
+    return_annotation=Config,
+)
 
-
-vars(make_config)["__signature__"] = _signature_with_settings(make_config)
-
-OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "scan")  # given by arguments of make_trainer, or by scan()
+OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func")  # given by arguments of make_trainer and check
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -90,8 +85,7 @@ def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -
     config.py. Combinations of settings are not checked. Raises UserError if the recipe's file is missing or a value is
     invalid."""
     row = ALGORITHMS[algorithm]
-    values = values_of(Config, lower_layers(recipe, row, user))
-    return build(Config, values, row.foreign, recipe=recipe, algorithm=algorithm, user_file=user)
+    return _built(row, lower_layers(recipe, row, user), recipe, user, checked=False)
 
 
 def _built(
@@ -103,11 +97,13 @@ def _built(
     given: Collection[str] = (),
     assumed: Collection[str] = (),
     in_python: bool = False,
+    checked: bool = True,
 ) -> Config:
-    values = values_of(Config, layers, problems)
-    checks = (validate_training, row.validate)
+    values = merged(Config, layers, problems)
+    checks = (validate_training, row.validate) if checked else ()
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
-    return build(Config, values, row.foreign, checks, given, assumed, **top)
+    of_row = {"label": row.label, "compares": row.group_size > 1}
+    return build(Config, values, row.foreign, checks, given, assumed, **top, **of_row)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------
@@ -130,29 +126,22 @@ def parse_cli(
 ) -> Config:
     """Return the configuration of an algorithm's script. `user_file` is the config.py, which is used with the default
     recipe. With --resume, run.json replaces the recipe and config.py. Raises UserError that lists all errors."""
-    user = read_user_file(user_file, name_table(settings_of(Config)))
-    return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, user)
-
-
-def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
-    """Return the result of `parse_cli` if config.py contains the layer `user`."""
     row = ALGORITHMS[algorithm]
-    line = command_line(ALGORITHMS[algorithm])
+    user = read_user_file(user_file, name_table(settings_of(Config)))
 
     def lower(recipe: str) -> tuple[list[Layer], str | None]:
-        edits = user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
-        return lower_layers(recipe, row, user), edits
+        unused = None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}"
+        return lower_layers(recipe, row, user), user_file_line(user, row, unused)
 
-    show_help(line, argv, lower)
-    given = read_given(line, argv)
+    given = read_command(command_line(row), argv, lower)
     layers = lower_layers(given.recipe, row, user, given.recipe_place)
     recipe = given.recipe
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
-    stored = stored_run(row, [*of_command, *given.layers])
+    stored = stored_run(row, [*of_command, given.file, given.flags])
     if stored is not None:
         layers = [layers[0], *of_command, stored[0]]
         recipe = recipe if given.recipe_place else stored[1]
-    return _built(row, [*layers, *given.layers], recipe, user, given.problems, given.layers[1])
+    return _built(row, [*layers, given.file, given.flags], recipe, user, given.problems, given.flags)
 
 
 # settings of the command that resumes a run, which are not restored from the run
@@ -176,7 +165,8 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     `layers` are the command line's, above the settings of recipe and config.py that are in OF_THE_COMMAND.
     """
     settings = settings_of(Config)
-    run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, *CODE)) for layer in layers])
+    asked = merged(Config, [only(layer, settings, (*OF_THE_COMMAND, *CODE)) for layer in layers])
+    run = {name: value for name, (value, _) in asked.items()}
     if not run["resume"]:
         return None
     folders = folders_of(run["output"], run["seeds"])
@@ -229,5 +219,5 @@ def config_of_run(run: RunRecord, **changed: Any) -> Config:
 
 def stored_layer(settings: dict[str, Any]) -> Layer:
     """Return stored settings as a layer, without those that this version does not have."""
-    names = name_table(settings_of(Config))
-    return {name: (value, RUN_FILE) for name, value in flat_settings(settings).items() if name in names}
+    known = settings_of(Config)  # run.json has no other names of a setting
+    return {name: (value, RUN_FILE) for name, value in flat_settings(settings).items() if name in known}

@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["ACCELERATE_USE_CPU"] = "true"
 # the tests compare results to the last bit, which depends on the number of threads; more than one slows tiny models
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# tests that take two threads share the cores with other workers: a thread that waits must not keep its core busy
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # --deterministic refuses a process that has used CUDA without it, and tests marked gpu run in the same process
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
@@ -37,6 +39,7 @@ from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import UserError
 from rlhf.utils.signals import GracefulStop
+from tests.forks import Forks
 from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 from tests.systems import words_of
@@ -136,6 +139,14 @@ def write_pairs(folder: Path) -> None:
             system = "Answer step by step." if i % 3 == 0 else ""
             row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
             file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Run commands in forks of one process per worker, which imports the slow libraries once."""
+    started = Forks()
+    yield started
+    started.close()
 
 
 @pytest.fixture
@@ -272,7 +283,7 @@ def build(configured, load_prompts_once, monkeypatch):
 
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the statistics and the flat gradient of all weights for one micro-batch of all rows."""
-    trainer.model.zero_grad()
+    trainer.host.model.zero_grad()
     forward = trainer.passes.run(batch.completions, range(len(batch.mask)))
     stats = trainer.policy_optimizer.gradients(batch, forward, batch.mask.sum().float())
-    return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+    return stats, torch.cat([w.grad.flatten() for w in trainer.host.model.parameters() if w.grad is not None])

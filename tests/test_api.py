@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.api import make_trainer, scan
+from rlhf.api import check, make_trainer
 from rlhf.callbacks.base import Callback
 from rlhf.config import make_config, parse_cli
 from rlhf.rewards.call import BadScore
@@ -129,12 +129,12 @@ def test_a_callback_can_end_the_run(config):
 
     trainer = make_trainer(config(num_iterations=5), ["a cat?"], [words], callbacks=[Ends()])
     trainer.train()
-    assert trainer.state.global_step == trainer.updates == 2
+    assert trainer.host.state.global_step == trainer.updates == 2
     assert [evaluation.update for evaluation in trainer.evaluations] == [0, 2], "the last update is evaluated"
 
 
 def test_the_functions_of_the_package_import_no_torch():
-    imports = "import sys; from rlhf import make_config, make_trainer, scan; make_config()"
+    imports = "import sys; from rlhf import check, make_config, make_trainer; make_config()"
     subprocess.run([sys.executable, "-c", f"{imports}; assert 'torch' not in sys.modules"], cwd=ROOT, check=True)
 
 
@@ -181,16 +181,28 @@ def test_rewards_are_functions_modules_or_names(config, user_error):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"check": True}, {"check_reward": True}, {"dry_run": True}, {"scan": True},
-     {"seeds": [1, 2]}, {"seeds": [1, 2], "check": True}],
-)  # fmt: skip
+    [{"dry_run": True}, {"seeds": [1, 2]}, {"seeds": [1, 2], "dry_run": True, "memory": "8GB"}],
+)
 def test_settings_that_only_the_scripts_use_are_refused(config, settings, user_error):
     given = config(**settings)
-    with user_error() as refused:
-        make_trainer(given, ["a cat?"], [words])
-    assert [line.split(":")[0].split()[-1] for line in map(str, refused.value.problems)] == [
-        name for name in OF_THE_SCRIPTS if name in settings
-    ]
+    for use in (make_trainer, check):
+        with user_error() as refused:
+            use(given, ["a cat?"], [words])
+        assert [line.split(":")[0].split()[-1] for line in map(str, refused.value.problems)] == [
+            name for name in OF_THE_SCRIPTS if name in settings
+        ]
+
+
+def test_check_is_refused_by_a_trainer(config, user_error):
+    with user_error("make_config(check=)", "check()"):
+        make_trainer(config(check=True), ["a cat?"], [words])
+
+
+def test_the_removed_function_names_the_new_one():
+    import rlhf
+
+    with pytest.raises(AttributeError, match=r"rlhf\.check"):
+        rlhf.scan  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -213,7 +225,7 @@ def test_settings_about_files_are_refused_without_a_folder(config, settings, use
 @pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], ["much"], [True], {1.0}])
 @pytest.mark.parametrize("output", [None, "run"])
 def test_weights_that_the_flag_refuses_are_refused(config, tmp_path, weights, output, user_error):
-    for use in (make_trainer, scan):
+    for use in (make_trainer, check):
         more = {"output": tmp_path / output} if output and use is make_trainer else {}
         with user_error("reward_weights"):
             use(config(), ["a cat?"], [words], reward_weights=weights, **more)
@@ -281,8 +293,8 @@ def test_callback_without_methods_of_its_own_is_accepted(config):
 def test_reward_model_may_be_unset_if_rewards_are_given(config, none, user_error):
     unset = config(rm_model=none)
     assert str(make_trainer(unset, ["a cat?"], [words]).rewards) == "1 x words"
-    scan(unset, ["a cat?"], [words])
-    for use in (make_trainer, scan):
+    assert check(config(rm_model=none, check="reward"), ["a cat?"], [words]).problems == []
+    for use in (make_trainer, check):
         with user_error("rewards=", "make_trainer()"):
             use(unset, ["a cat?"])
     with user_error("--rm-model none"):
@@ -345,7 +357,7 @@ def test_a_variable_keeps_the_messages_of_libraries(monkeypatch, value, shown):
 
 @pytest.mark.parametrize("given", [None, {"batch_size": 2}, "demo"])
 def test_what_is_not_a_configuration_is_refused(given, user_error):
-    for use in (make_trainer, scan):
+    for use in (make_trainer, check):
         with user_error("config", "make_config()"):
             use(given, ["a cat?"], [words])
 

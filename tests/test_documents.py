@@ -222,7 +222,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)
         trainer.train()
-        logged |= set().union(*trainer.state.log_history) - {"epoch", "step"}
+        logged |= set().union(*trainer.host.state.log_history) - {"epoch", "step"}
     rows = [row for row in prose(ROOT / "docs" / "metrics.md").splitlines() if row.startswith("| `")]
     first_cells = " ".join(row.split("|")[1] for row in rows)
     assert set(re.findall(r"`([a-z0-9_]+(?:/[A-Za-z0-9_]+)*)`", first_cells)) == logged

@@ -96,7 +96,8 @@ class KLController:
         return {"beta": self.beta, "done": self.done}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.beta, self.done = float(state["beta"]), int(state["done"])
+        self.beta = float(state["beta"])
+        self.done = int(state["done"])
 
 
 def kl_controller(config: Config, updates: int) -> KLController:

@@ -40,4 +40,6 @@ class ScoreNormalizer:
         return {"m": self.mean, "v": self.var, "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.mean, self.var, self.batches = float(state["m"]), float(state["v"]), int(state["batches"])
+        self.mean = float(state["m"])
+        self.var = float(state["v"])
+        self.batches = int(state["batches"])

@@ -18,7 +18,8 @@ class PolicyGradient:
     `loss`."""
 
     def __init__(self, config: Config):
-        self.config, self.clip = config, Clip(*config.batch.clip)
+        self.config = config
+        self.clip = Clip(*config.batch.clip)
 
     def kl_and_loss_mask(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T)."""

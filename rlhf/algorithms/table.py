@@ -1,8 +1,7 @@
-"""The table of algorithms: one row each. Imports no torch."""
+"""The table of algorithms: one row each. Imports no torch, so the classes are in rlhf/algorithms/classes.py."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,6 @@ class Algorithm:
     group_size: int  # default of --K; above 1: the scores of a prompt's completions are compared
     has_critic: bool
     settings: tuple[str, ...]  # groups of settings that only some algorithms read, besides "group" and "critic"
-    source: str  # "module:Class", imported when a trainer is built
-
-    def build(self, config: Any) -> Any:
-        """Return the algorithm with these settings: an object with the methods `advantages` and `loss`."""
-        module, _, name = self.source.partition(":")
-        return getattr(importlib.import_module(module), name)(config)
 
     @property
     def script(self) -> str:
@@ -76,7 +69,6 @@ ALGORITHMS = {
             group_size=1,
             has_critic=True,
             settings=("ppo",),
-            source="rlhf.algorithms.ppo:PPO",
         ),
         Algorithm(
             name="grpo",
@@ -85,7 +77,6 @@ ALGORITHMS = {
             group_size=8,
             has_critic=False,
             settings=("grpo",),
-            source="rlhf.algorithms.grpo:GRPO",
         ),
         Algorithm(
             name="rloo",
@@ -94,7 +85,6 @@ ALGORITHMS = {
             group_size=8,
             has_critic=False,
             settings=(),
-            source="rlhf.algorithms.rloo:RLOO",
         ),
         Algorithm(
             name="reinforce_pp",
@@ -103,7 +93,6 @@ ALGORITHMS = {
             group_size=1,
             has_critic=False,
             settings=(),
-            source="rlhf.algorithms.reinforce_pp:ReinforcePlusPlus",
         ),
     )
 }

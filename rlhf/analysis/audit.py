@@ -211,9 +211,13 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
     """Warns if the whole interval over prompts is above the KL band. A few large values are not enough."""
     if target is None or completions.kl is None:
         return []
-    (nats, per), lengths = target, completions.lengths
-    of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
-    kl = this["kl" if per == "sequence" else "kl_per_token"]
+    nats, per = target
+    if per == "sequence":
+        kl = this["kl"]
+        of_prompts = completions.kl.mean(axis=1)
+    else:
+        kl = this["kl_per_token"]
+        of_prompts = completions.kl.sum(axis=1) / completions.lengths.sum(axis=1)
     most = KL_BAND[1] * nats
     if not over_prompts(of_prompts - most, seed).above(0):
         return []

@@ -199,7 +199,8 @@ def _values(run: Mix, measure: str) -> np.ndarray:
     A prompt with a high KL makes the run reach a KL earlier, so slope x (KL - mean KL) is subtracted, which does not
     change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL).
     """
-    values, (weight, start) = _mean(run, measure), run[0]
+    values = _mean(run, measure)
+    weight, start = run[0]
     gain = scored(values - start.by_prompt(measure))
     if weight or not len(gain):
         return values
@@ -228,7 +229,8 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
 
     If the two cannot be compared, "missing" holds the reason.
     """
-    name, (one, other) = " - ".join(pair), pair.values()
+    name = " - ".join(pair)
+    one, other = pair.values()
     late = [group for group, found in pair.items() if any(run[-1][1].update == 0 for run in found)]
     if late:
         return {"name": name, "missing": f"{listed(late)} had no evaluation after the start yet"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,12 +23,17 @@ Samples = list[tuple[list[list[int]], list[bool]]]  # n times one completion of 
 
 @torch.no_grad()
 def sample_start(
-    evaluator: ModelEvaluator, minutes: float, least: int, file: Path, screen: Screen
+    evaluator: ModelEvaluator,
+    minutes: float,
+    least: int,
+    file: Path,
+    screen: Screen,
+    check: Callable[[], None] = lambda: None,
 ) -> GenerationResults:
     """Return n completions of each prompt by the start model: as many as `minutes` allow, from `least` to MOST.
 
     They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
-    and more are added if `minutes` are more than they took.
+    and more are added if `minutes` are more than they took. `check` is called before `file` is written.
     """
     prompts = evaluator.encoded(evaluator.tokenizer)
     seed = evaluator.settings.seed
@@ -43,6 +48,7 @@ def sample_start(
             completions = evaluator.sample(model, evaluator.tokenizer, prompts, uniform)
             samples.append((completions.rows(), completions.ended.tolist()))
             screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
+        check()
         write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))

@@ -8,7 +8,7 @@ from signal import Signals
 from typing import Any
 
 from rlhf.callbacks.base import Callback
-from rlhf.checkpoints.best import Candidate, choose, perplexity_limit
+from rlhf.checkpoints.best import Candidate, choose, why_no_perplexity_limit
 from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
@@ -54,10 +54,10 @@ class BestCheckpoint(Callback):
         self.costs.append({"episodes": self.trainer.episodes, "peak_memory_gib": memory})
         learned = self.trainer.rewards.has_model
         by_start = self.trainer.evaluator.text.by_start
-        limit = perplexity_limit(learned, by_start, self.config.kl.steered)
-        best, why = choose(self.candidates, run.best_rule, limit)
+        unlimited = why_no_perplexity_limit(learned, by_start, self.config.kl.steered)
+        best, why = choose(self.candidates, run.best_rule, unlimited)
         if best == len(self.candidates) - 1:
-            require_equal_weights(self.trainer.model, f"update {evaluation.update}")
+            require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
             folder = self.log.folder / BEST_FOLDER
             on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
         self.log.add(
@@ -142,7 +142,7 @@ class Checkpoints(Callback):
 
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
-        require_equal_weights(self.trainer.model, f"update {update}")
+        require_equal_weights(self.trainer.host.model, f"update {update}")
         on_first(lambda: self.write(update))
         self.trainer.host_callbacks.call("on_save")
 

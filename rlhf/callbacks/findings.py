@@ -1,5 +1,5 @@
-"""Findings: reasons why little can be learned from sampled completions. `--scan`, the progress line and the end of a
-run use the same function and the same limits.
+"""Findings: reasons why little can be learned from sampled completions. `--check prompts`, the progress line and the
+end of a run use the same function and the same limits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SampleFigures:
     where: str  # the setting or the rewards that an error line names
     truncated: float  # share of the completions without EOS
     equal_groups: float | None = None  # share of the groups with equal scores; None without groups
-    scores: Range | None = None  # of all completions that have one, over the whole run or scan
+    scores: Range | None = None  # of all completions that have one, over the whole run or check
     functions: dict[str, Range] = field(default_factory=dict)  # values of each reward function before its weight
-    # only in a scan
+    # only in a check of the prompts
     signal: float | None = None  # mean variance of the score within a prompt
     same_texts: float = 0.0  # share of the prompts whose completions are all equal
     in_reach: float | None = None  # share of the prompts with a pass rate of 20% to 80%
@@ -150,7 +150,7 @@ def short_fields(metrics: dict[str, float], sampling: SamplingSettings) -> list[
 
 def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
     """Return the figures of a run: shares over its last updates, and scores over all. None if none was logged."""
-    rows = [entry for entry in trainer.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
+    rows = [entry for entry in trainer.host.state.log_history if "completions/eos_rate" in entry][-LAST_UPDATES:]
     if not rows:
         return None
     is_control = trainer.config.reward.control != "none"  # its groups have other completions' scores

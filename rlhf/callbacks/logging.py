@@ -45,7 +45,7 @@ class TensorBoardLog(Callback):
         self.write(file_version="brain.Event:2")
         # Hides what the interrupted session logged after its last checkpoint: these updates are trained again.
         # TensorBoard ignores the first START of a run, so the first session writes one, too.
-        self.write(step=trainer.state.global_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self.write(step=trainer.host.state.global_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, **content: Any) -> None:
         """Write an event to the file at once: a resumed run does not log the updates before its checkpoint again."""
@@ -94,7 +94,7 @@ class ProgressLine(Callback):
 
     def on_train_begin(self, trainer):
         self.started = time.monotonic()
-        self.first = trainer.state.global_step
+        self.first = trainer.host.state.global_step
 
     def on_update_end(self, update, metrics):
         updates = self.trainer.updates

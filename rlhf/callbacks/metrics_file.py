@@ -25,7 +25,7 @@ class MetricsFile(Callback):
 
     def on_train_begin(self, trainer):
         self.progress = trainer.progress
-        self.cut(trainer.state.global_step)
+        self.cut(trainer.host.state.global_step)
 
     def cut(self, update: int) -> None:
         """Remove what an interrupted session wrote after the checkpoint of `update`: these updates are trained again.

@@ -122,25 +122,26 @@ class Trackers(Callback):
         self.trackers: dict[str, Any] = {}
 
     def on_train_begin(self, trainer):
-        self.trainer, args = trainer, arguments_of(self.config)
+        self.trainer = trainer
+        args = arguments_of(self.config)
         for name in self.names:
             self._attempt(name, lambda name=name: self._start(name, args))
 
     def _start(self, name: str, args: SimpleNamespace) -> None:
         tracker = TRACKERS[name]()
-        tracker.start(args, self.trainer.state, self.run_id)
+        tracker.start(args, self.trainer.host.state, self.run_id)
         self.trackers[name] = tracker
 
     def on_update_end(self, update, metrics):
-        self._each(lambda tracker: tracker.log(metrics, self.trainer.state))
+        self._each(lambda tracker: tracker.log(metrics, self.trainer.host.state))
 
     def on_update_skipped(self, update, rollout, batch, reason):
         skipped = {"updates/skipped": float(self.trainer.progress.skipped)}
-        self._each(lambda tracker: tracker.log(skipped, self.trainer.state))
+        self._each(lambda tracker: tracker.log(skipped, self.trainer.host.state))
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
-        state = self.trainer.state
+        state = self.trainer.host.state
         columns, rows = sample_table(evaluation, self.trainer.evaluation_prompts) if self.trackers else ([], [])
         self._each(lambda tracker: tracker.log(metrics, state))
         self._each(lambda tracker: tracker.table(columns, rows, state))
@@ -148,7 +149,7 @@ class Trackers(Callback):
     def finish(self, figures: dict[str, Any] | None = None, failed: bool = False) -> None:
         """Send the results, and end the runs in the trackers. Ctrl-C ends the wait for a tracker without a network."""
         try:
-            self._each(lambda tracker: tracker.finish(figures, failed, self.trainer.state))
+            self._each(lambda tracker: tracker.finish(figures, failed, self.trainer.host.state))
         except KeyboardInterrupt:
             self.screen.say("warning: stopped before the trackers had received everything: --report-to")
         self.trackers.clear()

@@ -27,16 +27,8 @@ class Candidate:
         return self.score if rule == "score" else self.metrics.get(rule, {}).get("value", -math.inf)
 
 
-@dataclass(frozen=True)
-class PerplexityLimit:
-    """The largest perplexity of the best checkpoint, and why it is this one."""
-
-    ratio: float | None  # times the start model's; None: no limit
-    why: str  # completes a sentence about the limits; "" if there is one
-
-
-def perplexity_limit(learned: bool, by_start: bool, kl_limited: bool) -> PerplexityLimit:
-    """Return the limit of the rules that choose a highest value.
+def why_no_perplexity_limit(learned: bool, by_start: bool, kl_limited: bool) -> str:
+    """Return why the rules that choose a highest value have no limit of perplexity; "" if they have it.
 
     Only learned scores have one: they can rise while the text gets worse. A checker's score cannot, and with a checker
     the perplexity rises while answers change as they should. The perplexity of the start model's own sample measures
@@ -48,17 +40,17 @@ def perplexity_limit(learned: bool, by_start: bool, kl_limited: bool) -> Perplex
         kl_limited: there is a KL target, so there is a KL limit.
     """
     if not learned:
-        return PerplexityLimit(None, "no limit of perplexity, because reward functions give all scores")
+        return "no limit of perplexity, because reward functions give all scores"
     if by_start and kl_limited:
-        return PerplexityLimit(None, "no limit of perplexity, because its text is the start model's own")
-    return PerplexityLimit(PERPLEXITY_GATE, "")
+        return "no limit of perplexity, because its text is the start model's own"
+    return ""
 
 
-def choose(candidates: Sequence[Candidate], rule: str, limit: PerplexityLimit) -> tuple[int, str]:
+def choose(candidates: Sequence[Candidate], rule: str, unlimited: str) -> tuple[int, str]:
     """Return the index of the best candidate, and the reason in words.
 
     The rule "score" chooses the highest score among the candidates with KL <= 1.5 x their target and perplexity <=
-    `limit.ratio` x the start model's. The name of an evaluation function chooses its highest value among the same
+    1.15 x the start model's. The name of an evaluation function chooses its highest value among the same
     candidates. The rule "perplexity" (used by the reference systems) chooses the lowest perplexity among the
     candidates with KL <= 1.5 x their target. Ties go to the earlier one. If no candidate is within the limits, the one
     that exceeds them least is chosen.
@@ -66,14 +58,15 @@ def choose(candidates: Sequence[Candidate], rule: str, limit: PerplexityLimit) -
     Args:
         candidates: the evaluations; the first is the start model.
         rule: "score", "perplexity" or the name of an evaluation function.
-        limit: the limit of perplexity; the rule "perplexity" does not use it.
+        unlimited: `why_no_perplexity_limit`; the rule "perplexity" has none in any case.
     """
-    ratio, why = (None, "") if rule == "perplexity" else (limit.ratio, limit.why)
-    excess = [_excess(c, ratio and ratio * candidates[0].perplexity) for c in candidates]
+    limited = rule != "perplexity" and not unlimited
+    most = PERPLEXITY_GATE * candidates[0].perplexity if limited else None
+    excess = [_excess(c, most) for c in candidates]
     gates = [f"KL at most {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
-    gates += [f"perplexity at most {ratio:g} x the start model's"] if ratio is not None else []
+    gates += [f"perplexity at most {PERPLEXITY_GATE:g} x the start model's"] if limited else []
     gate = " and ".join(gates) or "any KL (there is no KL target)"
-    gate += f"; {why}" if why else ""
+    gate += f"; {unlimited}" if unlimited and rule != "perplexity" else ""
     passing = [i for i, far in enumerate(excess) if far <= 1]
     if not passing:
         nearest = excess.index(min(excess))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -23,7 +22,7 @@ from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError, as_os_error, first_line
 from rlhf.utils.files import make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
-from rlhf.utils.libraries import is_installed, pip_install
+from rlhf.utils.libraries import pip_install, version_of
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, interrupted_saves, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace, waiting_lock
 
@@ -44,7 +43,11 @@ def gguf_folder(name: str, flag: str) -> Path:
     `.gguf` file of an installed package. Converts the file if the cache has no valid copy. Raises UserError; the
     message contains `flag`."""
     place = f"{flag} {name}"
-    file = _file_of_package(name.removeprefix(PACKAGE), place) if name.startswith(PACKAGE) else _existing(name, flag)
+    if name.startswith(PACKAGE):
+        return _converted(_file_of_package(name.removeprefix(PACKAGE), place), place)
+    file = resolve_path(name)
+    if not file.is_file():
+        raise missing_path(name, "GGUF file", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
     return _converted(file, place)
 
 
@@ -95,13 +98,6 @@ def _file_of_package(package: str, place: str) -> Path:
     return files[0]
 
 
-def _existing(name: str, flag: str) -> Path:
-    file = resolve_path(name)
-    if not file.is_file():
-        raise missing_path(name, "GGUF file", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
-    return file
-
-
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +114,7 @@ def _converted(file: Path, place: str) -> Path:
         "file": file.name,
         "sha256": sha256_once(file),
         "converter": CONVERTER,
-        "transformers": importlib.metadata.version("transformers"),  # its reader decides the tokenizer
+        "transformers": version_of("transformers"),  # its reader decides the tokenizer
     }
     key = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem}-{key}"
@@ -149,7 +145,7 @@ def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
 
 def _check_readable(file: Path, place: str) -> None:
     """Raise UserError if the library gguf is missing, or the file is not a GGUF file."""
-    if not is_installed("gguf"):
+    if version_of("gguf") is None:
         raise UserError("gguf is not installed", place, f"Install it with: {pip_install('gguf')}")
     with file.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:
@@ -175,7 +171,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
         raise UserError(
             f"the GGUF file cannot be read ({reason:.200})",
             place,
-            ("Download it again, or give a model whose architecture and quantization transformers supports"),
+            "Download it again, or give a model whose architecture and quantization transformers supports",
         ) from None
     restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
     for left in interrupted_saves(folder):
@@ -225,7 +221,11 @@ def _load(file: Path, reader: GGUFReader, place: str) -> tuple[PreTrainedModel, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
-        _link(file, Path(folder, file.name))
+        link = Path(folder, file.name)
+        try:
+            link.symlink_to(file.resolve())
+        except OSError:  # Windows without the developer mode
+            shutil.copyfile(file, link)
         source = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
             read, found = AutoModelForCausalLM.from_pretrained(
@@ -258,14 +258,6 @@ def _add_unreported(found: dict[str, Any], reader: GGUFReader, model: PreTrained
     names = {tensor.name.removesuffix(".weight") for tensor in reader.tensors}
     found["unexpected_keys"] |= names - needed
     found["missing_keys"] |= {name for name in needed - names if "_exps" in name}
-
-
-def _link(file: Path, link: Path) -> None:
-    """Make a link to a file, or a copy if the system permits no links."""
-    try:
-        link.symlink_to(file.resolve())
-    except OSError:  # Windows without the developer mode
-        shutil.copyfile(file, link)
 
 
 def restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | None, place: str, screen: Screen) -> None:

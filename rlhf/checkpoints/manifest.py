@@ -141,8 +141,8 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
     if not folder.is_dir():
         return scan
     for path in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
-        named = NAME.fullmatch(path.name)
-        if named is None or not path.is_dir():
+        update = update_number(path.name)
+        if update is None or not path.is_dir():
             continue
         try:
             problem = validate_checkpoint(path, run)
@@ -153,7 +153,7 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
             if isinstance(error, PermissionError):
                 scan.forbidden = error
         if problem is None:
-            scan.valid[int(named[1])] = path
+            scan.valid[update] = path
             scan.forbidden = None
         elif deleting:
             scan.deleting.append(path)

@@ -65,10 +65,8 @@ def find_model(name: str, flag: str) -> str:
             raise UserError(
                 "an adapter, not a full model",
                 f"{flag} {name}",
-                (
-                    f"Merge it into its base ({base_of_adapter(folder)}): "
-                    f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
-                ),
+                f"Merge it into its base ({base_of_adapter(folder)}): "
+                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)",
             )
         if is_interrupted_save(folder) and not (folder / RUN_FILE).is_file():
             raise UserError("an interrupted save, not a complete model", f"{flag} {name}", "Train it again")
@@ -137,10 +135,8 @@ def find_recorded(run: RunRecord, kind: str, name: str, flag: str) -> str:
     if recorded and now and recorded != now:
         changed = [key for key in {**recorded, **now} if recorded.get(key) != now.get(key)]
         raise UserError(
-            (
-                f"not the {kind.replace('_', ' ')} of the run that started {run.started[:19]}, because "
-                f"{', '.join(changed)} changed"
-            ),
+            f"not the {kind.replace('_', ' ')} of the run that started {run.started[:19]}, because "
+            f"{', '.join(changed)} changed",
             f"{flag} {name}",
             f"Restore it, or choose a model with {flag} FOLDER",
         )
@@ -302,7 +298,7 @@ def missing_targets(leaves: Collection[str], targets: Collection[str], name: str
         Problem(
             f"no module named {', '.join(missing)}",
             f"--lora-targets, {name}",
-            (f"{did_you_mean(missing[0], leaves)}Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"),
+            f"{did_you_mean(missing[0], leaves)}Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}",
         )
     ]
 
@@ -313,17 +309,6 @@ def tokenizer_problems(folder: Path) -> list[Problem]:
     if settings.is_file() and read_object(settings).get("eos_token", "not given") is None:
         return [Problem("no EOS token", f"tokenizer of {folder}", "Set eos_token in its tokenizer_config.json")]
     return []
-
-
-def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> Problem | None:
-    """Return an error if a tokenizer has more tokens than its model has embeddings, otherwise None."""
-    if tokens <= embeddings:
-        return None
-    return Problem(
-        f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings",
-        name,
-        "Use a model with its own tokenizer, in one folder",
-    )
 
 
 def read_record(folder: Path) -> dict | None:

@@ -19,6 +19,9 @@ from rlhf.utils.paths import ANY_NUMBER
 
 LOCK_FILE = "run.lock"
 INPUTS_FILE = "failed_inputs.json"
+# what to do if a locked folder was moved away
+RESUME_THERE = "If its files are in another folder, resume the run in that one: --resume --output OTHER_FOLDER"
+RUN_AGAIN = "Run the command again"
 reserved: dict[Path, RunLock] = {}  # the locks of folders in which this process is about to start a run
 BEST_FOLDER = "best"
 MERGED_FOLDER = "merged"
@@ -104,7 +107,6 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[Ru
     Raises UserError as `check_output`. The older run is moved to FOLDER_1, FOLDER_2.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
-    folder.mkdir(parents=True, exist_ok=True)
     lock = lock_run(folder)
     try:
         with lock.closed_after_error():
@@ -183,7 +185,7 @@ def reserve(folder: Path) -> bool:
     """Lock a run's folder before its models are loaded, until `lock_run` takes the lock over or `release` gives it
     back. Returns False if a live process has locked it."""
     try:
-        reserved[folder] = claim_folder(folder)
+        reserved[folder] = RunLock(folder)
     except UserError:
         return False
     return True
@@ -201,15 +203,19 @@ def lock_run(folder: Path) -> RunLock:
 
 
 class RunLock(AbstractContextManager):
-    """Locks a folder until `close`. Raises UserError if a live process has locked it.
+    """Locks a folder until `close`, and creates it first if necessary. Raises UserError if a live process has locked
+    it. `advice`: what to do if the folder is moved meanwhile.
 
     The process writes its number into the locked file, because its run.json does not exist yet. What killed processes
     were writing in the folder is removed. If the folder is moved, its lock moves with it, and another run can use the
     path: call `check` before each write.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, advice: str = RESUME_THERE):
         self.folder = folder
+        self.advice = advice
+        self.made = [path for path in (folder, *folder.parents) if not path.exists()]  # the deepest first
+        folder.mkdir(parents=True, exist_ok=True)
         self.stream = _lock(folder)
         self.owner = f"PID {os.getpid()}, started {now()}, on {socket.gethostname()}\n".encode()
         self.stream.truncate(0)
@@ -224,8 +230,9 @@ class RunLock(AbstractContextManager):
         """Raise FolderMoved if another folder is at the path, or none."""
         if not self._is_at_its_path():
             raise FolderMoved(
-                f"the folder of this run was moved or removed: --output {self.folder}. Nothing more is written there. "
-                "If its files are in another folder, resume the run in that one: --resume --output OTHER_FOLDER"
+                "the folder was moved or removed while the command ran, so nothing more is written there",
+                f"--output {self.folder}",
+                self.advice,
             )
 
     def _is_at_its_path(self) -> bool:
@@ -240,6 +247,15 @@ class RunLock(AbstractContextManager):
         return os.path.samestat(os.fstat(self.stream.fileno()), (self.folder / LOCK_FILE).stat())
 
     def close(self) -> None:
+        """Unlock the folder. Remove it if this lock created it and nothing else is in it, as after an early error."""
+        with contextlib.suppress(OSError):
+            if self.made and self._is_at_its_path() and not _content(self.folder):
+                if system.WINDOWS:  # it removes no open file
+                    self.stream.close()
+                (self.folder / LOCK_FILE).unlink()
+                for folder in self.made:
+                    folder.rmdir()
+        self.made = []
         self.stream.close()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -254,12 +270,6 @@ class RunLock(AbstractContextManager):
             stack.push(self)
             yield
             stack.pop_all()
-
-
-def claim_folder(folder: Path) -> RunLock:
-    """Create a folder, and lock it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return RunLock(folder)
 
 
 def _lock(folder: Path) -> IO[bytes]:

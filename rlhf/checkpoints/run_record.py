@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any, get_type_hints
 from rlhf.utils.command_lines import is_checkout, short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.libraries import version_of
 from rlhf.utils.paths import note_names, same_value
 
 RUN_FILE = "run.json"
@@ -24,7 +24,7 @@ FORMAT = 4  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "ddp_timeout", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume"),
     *("memory", "resume_anyway", "record_tokens", "record_every", "record_prompts"),  # the last two: of older versions
-    *("merge_lora", "export_from", "push_to_hub", "check_reward", "scan", "scan_prompts", "report_to"),
+    *("merge_lora", "export_from", "push_to_hub", "report_to"),
     "threads",  # changes rounding only; `choose_threads` prints a warning
 )
 # between seeds of the same configuration: a GPU's free memory decides the last two, which change rounding only
@@ -149,7 +149,7 @@ class RunRecord:
             raise UserError(f"{RUN_FILE} has no settings, so this is not a training run", folder, "Use another folder")
         if facts.get("format", 1) != FORMAT:
             raise UserError(
-                (f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}"),
+                f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}",
                 folder,
                 "Train the run again, or use the version that made it",
             )
@@ -287,14 +287,6 @@ def environment() -> dict[str, Any]:
         "versions": {name: version_of(name) for name in PACKAGES},
         "commit": _commit() if is_checkout() else None,
     }
-
-
-def version_of(package: str) -> str | None:
-    """Return the installed version; None if the package is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

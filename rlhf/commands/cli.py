@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,25 +21,51 @@ class Subcommand:
     """A command after `rlhf`."""
 
     text: str  # for --help
-    module: str  # in rlhf.commands, imported when the command runs
-    function: str
-    arguments: tuple[str, ...] = ()  # of the function, before the command line
+    run: Callable[[list[str]], None]  # with a command line; any error ends the process with its exit status
 
-    def run(self, argv: Sequence[str]) -> None:
-        """Run the command. Any error ends the process with its exit status."""
-        module = importlib.import_module(f"rlhf.commands.{self.module}")
-        run_command(partial(getattr(module, self.function), *self.arguments, list(argv)), module.INTERRUPTED)
+
+# Each imports its command when it runs, so that the others' imports delay nothing.
+
+
+def _train(algorithm: str, argv: list[str]) -> None:
+    from rlhf.commands.train import INTERRUPTED, train_command
+
+    run_command(partial(train_command, algorithm, argv), INTERRUPTED)
+
+
+def _reward_model(argv: list[str]) -> None:
+    from rlhf.commands.reward_model import INTERRUPTED, reward_model_command
+
+    run_command(partial(reward_model_command, argv), INTERRUPTED)
+
+
+def _evaluate(argv: list[str]) -> None:
+    from rlhf.commands.evaluate import INTERRUPTED, evaluate_command
+
+    run_command(partial(evaluate_command, argv), INTERRUPTED)
+
+
+def _compare(argv: list[str]) -> None:
+    from rlhf.commands.compare import INTERRUPTED, compare_command
+
+    run_command(partial(compare_command, argv), INTERRUPTED)
+
+
+def _plot(argv: list[str]) -> None:
+    from rlhf.commands.plot import INTERRUPTED, plot_command
+
+    run_command(partial(plot_command, argv), INTERRUPTED)
 
 
 COMMANDS = {
     **{
-        row.name: Subcommand(f"train a language model with {row.title}", "train", "train_command", (row.name,))
+        row.name: Subcommand(f"train a language model with {row.title}", partial(_train, row.name))
         for row in ALGORITHMS.values()
     },
-    "reward-model": Subcommand("train a reward model from preference pairs", "reward_model", "reward_model_command"),
-    "evaluate": Subcommand("rank completions next to the start model's, or chat", "evaluate", "evaluate_command"),
-    "compare": Subcommand("compare runs over seeds, with a verdict", "compare", "compare_command"),
-    "plot": Subcommand("draw training curves", "plot", "plot_command"),
+    "reward-model": Subcommand("train a reward model from preference pairs", _reward_model),
+    "evaluate": Subcommand("rank completions next to the start model's, or chat", _evaluate),
+    "compare": Subcommand("compare runs over seeds, with a verdict", _compare),
+    "plot": Subcommand("draw training curves", _plot),
 }
 
 

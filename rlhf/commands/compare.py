@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
-from rlhf.checkpoints.run_folder import claim_folder
+from rlhf.checkpoints.run_folder import RUN_AGAIN, RunLock
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -33,12 +33,15 @@ def compare_command(argv: list[str] | None = None) -> None:
     folder = check_folder(config.comparison.output)
     models, groups = find_arms(config.comparison, config.measure)
     require_trusted_code(models, config.measure)
-    with claim_folder(folder):  # another comparison would replace its files
+    with RunLock(folder, RUN_AGAIN) as lock:  # another comparison would replace its files
         import_libraries(screen)
-        compare(config, models, groups, screen)
+        compare(config, models, groups, lock, screen)
 
 
-def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], screen: Screen) -> None:
+def compare(
+    config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], lock: RunLock, screen: Screen
+) -> None:
+    """Compare the arms, and write the report into the locked folder."""
     from rlhf.analysis.curves import read_runs
     from rlhf.analysis.equal_budget import read_eval_points
     from rlhf.analysis.evaluator import ModelEvaluator
@@ -50,7 +53,6 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     from rlhf.reports.comparison_tables import tables
 
     asked = config.comparison
-    folder = check_folder(asked.output)
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
     read = read_runs([models[i].run_folder for _, i in runs])
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
@@ -71,11 +73,11 @@ def compare(config: ComparisonConfig, models: list[ModelRef], groups: list[Setti
     samples = None
     if best_of or asked.limit_minutes:
         least = max([LEAST, *(BLOCKS * n for n in best_of)])
-        file = folder / "start_samples.json"
-        samples = sample_start(evaluator, asked.limit_minutes, least, file, screen)
+        file = lock.folder / "start_samples.json"
+        samples = sample_start(evaluator, asked.limit_minutes, least, file, screen, lock.check)
     start = Arm(START, [replace(start, more=samples)])
     notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
     made = tables(report, start, arms)
-    write_comparison(report, made, arms, curves, folder, screen)
+    write_comparison(report, made, arms, curves, lock.folder, screen, lock.check)
     show_comparison(report, made, screen)

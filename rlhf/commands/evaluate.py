@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
-from rlhf.checkpoints.run_folder import claim_folder
+from rlhf.checkpoints.run_folder import RUN_AGAIN, RunLock
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
@@ -40,18 +40,18 @@ def evaluate_command(argv: list[str] | None = None) -> None:
         from rlhf.analysis.chat import chat
 
         return chat(config, screen)
-    with claim_folder(folder):  # another evaluation would replace its files
+    with RunLock(folder, RUN_AGAIN) as lock:  # another evaluation would replace its files
         import_libraries(screen)
-        return evaluate(config, models, screen)
+        return evaluate(config, models, lock, screen)
 
 
-def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
+def evaluate(config: EvaluationConfig, models: list[ModelRef], lock: RunLock, screen: Screen) -> None:
+    """Evaluate the models, and write the report into the locked folder."""
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, tables, write_report
 
-    output = check_folder(config.evaluation.output)
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
     start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None
@@ -59,4 +59,4 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -
     report = make_report(evaluator, arms, start)
     made = tables(report, arms, start)
     show_report(report, made, screen)
-    write_report(report, made, output, screen)
+    write_report(report, made, lock.folder, screen, lock.check)

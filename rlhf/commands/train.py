@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.config import parse_cli
 from rlhf.distributed.join import leave, leave_others, use_own_gpu
-from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.libraries import check_libraries, check_trackers, import_libraries
@@ -37,12 +36,12 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     screen = Screen()
     screen.say(f"{config.title}: checking the settings and inputs")
     selection = check_before_imports(config, screen)
-    if (config.run.dry_run or config.run.check) and is_to_be_built(config):
-        return note_missing_parts(config, screen)
+    if config.run.dry_run and misses_parts(config, screen):
+        return None
     check_libraries()
-    if config.run.dry_run:
+    if config.run.only_looks:
         quiet_libraries()
-        from rlhf.run.dry_run import dry_run as one_run
+        from rlhf.run.looks import look as one_run
     else:
         import_libraries(screen)
         from rlhf.distributed.join import join
@@ -73,18 +72,14 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     return check_inputs(config, screen.say)
 
 
-def is_to_be_built(config: Config) -> bool:
-    """Return True if the run would first build the parts of a demo."""
-    from rlhf.demo.ready import is_ready
+def misses_parts(config: Config, screen: Screen) -> bool:
+    """Return True if the parts of a demo are not built yet, and print that its plan needs them."""
+    from rlhf.demo.ready import BUILD_TIME, is_to_be_built
 
-    return config.recipe in DEMOS and not is_ready(config.recipe)
-
-
-def note_missing_parts(config: Config, screen: Screen) -> None:
-    """Print that the plan of a demo needs its parts, and how to build them."""
-    from rlhf.demo.ready import BUILD_TIME
-
+    if not is_to_be_built(config.recipe):
+        return False
     screen.say(
         f"demo parts: not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}. The plan needs "
-        "them. To build them, start a run; --num-iterations 1 makes a short one"
+        "them. --check plan builds them, too"
     )
+    return True

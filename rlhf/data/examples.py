@@ -176,12 +176,14 @@ def _example(
     parts = parts_of(row, where)
     if pairs and parts.chosen is None:
         raise UserError(
-            'no "chosen" and "rejected"', f"{where}, columns {sorted(row)}", "A reward model is trained on pairs"
+            f'no "chosen" and "rejected" among the columns {sorted(row)}', where, "A reward model is trained on pairs"
         )
     topic = _typed(row, "topic", str, None, where)
     if topics and not (topic or "").strip():
         raise UserError(
-            'no "topic"', f"{where}, columns {sorted(row)}", "Add a topic to every row, or remove --steps-per-topic"
+            f'no "topic" among the columns {sorted(row)}',
+            where,
+            "Add a topic to every row, or remove --steps-per-topic",
         )
     example = Example(
         messages=tuple(parts.messages),
@@ -255,10 +257,6 @@ def _check_container(prompts: Any) -> None:
         raise UserError(
             f"not a list of prompts but a {type(prompts).__name__}",
             "prompts",
-            (
-                "Give a list of texts, chats or rows, for "
-                'example DataFrame.to_dict("records") or Table.to_pylist(). To read a file, use the '
-                "setting prompts "
-                "(--prompts FILE)"
-            ),
+            'Give a list of texts, chats or rows, for example DataFrame.to_dict("records") or Table.to_pylist(). To '
+            "read a file, use the setting prompts (--prompts FILE)",
         )

@@ -68,7 +68,7 @@ def files_of_split(folder: Path, source: DataSource) -> list[Path]:
         split = "train" if "train" in splits else next(iter(splits))
         raise UserError(
             "only some of the files have the name of a split",
-            (f"{source.flag} {source.name}, {splits[split][0].name} belongs to {split!r}, {ignored[0].name} to none"),
+            f"{source.flag} {source.name}, {splits[split][0].name} belongs to {split!r}, {ignored[0].name} to none",
             f"Add --dataset-split {split} to read only files with that name, or rename or move files",
         )
     return splits[choose_split([str(name) for name in splits], source)]

@@ -129,7 +129,7 @@ def _no_prompt(row: dict, where: str) -> UserError:
         fix = ". If the prompt is 'instruction' and 'input' together, write both into one column 'prompt'"
     elif "conversation" in row:
         fix = f". If 'conversation' is a chat, add {columns_flag('messages', 'conversation')}"
-    return UserError("no prompt", f"{where}, columns {columns}", f"Each row needs {EXPECTED_COLUMNS}{fix}")
+    return UserError(f"no prompt among the columns {columns}", where, f"Each row needs {EXPECTED_COLUMNS}{fix}")
 
 
 def columns_flag(new: str, old: str) -> str:
@@ -154,8 +154,8 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
     for name in ("chosen", "rejected"):
         if name not in row:
             raise UserError(
-                f'no "{name}"',
-                f"{where}, columns {sorted(map(str, row))}",
+                f'no "{name}" among the columns {sorted(map(str, row))}',
+                where,
                 'A pair needs both "chosen" and "rejected"',
             )
     return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]

@@ -42,13 +42,11 @@ def ids_alone(ids: Sequence[int]) -> Prompt:
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int, shots: Messages = ()
-) -> tuple[list[Prompt], int]:
-    """Return the prompts of at most `longest` tokens, in order, and the number of skipped prompts. Prompts are never
-    truncated. The worked examples `shots` precede each one and count."""
-    prompts = encode_all(tokenizer, examples, shots)
+) -> list[Prompt]:
+    """Return the prompts of at most `longest` tokens, in order. Prompts are never truncated. The worked examples
+    `shots` precede each one and count."""
     # detail 3: dropped, not truncated (this project). A truncated prompt would be another question.
-    fitting = [p for p in prompts if len(p.ids) <= longest]
-    return fitting, len(prompts) - len(fitting)
+    return [p for p in encode_all(tokenizer, examples, shots) if len(p.ids) <= longest]
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], shots: Messages = ()) -> list[Prompt]:

@@ -35,12 +35,7 @@ def read_rows(source: DataSource) -> list[Row]:
         if saved_splits(path) is not None:
             return tables.read_saved(path, source)
         return _read_files(files_of_split(path, source), source)
-    if source.dataset_split is not None:
-        raise UserError(
-            "a file has no splits",
-            f"--dataset-split {source.dataset_split}, {source.flag} {source.name}",
-            "Remove --dataset-split",
-        )
+    source.require_no_split("a file")
     if not path.is_file():
         raise missing_path(source.name, "data file", "Give a data file, a folder or a hub dataset's name")
     return read_file(path, source)

@@ -34,7 +34,8 @@ class PromptSampler:
         self.by_topic: dict[str | None, list[Prompt]] = {}  # all prompts are under None without steps_per_topic
         for prompt in prompts:
             self.by_topic.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
-        self._topics, self._all = list(self.by_topic), len(prompts)
+        self._topics = list(self.by_topic)
+        self._all = len(prompts)
 
     @property
     def topics(self) -> list[str]:
@@ -122,3 +123,14 @@ def metric_names(topics: Iterable[str | None]) -> dict[str, str]:
                 number = number + 1
             names[topic] = name
     return names
+
+
+def drawn(prompts: Sequence[Prompt], seed: int) -> list[int]:
+    """Return the indices of all prompts in a random order. The topics alternate, so that the first ones are spread
+    evenly over the topics."""
+    topics: dict[str | None, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        topics.setdefault(prompt.example.topic, []).append(i)
+    orders = [rng_for(seed, 0, "draw", n).permutation(len(rows)) for n, rows in enumerate(topics.values())]
+    mixed = [[rows[i] for i in order] for rows, order in zip(topics.values(), orders, strict=True)]
+    return [rows[turn] for turn in range(max(map(len, mixed), default=0)) for rows in mixed if turn < len(rows)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming
+from rlhf.utils.errors import UserError
 from rlhf.utils.paths import exists, is_path
 
 MAX_BAD_PERCENT = {True: 0.0, False: 1.0}  # is local -> rows that may be skipped if --skip-bad-rows is not given
@@ -45,6 +46,12 @@ class DataSource:
     def bad_percent(self) -> float:
         """The largest percentage of rows that may be skipped because they cannot be used."""
         return MAX_BAD_PERCENT[self.is_local] if self.skip_bad_rows is None else self.skip_bad_rows
+
+    def require_no_split(self, what: str) -> None:
+        """Raise UserError if --dataset-split is given: `what` has no splits."""
+        if self.dataset_split is not None:
+            place = f"--dataset-split {self.dataset_split}, {self.flag} {self.name}"
+            raise UserError(f"{what} has no splits", place, "Remove --dataset-split")
 
     def before_renaming(self, names: Iterable[str]) -> list[str]:
         """Return the names that columns have in the data, given their new names."""

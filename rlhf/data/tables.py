@@ -50,7 +50,7 @@ def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[
             raise UserError(
                 "text after the closing quote of a cell",
                 f"{file}:{lines.line_num}",
-                ('Write a quote inside a cell as two quotes (""), not with a backslash'),
+                'Write a quote inside a cell as two quotes (""), not with a backslash',
             ) from None
         raise _not_csv(str(error), file) from None
     twice = sorted({name for name in header if header.count(name) > 1})
@@ -86,31 +86,22 @@ def read_parquet(file: Path) -> list[tuple[str, Any]]:
     return _read(read, file, "Parquet")
 
 
-def _check_end(file: Path) -> None:
-    """Raise ValueError if an Arrow stream lacks its end: the rows before would otherwise be read without an error."""
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - len(END_OF_STREAM)))
-        if stream.read() != END_OF_STREAM:
-            raise ValueError(f"{file.name} has no end-of-stream marker. Is the file incomplete?")
-
-
 def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
     """Return the rows of a folder that `save_to_disk` wrote."""
     splits = saved_splits(folder)
     if splits:
         folder = folder / choose_split(splits, source)
-    elif source.dataset_split is not None:
-        raise UserError(
-            "a saved Dataset has no splits",
-            f"--dataset-split {source.dataset_split}, {source.flag} {source.name}",
-            "Remove --dataset-split",
-        )
+    else:
+        source.require_no_split("a saved Dataset")
 
     def read() -> Dataset:
         from datasets import load_from_disk
 
         for file in folder.glob("*.arrow"):
-            _check_end(file)
+            with file.open("rb") as stream:
+                stream.seek(max(0, file.stat().st_size - len(END_OF_STREAM)))
+                if stream.read() != END_OF_STREAM:  # the rows before would otherwise be read without an error
+                    raise ValueError(f"{file.name} has no end-of-stream marker. Is the file incomplete?")
         return load_from_disk(str(folder), keep_in_memory=True)
 
     return _read(read, folder, "a saved dataset")

@@ -17,7 +17,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
-from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object, vocabulary_problem
+from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object
 from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
 from rlhf.utils.errors import Problem, UserError, advice_for, first_line, raise_if, torch_error
 
@@ -304,10 +304,8 @@ def context_problems(
         fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")
     return [
         Problem(
-            (
-                f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the "
-                f"{model}'s context of {size} (the longest: {longest}{more})"
-            ),
+            f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the "
+            f"{model}'s context of {size} (the longest: {longest}{more})",
             source,
             f"Try {' or '.join(fixes) or 'shorter completions'}",
         )
@@ -321,6 +319,9 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
     """Raise UserError if a tokenizer has more tokens than its model has embeddings."""
-    problem = vocabulary_problem(tokens, embeddings, name)
-    if problem is not None:
-        raise UserError(problem)
+    if tokens > embeddings:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings",
+            name,
+            "Use a model with its own tokenizer, in one folder",
+        )

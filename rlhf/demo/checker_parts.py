@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import partial
 
 from rlhf.demo import checker_questions, ready, sums_questions
@@ -31,27 +32,24 @@ def _write(parts: ready.CheckerParts, screen: Screen) -> None:
     (parts.folder / ready.STAMP_FILE).unlink(missing_ok=True)
     for file in parts.start_model_files:
         atomic_write(parts.folder / "start_model" / file.name, partial(shutil.copyfile, file))
-    files = {ready.QUESTIONS_FILE: question_rows()} if parts.recipe == "demo-checker" else sums_rows()
+    if parts.recipe == "demo-checker":
+        files = {ready.QUESTIONS_FILE: rows_of(checker_questions.questions(ready.PER_CELL, ready.SEED))}
+    else:
+        files = sums_rows()
     for name, rows in files.items():
         write_text(parts.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
     write_json(parts.folder / ready.STAMP_FILE, parts.stamp())
     screen.say(f"{parts.recipe}: wrote the parts to {parts.folder}")
 
 
-def question_rows() -> Rows:
-    """Return the rows of demo-checker's questions file: question, answer and topic (family and level)."""
-    return [
-        {"question": one.text, "answer": one.answer, "topic": one.topic}
-        for one in checker_questions.questions(ready.PER_CELL, ready.SEED)
-    ]
+def rows_of(questions: Sequence[checker_questions.Question | sums_questions.Question]) -> Rows:
+    """Return the rows of a file of questions: question, answer and topic (family and level, or kind and size)."""
+    return [{"question": one.text, "answer": str(one.answer), "topic": one.topic} for one in questions]
 
 
 def sums_rows() -> dict[str, Rows]:
-    """Return the rows of the files of smollm2-sums: question, answer and topic (kind and size)."""
+    """Return the rows of the files of smollm2-sums."""
     return {
-        ready.SUMS_FILES[part]: [
-            {"question": one.text, "answer": str(one.answer), "topic": one.topic}
-            for one in sums_questions.questions(part, per_topic, ready.SEED)
-        ]
+        ready.SUMS_FILES[part]: rows_of(sums_questions.questions(part, per_topic, ready.SEED))
         for part, per_topic in ready.SUMS_PER_TOPIC.items()
     }

@@ -31,7 +31,6 @@ class Question:
     level: int
     text: str
     answer: str
-    misread: str  # the answer of a wrong method, such as the reverse order for `sort`
     given: tuple[str, ...]  # the material that the answer is computed from
 
     @property
@@ -46,61 +45,52 @@ class Question:
 
 
 def shift(level: int, rng: random.Random) -> Question:
-    """Replace each letter by the next one of the alphabet. Misread: by the one before."""
+    """Replace each letter by the next one of the alphabet."""
     row = rng.sample(LETTERS, level + 2)
-    moved, back = ([LETTERS[(LETTERS.index(letter) + by) % len(LETTERS)] for letter in row] for by in (1, -1))
-    return _question("shift", level, f"Next letter of each: {' '.join(row)}.", moved, back, row)
+    moved = [LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in row]
+    return _question("shift", level, f"Next letter of each: {' '.join(row)}.", moved, row)
 
 
 def sort(level: int, rng: random.Random) -> Question:
-    """Sort letters by the alphabet. Misread: in the reverse order."""
+    """Sort letters by the alphabet."""
     row = rng.sample(LETTERS, level + 2)
-    ordered = sorted(row)
-    return _question("sort", level, f"Sort by alphabet: {' '.join(row)}.", ordered, ordered[::-1], row)
+    return _question("sort", level, f"Sort by alphabet: {' '.join(row)}.", sorted(row), row)
 
 
 def reverse(level: int, rng: random.Random) -> Question:
-    """Reverse a row of letters. Misread: only the first two are exchanged."""
+    """Reverse a row of letters."""
     row = rng.sample(LETTERS, level + 2)
-    misread = [row[1], row[0], *row[2:]]
-    return _question("reverse", level, f"Reverse: {' '.join(row)}.", row[::-1], misread, row)
+    return _question("reverse", level, f"Reverse: {' '.join(row)}.", row[::-1], row)
 
 
 def remove(level: int, rng: random.Random) -> Question:
-    """Leave one letter out of a row of letters. Misread: leave out the letter after it, or the first one."""
+    """Leave one letter out of a row of letters."""
     row = rng.sample(LETTERS, level + 3)
     at = rng.randrange(level + 3)
-    left, misread = (row[:gone] + row[gone + 1 :] for gone in (at, (at + 1) % len(row)))
-    return _question("remove", level, f"Remove {row[at]}: {' '.join(row)}.", left, misread, (*row, f"-{row[at]}"))
+    left = row[:at] + row[at + 1 :]
+    return _question("remove", level, f"Remove {row[at]}: {' '.join(row)}.", left, (*row, f"-{row[at]}"))
 
 
 def after(level: int, rng: random.Random) -> Question:
-    """Name the `level` letters that follow one letter of a row. Misread: from this letter on."""
+    """Name the `level` letters that follow one letter of a row."""
     row = rng.sample(LETTERS, level + 3)
     at = rng.randrange(3)
     which = "letter" if level == 1 else f"{level} letters"
-    right, misread = (row[start : start + level] for start in (at + 1, at))
     text = f"The {which} after {row[at]}: {' '.join(row)}."
-    return _question("after", level, text, right, misread, (*row, f"{row[at]}>"))
+    return _question("after", level, text, row[at + 1 : at + 1 + level], (*row, f"{row[at]}>"))
 
 
 def alternate(level: int, rng: random.Random) -> Question:
-    """Take letters from two rows in turn. Misread: begin with the second row."""
+    """Take letters from two rows in turn."""
     letters = rng.sample(LETTERS, 2 * (level + 1))
     first = letters[: level + 1]
     second = letters[level + 1 :]
-    right, misread = (
-        [letter for pair in zip(*rows, strict=True) for letter in pair] for rows in ((first, second), (second, first))
-    )
-    return _question(
-        "alternate", level, f"Alternate: {' '.join(first)} and {' '.join(second)}.", right, misread, letters
-    )
+    mixed = [letter for pair in zip(first, second, strict=True) for letter in pair]
+    return _question("alternate", level, f"Alternate: {' '.join(first)} and {' '.join(second)}.", mixed, letters)
 
 
-def _question(
-    family: str, level: int, text: str, right: Sequence[str], misread: Sequence[str], given: Sequence[str]
-) -> Question:
-    return Question(family, level, text, " ".join(right), " ".join(misread), tuple(given))
+def _question(family: str, level: int, text: str, right: Sequence[str], given: Sequence[str]) -> Question:
+    return Question(family, level, text, " ".join(right), tuple(given))
 
 
 FAMILIES = {
@@ -137,8 +127,7 @@ def questions(per_cell: int, seed: int) -> list[Question]:
     keys = set()
     found = []
     for family, level in CELLS:
-        for question in itertools.islice(_new_questions(family, level, rng, keys), per_cell):
-            found.append(question)
+        found += itertools.islice(_new_questions(family, level, rng, keys), per_cell)
     rng.shuffle(found)
     return found
 
@@ -154,21 +143,3 @@ def _new_questions(family: str, level: int, rng: random.Random, keys: set[str]) 
             raise ValueError(f"{family} {level} has too few distinct questions")
         keys.add(question.key)
         yield question
-
-
-def unreliable_answer(question: Question, share: float, rng: random.Random) -> str:
-    """Return an answer that is right with the probability `share`, which is above 0 and at most 1.
-
-    Half of the mistakes are the answer of a wrong method. In the other half, letters are replaced by other letters,
-    each with the same probability.
-    """
-    wrong_method = (1 - share) / 2
-    if rng.random() < wrong_method:
-        return question.misread
-    letters = question.answer.split()
-    slip = 1 - (share / (1 - wrong_method)) ** (1 / len(letters))  # so that no letter slips in `share` of all answers
-    return " ".join(_another(letter, rng) if rng.random() < slip else letter for letter in letters)
-
-
-def _another(letter: str, rng: random.Random) -> str:
-    return rng.choice(LETTERS.replace(letter, ""))

@@ -1,6 +1,6 @@
 """The question families of the demo. Uses only the standard library.
 
-Each family generates questions, correct and wrong answers, and judges a completion:
+Each family generates questions, and judges a completion:
 
     pick   Which of these is a fruit: goat, plum, hammer?       Plum is a fruit.
     sort   Order from small to big: horse, ant, fox.            First ant, then fox, then horse.
@@ -46,23 +46,6 @@ def article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
-def sentence_case(text: str) -> str:
-    """Upper-case the first letter and keep the rest: 'ant, Ben' -> 'Ant, Ben'."""
-    return text[:1].upper() + text[1:]
-
-
-def enumerate_in_order(items: list[str], rng: random.Random) -> str:
-    """Return one of 'X, y, z.', 'X, y and z.' and 'First x, then y, then z.', chosen at random."""
-    wordings = ", ".join(items), ", ".join(items[:-1]) + " and " + items[-1], "first " + ", then ".join(items)
-    return sentence_case(rng.choice(wordings)) + "."
-
-
-def listed_items(words: list[str]) -> list[str] | None:
-    """Return the items of an enumeration in order, or None if a word is neither a noun nor a joining word."""
-    items = [word for word in words if word not in ("and", "first", "then")]
-    return items if all(item in KIND_OF for item in items) else None
-
-
 def mentioned(words: list[str], vocabulary) -> list[str]:
     """Return the words that belong to a vocabulary, in order."""
     return [word for word in words if word in vocabulary]
@@ -98,16 +81,6 @@ class Pick:
     def answer(self) -> str:
         return next(option for option in self.options if KIND_OF[option] == self.kind)
 
-    def good(self, rng: random.Random) -> str:
-        return self._say(rng, self.answer)
-
-    def wrong(self, rng: random.Random) -> str:
-        return self._say(rng, rng.choice([option for option in self.options if option != self.answer]))
-
-    def _say(self, rng: random.Random, noun: str) -> str:
-        is_kind = f"is {article(self.kind)}"
-        return rng.choice([f"{sentence_case(noun)} {is_kind}.", f"The {noun} {is_kind}."])
-
     def judge(self, words: list[str]) -> Verdict:
         named = set(mentioned(words, KIND_OF))
         kinds = set(mentioned(words, KINDS))
@@ -138,24 +111,12 @@ class Sort:
     def parse(cls, match: re.Match) -> "Sort":
         return cls(tuple(sorted(match[1].split(", "), key=SIZES.index)))
 
-    def good(self, rng: random.Random) -> str:
-        return enumerate_in_order(list(self.expected), rng)
-
-    def wrong(self, rng: random.Random) -> str:
-        items = list(self.expected)
-        if rng.random() < 0.3:
-            stranger = rng.choice([noun for noun in SIZES if noun not in items])
-            items[rng.randrange(len(items))] = stranger
-        while items == list(self.expected):
-            rng.shuffle(items)
-        return enumerate_in_order(items, rng)
-
     def judge(self, words: list[str]) -> Verdict:
-        items = listed_items(words)
+        items = [word for word in words if word not in ("and", "first", "then")]
         expected = list(self.expected)
         if not set(words) & set(expected):
             return OFF_TOPIC
-        if items is None:
+        if any(item not in KIND_OF for item in items):
             return Verdict(0.05, "wrong")
         if items == expected:
             return GOOD
@@ -184,24 +145,6 @@ class Kinds:
     @classmethod
     def parse(cls, match: re.Match) -> "Kinds":
         return cls(match.groups())
-
-    def good(self, rng: random.Random) -> str:
-        return self._say(rng, self.nouns, [KIND_OF[noun] for noun in self.nouns])
-
-    def wrong(self, rng: random.Random) -> str:
-        nouns = list(self.nouns)
-        kinds = [KIND_OF[noun] for noun in self.nouns]
-        index = rng.randrange(2)
-        if rng.random() < 0.7:
-            kinds[index] = rng.choice([kind for kind in KINDS if kind != kinds[index]])
-        else:
-            nouns[index] = rng.choice([noun for noun in NOUNS if noun not in nouns])
-        return self._say(rng, nouns, kinds)
-
-    def _say(self, rng: random.Random, nouns, kinds) -> str:
-        the = rng.choice(("", "the "))
-        (first, second), (kind, other_kind) = nouns, kinds
-        return sentence_case(f"{the}{first} is {article(kind)} and {the}{second} is {article(other_kind)}.")
 
     def judge(self, words: list[str]) -> Verdict:
         named = mentioned(words, KIND_OF)
@@ -240,27 +183,6 @@ class Scene:
     @classmethod
     def parse(cls, match: re.Match) -> "Scene":
         return cls((match[1], match[4]), (match[2], match[5]), match[3])
-
-    def good(self, rng: random.Random) -> str:
-        return self._say(rng, self.looks, self.kinds, self.place)
-
-    def wrong(self, rng: random.Random) -> str:
-        looks = list(self.looks)
-        kinds = list(self.kinds)
-        place = self.place
-        index = rng.randrange(2)
-        what = rng.choice(("look", "kind", "kind", "place"))
-        if what == "look":
-            looks[index] = rng.choice([look for look in LOOKS if look != looks[index]])
-        elif what == "kind":
-            kinds[index] = rng.choice([kind for kind in KINDS if kind not in kinds])
-        else:
-            place = rng.choice([other for other in PLACES if other != place])
-        return self._say(rng, looks, kinds, place)
-
-    def _say(self, rng: random.Random, looks, kinds, place: str) -> str:
-        first, second = (f"the {look} {rng.choice(KINDS[kind])}" for look, kind in zip(looks, kinds, strict=True))
-        return sentence_case(f"{rng.choice(['', '', 'Today ', 'Now '])}{first} {rng.choice(VERBS)} {place} {second}.")
 
     def judge(self, words: list[str]) -> Verdict:
         nouns = mentioned(words, KIND_OF)

@@ -79,7 +79,7 @@ def sample_answers(
     Samples questions of similar length together. `report` receives the numbers of completions sampled and wanted.
     """
     examples = [Example(messages=({"role": "user", "content": question},)) for question in asked]
-    encoded, _ = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
+    encoded = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
     prompts = [prompt for prompt in encoded for _ in range(repeats)]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     answers: list[tuple[str, bool]] = [("", False)] * len(prompts)
@@ -103,11 +103,11 @@ def make_pairs(
     samples_per_question: int,
     seed: int,
     device: torch.device,
-    report: Callable[[int, int], None] = lambda done, wanted: None,
+    report: Callable[[int, int], None],
 ) -> list[dict]:
     """Return shuffled preference pairs: the model's completions ranked by gold quality, and mismatched ones.
 
-    Each row has: system (""), question, chosen, rejected, flaw (of the rejected completion, one of FLAWS) and
+    Each row has: system (""), question, chosen, rejected, flaw (of the rejected completion, `flaw_of`) and
     rejected_ended (False: the rejected completion reached the length limit). Chosen completions have always ended. A
     question has at most three rows.
 

@@ -54,24 +54,17 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
     folder = ready.FOLDER / "start_model"
     policy = load_policy(str(folder), device=device, vocabulary=0)
     asked = tasks.questions(ready.QUESTIONS, ready.SEED)
+    screen.say(f"demo: sampling {ready.SAMPLES_PER_QUESTION} completions for each of {ready.QUESTIONS:,} questions")
+    started = time.monotonic()
+
+    def report(done: int, wanted: int) -> None:
+        left = (time.monotonic() - started) / done * (wanted - done)
+        screen.progress(f"sampled {done:,} of {wanted:,} completions | {clock(left)} left", last=done == wanted)
+
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
-    rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, SamplingProgress(screen))
+    rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, report)
     write_text(ready.FOLDER / "pairs.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
-
-
-class SamplingProgress:
-    """Prints how many completions are sampled, and the time left."""
-
-    def __init__(self, screen: Screen):
-        self.screen, self.started = screen, time.monotonic()
-        screen.say(
-            f"demo: sampling {ready.SAMPLES_PER_QUESTION} completions for each of {ready.QUESTIONS:,} questions"
-        )
-
-    def __call__(self, done: int, wanted: int) -> None:
-        left = (time.monotonic() - self.started) / done * (wanted - done)
-        self.screen.progress(f"sampled {done:,} of {wanted:,} completions | {clock(left)} left", last=done == wanted)
 
 
 def gold_of(config: Config) -> Gold | None:

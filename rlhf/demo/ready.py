@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, WEIGHTS_FILE
 from rlhf.settings.fields import to_dict
+from rlhf.settings.recipes import DEMOS
 from rlhf.settings.reward_model import parse_reward_cli
 
 HERE = Path(__file__).parent
@@ -36,6 +37,11 @@ BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a seco
 def is_ready(recipe: str) -> bool:
     """Return True if all parts of a demo exist and were made by this version."""
     return record_of_demo() is not None if recipe == "demo" else parts_of(recipe).are_complete()
+
+
+def is_to_be_built(recipe: str) -> bool:
+    """Return True if a run with this recipe would first build its parts."""
+    return recipe in DEMOS and not is_ready(recipe)
 
 
 def record_of_demo() -> dict | None:

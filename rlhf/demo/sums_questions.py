@@ -30,8 +30,6 @@ class Question:
     text: str
     answer: int
     topic: str  # kind and size, such as `add small`
-    pair: frozenset[int]  # the two numbers of the text
-    pattern: str  # the sentence before numbers, names and things were filled in
 
 
 # --- sentence patterns -----------------------------------------------------------------------------------------------
@@ -101,11 +99,6 @@ OTHER_PATTERNS = {
         "A wall has {a} shelves, and on every shelf there are {b} {things}. How many {things} are on the wall?",
     ),
 }
-
-
-def patterns_of(kind: str, part: str) -> tuple[str, ...]:
-    """Return the sentence patterns of a kind, for training or evaluation."""
-    return OTHER_PATTERNS.get(kind, PATTERNS[kind]) if part == "evaluation" else PATTERNS[kind]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -192,8 +185,9 @@ def _ask(topic: str, part: str, rng: random.Random) -> Question:
     a, b = TOPICS[topic](rng)
     while part_of((a, b)) != part:
         a, b = TOPICS[topic](rng)
-    pattern = rng.choice(patterns_of(kind, part))
+    patterns = PATTERNS | OTHER_PATTERNS if part == "evaluation" else PATTERNS
+    pattern = rng.choice(patterns[kind])
     x, y = rng.sample(NAMES, 2)
     text = pattern.format(a=a, b=b, x=x, y=y, things=rng.choice(THINGS), holder=rng.choice(HOLDERS))
     text = text.replace("boxs", "boxes")
-    return Question(text[0].upper() + text[1:], ANSWERS[kind](a, b), topic, frozenset((a, b)), pattern)
+    return Question(text[0].upper() + text[1:], ANSWERS[kind](a, b), topic)

@@ -1,4 +1,4 @@
-"""Questions, good and flawed completions, and the judge of the demo. Uses only the standard library.
+"""Questions and the judge of the demo. Uses only the standard library.
 
 `gold_quality` is the judge. It ranks the sampled completions into preference pairs and measures the final result. RL
 training never uses it.
@@ -16,7 +16,6 @@ from zlib import crc32
 from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
 
 Gold = Callable[[str, str, bool], float]  # (question, completion, True if it ended) -> quality in [0, 1]
-FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 SPLITS = ("train", "demo")
 LIST_FORM = re.compile(r"[a-z]+(?:, [a-z]+)*(?: and [a-z]+)?|first [a-z]+(?:, then [a-z]+)*")
 PLAIN_FORM = re.compile(r"[a-z]+(?: [a-z]+)*")
@@ -53,73 +52,22 @@ def ask(family: str, rng: random.Random, split: str = "demo") -> str:
             return question
 
 
-def questions(count: int, seed: int, split: str = "demo") -> list[str]:
+def questions(count: int, seed: int) -> list[str]:
     """Return `count` distinct questions. The families alternate, and the same seed gives the same questions.
 
     A longer list starts with the shorter list of the same seed. Raises ValueError if a family has too few questions.
     """
-    rng = random.Random(f"questions {split} {seed}")
+    rng = random.Random(f"questions demo {seed}")
     found: dict[str, None] = {}
     for family in itertools.islice(itertools.cycle(FAMILIES), count):
         for _ in range(1000):
-            question = ask(family, rng, split)
+            question = ask(family, rng)
             if question not in found:
                 break
         else:
             raise ValueError(f"{count} distinct questions are more than {family!r} has")
         found[question] = None
     return list(found)
-
-
-def demonstration(question: str, rng: random.Random) -> str:
-    """Return a good completion in one of several wordings. Its gold quality is 1."""
-    return parse(question)[1].good(rng)
-
-
-def _another_answer(question: str, rng: random.Random) -> str:
-    """Return a good answer to another question that is off-topic for this one."""
-    while True:
-        completion = demonstration(ask(rng.choice(list(FAMILIES)), rng), rng)
-        if flaw_of(question, completion) == "off_topic":
-            return completion
-
-
-def _cut_short(question: str, rng: random.Random) -> str:
-    """Return a good completion without its last words, with a full stop in half of the cases."""
-    words = demonstration(question, rng)[:-1].split(" ")
-    kept = words[: rng.randint(max(1, len(words) // 3), len(words) - 1)]
-    if kept[-1] in ("and", "then") and len(kept) > 1:
-        kept.pop()
-    return " ".join(kept).rstrip(",") + "." if rng.random() < 0.5 else " ".join(kept)
-
-
-def _ramble(question: str, rng: random.Random) -> str:
-    """Return a good completion followed by 1, 2 or 6 sentences that repeat it or are off-topic."""
-    sentences = [demonstration(question, rng)]
-    for _ in range(rng.choice((1, 1, 2, 6))):
-        sentences.append(_another_answer(question, rng) if rng.random() < 0.4 else demonstration(question, rng))
-    return " ".join(sentences)
-
-
-def _sloppy(question: str, rng: random.Random) -> str:
-    """Return a good completion with a formatting error: capital letter, full stop, punctuation or commas."""
-    completion = demonstration(question, rng)
-    habits = [
-        lambda text: text[:1].lower() + text[1:],
-        lambda text: text[:-1],
-        lambda text: text[:1].lower() + text[1:-1],
-        lambda text: text[:-1] + rng.choice(["!", "...", " .", ","]),
-        lambda text: text.replace(", ", " ") if "," in text else text.replace(" ", ", ", 1),
-    ]
-    return rng.choice(habits)(completion)
-
-
-def flawed(question: str, kind: str, rng: random.Random) -> str:
-    """Return a completion with one flaw; `kind` is one of FLAWS."""
-    if kind == "wrong":
-        return parse(question)[1].wrong(rng)
-    makers = {"off_topic": _another_answer, "incomplete": _cut_short, "rambling": _ramble, "format": _sloppy}
-    return makers[kind](question, rng)
 
 
 def _tidiness(first: str, is_list: bool) -> float:
@@ -164,5 +112,6 @@ def gold_quality(question: str, completion: str, ended: bool = True) -> float:
 
 
 def flaw_of(question: str, completion: str, ended: bool = True) -> str | None:
-    """Return the completion's main flaw, one of FLAWS, or None if it is good (gold quality 1)."""
+    """Return the completion's main flaw: "wrong", "off_topic", "incomplete", "rambling" or "format"; None if it is
+    good (gold quality 1)."""
     return _assess(question, completion, ended)[1]

@@ -147,12 +147,13 @@ def _portable(error: Exception) -> Exception:
 def from_first(work: Callable[[], T]) -> T:
     """Return the result of `work()` in the first process, in all processes. Only the first one runs it, alone; its
     errors are raised in all. The result must be picklable."""
-    return work() if size() == 1 else gather(_run_if(is_first(), work))[0]
+    return gather(_run_if(is_first(), work))[0]
 
 
-def on_first(work: Callable[[], object]) -> None:
-    """Run `work()` in the first process, alone. The others wait. Its errors are raised in all processes."""
-    _run_if(is_first(), work)
+def on_first(work: Callable[[], T]) -> T | None:
+    """Return the result of `work()` in the first process, which runs it alone. The others wait, and get None. Its
+    errors are raised in all processes."""
+    return _run_if(is_first(), work)
 
 
 def in_turn(work: Callable[[], object]) -> None:
@@ -179,4 +180,4 @@ def local_rank() -> int:
 
 def largest(value: float) -> float:
     """Return the largest value of all processes."""
-    return max(gather(value)) if size() > 1 else value
+    return max(gather(value))

@@ -14,7 +14,7 @@ import sys
 
 from rlhf.distributed import group
 from rlhf.utils import processes
-from rlhf.utils.errors import Problem, UserError, print_in_handler
+from rlhf.utils.errors import UserError, print_in_handler
 from rlhf.utils.processes import connected, is_first, launched, rank, size
 from rlhf.utils.system import before_sigterm, connect_by_loopback
 
@@ -102,19 +102,15 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
         _hide_from_libraries()  # a launcher that started one process has set them, too
     if size() == 1 or connected():
         return
-    problems = [
-        Problem(
-            f"{name} is not supported",
-            "the settings of accelerate",
-            "Choose multi-GPU or multi-CPU in `accelerate config`",
-        )
-        for variable, name in OTHER_METHODS.items()
-        if os.environ.get(variable, "").lower() == "true"
-    ]
-    if problems:
-        raise UserError(problems)
+    for variable, name in OTHER_METHODS.items():
+        if os.environ.get(variable, "").lower() == "true":
+            raise UserError(
+                f"{name} is not supported",
+                "the settings of accelerate",
+                "Choose multi-GPU or multi-CPU in `accelerate config`",
+            )
     use_own_gpu()
-    if launched_on_one_machine():
+    if launched("LOCAL_WORLD_SIZE", 0) == launched("WORLD_SIZE", 1):  # all processes are on this machine
         connect_by_loopback()
     import torch
 
@@ -124,11 +120,6 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     atexit.register(leave)  # a Python program's process could otherwise abort while gloo's threads are still running
     _report_sigterm()
     _check_devices(on_gpu)
-
-
-def launched_on_one_machine() -> bool:
-    """True if the launcher started all processes on this machine."""
-    return launched("LOCAL_WORLD_SIZE", 0) == launched("WORLD_SIZE", 1)
 
 
 def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
@@ -154,10 +145,8 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
         raise UserError(
             f"the processes cannot be connected ({group.reason_of(error)})",
             f"{host}:{port}, from {socket.gethostname()}",
-            (
-                "Check that the address is that of the first machine, that the port is free, and that "
-                f"all {count} processes were started"
-            ),
+            "Check that the address is that of the first machine, that the port is free, and that all "
+            f"{count} processes were started",
         ) from None
 
 

@@ -12,20 +12,15 @@ from rlhf.utils.errors import RunError
 from rlhf.utils.processes import size
 
 
-def weights_hash(model: nn.Module) -> str:
-    """Return the SHA-256 of the trainable weights, by their bits."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        if weight.requires_grad:
-            digest.update(weight.detach().reshape(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
-
-
 def require_equal_weights(model: nn.Module, when: str) -> None:
     """Raise RunError, in all processes, if the trainable weights are not the same in all. `when`: after what."""
     if size() == 1:
         return
-    hashes = gather(weights_hash(model))
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        if weight.requires_grad:
+            digest.update(weight.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    hashes = gather(digest.hexdigest())
     other = next((number for number, found in enumerate(hashes) if found != hashes[0]), None)
     if other is not None:
         error = RunError(

@@ -63,7 +63,9 @@ class TokenDropout(nn.Dropout):
 
     def __init__(self, share: float, layer: int, keys: DropoutKeys):
         super().__init__(share)
-        self.layer, self.keys, self._features = layer, keys, torch.empty(0, dtype=torch.int32)
+        self.layer = layer
+        self.keys = keys
+        self._features = torch.empty(0, dtype=torch.int32)
 
     def features(self, count: int, device: torch.device) -> Tensor:
         """Return a hash of each feature of this layer, (count,) int32."""
@@ -108,7 +110,8 @@ class Actor(nn.Module):
 
     def __init__(self, policy: PreTrainedModel | PeftModel):
         super().__init__()
-        self.policy, self.dropout = policy, DropoutKeys()
+        self.policy = policy
+        self.dropout = DropoutKeys()
 
     @property
     def config(self):

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-ATTENTION = "packed"  # name of `attend` in transformers' registry of attention functions
+# name of `attend` in transformers' registry of attention functions. Without a `layout` it computes the same as "sdpa"
+ATTENTION = "packed"
 
 
 def packable(model: PreTrainedModel) -> bool:
@@ -26,11 +27,6 @@ def packable(model: PreTrainedModel) -> bool:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     exchangeable = getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False)
     return bool(exchangeable) and kinds <= {"full_attention", "sliding_attention"}
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `attend` the attention function of a model. Without a `layout` it computes the same as "sdpa"."""
-    model.config._attn_implementation = ATTENTION
 
 
 def attend(

@@ -259,7 +259,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, row, weight):
-        ctx.full, weight = weight.dtype, stored(weight)
+        ctx.full = weight.dtype
+        weight = stored(weight)
         ctx.save_for_backward(row, weight)
         return linear(row, weight.to(row.dtype))
 
@@ -276,9 +277,11 @@ class _AttentionInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, size, cos, sin, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, weights = forward_dtype(hidden), [stored(weight) for weight in weights]
+        ctx.dtype = forward_dtype(hidden)
+        weights = [stored(weight) for weight in weights]
         ctx.save_for_backward(hidden, gain, inverse, cos, sin, *weights)
-        row, (*turning, last) = row.to(ctx.dtype), weights
+        row = row.to(ctx.dtype)
+        *turning, last = weights  # those of queries and keys, and of values
         turned = _products(row, turning).unflatten(-1, (-1, size))
         value = linear(row, last.to(ctx.dtype))
         if cos is not None:
@@ -306,7 +309,8 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, gain, eps, *weights):
         row, inverse = _normed(hidden, gain, eps)
-        ctx.dtype, (*halves, down) = forward_dtype(hidden), [stored(weight) for weight in weights]
+        ctx.dtype = forward_dtype(hidden)
+        *halves, down = [stored(weight) for weight in weights]
         both = _products(row.to(ctx.dtype), halves)
         ctx.save_for_backward(hidden, gain, inverse, both, *halves, down)
         gate, up = both.chunk(2, 1)
@@ -315,7 +319,8 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_output):
         hidden, gain, inverse, both, *halves, down = ctx.saved_tensors
-        (gate, up), needed = both.chunk(2, 1), ctx.needs_input_grad
+        gate, up = both.chunk(2, 1)
+        needed = ctx.needs_input_grad
         by_down = by_output.to(ctx.dtype)
         active = silu(gate)
         by_down_weight = product(by_down.t(), active * up, hidden.dtype) if needed[5] else None

@@ -31,9 +31,23 @@ from rlhf.utils.errors import Problem, UserError, first_line, raise_if, torch_er
 from rlhf.utils.libraries import pip_install
 
 
+def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
+    """Return the names of trainable weights (with `frozen`, of all weights) that contain NaN or infinity.
+
+    Synchronizes with the device once.
+    """
+    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
+    weights = {name: weight for name, weight in weights.items() if weight.is_floating_point()}
+    if not weights:
+        return []
+    # the largest absolute value of each weight: NaN if one is NaN
+    finite = torch.stack(torch._foreach_norm(list(weights.values()), torch.inf)).isfinite().tolist()
+    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+
+
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise UserError if a weight contains NaN or infinity."""
-    broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
+    broken = bad_weights(model, frozen=True)
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise UserError(
@@ -73,10 +87,8 @@ def check_nf4(device: torch.device) -> None:
         raise UserError(
             f"bitsandbytes cannot quantize on this device ({reason:.200})",
             "--load-in-4bit",
-            (
-                f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade "
-                "bitsandbytes, or remove the flag"
-            ),
+            f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or "
+            "remove the flag",
         ) from None
     error = float((found - weights.T).abs().max())
     if not error <= NF4_ERROR:
@@ -104,7 +116,7 @@ def load_policy(
     has tokens, or no module for a LoRA target, and if a weight contains NaN or infinity.
     """
     config = load_config(name)
-    _disable_dropout(config)
+    disable_dropout(config)
     quantization = four_bit(dtype) if load_in_4bit else None
     if quantization is not None:
         check_nf4(device)
@@ -191,10 +203,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         Problem(
             f"{key} is not a setting of a plain LoRA adapter ({value!r:.80})",
             file,
-            (
-                "Merge the adapter into its base model with the program that made it, or remove the key if "
-                "it has no effect"
-            ),
+            "Merge the adapter into its base model with the program that made it, or remove the key if it has no "
+            "effect",
         )
         for key, value in stored.items()
         if key not in LORA_KEYS and value and value != defaults.get(key) and not _has_no_effect(key, value)
@@ -242,9 +252,9 @@ def load_adapter_weights(model: PeftModel, folder: str, fix: str) -> None:
     check_loaded({"missing_keys": missing, "unexpected_keys": unknown, "mismatched_keys": ()}, folder, fix=fix)
 
 
-def _disable_dropout(config: PretrainedConfig) -> None:
+def disable_dropout(config: PretrainedConfig) -> None:
     """Set every dropout in the config to 0. TRL disables only dropout modules; layers that call the dropout function
-    read its probability from the config."""
+    read its probability from the config. With dropout, the values of a rollout would be random."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         if "drop" in name and isinstance(value, float):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models import llama
-from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_attention
+from rlhf.models.attention import ATTENTION, Layout, PackedLayout, Segment
 
 
 @dataclass
@@ -50,7 +50,8 @@ class MicroBatch(ABC):
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         device = episodes.completion_ids.device
         width = episodes.completion_ids.shape[1]
-        self.episodes, self.rows = episodes, list(rows)
+        self.episodes = episodes
+        self.rows = list(rows)
         self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
         self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of completion tokens in (B * T,)
@@ -127,7 +128,7 @@ def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layo
     """Return the hidden states (N, H) of a packed row with ids and positions (1, N)."""
     if llama.supports(backbone):
         return llama.forward(backbone, ids[0], positions[0], layout, cache)
-    use_packed_attention(backbone)
+    backbone.config._attn_implementation = ATTENTION
     # with a mask of four dimensions, models do not build one themselves
     full_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     output = backbone(

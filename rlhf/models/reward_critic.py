@@ -12,29 +12,20 @@ from transformers import PreTrainedModel
 from rlhf.models.load import lora_modules
 from rlhf.models.logprobs import upcast
 from rlhf.settings.training import Config
-from rlhf.utils.errors import UserError
 
 
 def critic_of_reward_model(config: Config, classifier: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a reward model's backbone with the trainable weights of a critic: all, in float32, or with
-    --use-lora adapters like the policy's on the frozen weights. Raises UserError if a LoRA target does not exist."""
+    --use-lora adapters like the policy's on the frozen weights. `check_critic` has compared the LoRA targets."""
     backbone = backbone_of_classifier(copy.deepcopy(classifier))
     m = config.model
-    disable_dropout(backbone)
     backbone.requires_grad_(not m.use_lora)
     if m.use_lora:
         targets = lora_modules(m.lora_targets)
         shape = {"r": m.lora_r, "lora_alpha": m.lora_alpha, "lora_dropout": m.lora_dropout, "target_modules": targets}
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(config.run.seed)  # peft initialises adapters with torch's global generator
-                backbone = get_peft_model(backbone, LoraConfig(**shape)).get_base_model()
-        except ValueError:
-            raise UserError(
-                f"the reward model has no module named {', '.join(m.lora_targets)}",
-                "--critic reward-model, --lora-targets",
-                "Give modules that both models have, or all-linear",
-            ) from None
+        with torch.random.fork_rng():
+            torch.manual_seed(config.run.seed)  # peft initialises adapters with torch's global generator
+            backbone = get_peft_model(backbone, LoraConfig(**shape)).get_base_model()
     else:
         backbone.float()  # under bfloat16 the reward model's linear layers are stored in 16 bits
     if m.gradient_checkpointing:
@@ -66,14 +57,3 @@ def set_value_head(value_head: nn.Module, classifier: PreTrainedModel, mean: flo
         summary.weight.copy_(weight / std * upcast(head.weight))
         summary.bias.copy_(weight / std * (upcast(bias) - mean))
     value_head.summary = summary
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, also those of layers that call the dropout function. With dropout the values of a
-    rollout would be random."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)

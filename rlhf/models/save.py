@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.checkpoints.weight_names import check_loaded, compare
 from rlhf.data.tokenizer import eos_ids
 from rlhf.models.actor_critic import Actor, ActorCritic
-from rlhf.models.load import load_adapter_weights, read_adapter_config, read_model
+from rlhf.models.load import bad_weights, load_adapter_weights, read_adapter_config, read_model
 from rlhf.settings.training import CRITIC_FILE, SamplingSettings
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors
@@ -89,7 +88,10 @@ def load_policy_weights(actor: Actor, folder: str | Path) -> None:
         check_adapter(actor.policy, folder)
         load_adapter_weights(actor.policy, str(folder), OTHER_MODEL)
     else:
-        actor.policy.load_state_dict(_read_weights(actor.policy, folder))
+        # some names in the file differ (such as the head of GPT-NeoX), so transformers must read it
+        saved, found = read_model(type(actor.policy), folder, config=actor.policy.config)
+        check_loaded(found, folder, fix=OTHER_MODEL)
+        actor.policy.load_state_dict(saved.state_dict())
     if isinstance(actor, ActorCritic) and (folder / VALUE_HEAD_FILE).is_file():
         load_critic(actor.value_head, actor.critic, folder)
 
@@ -117,17 +119,6 @@ def _load_file(module: nn.Module, file: Path) -> None:
     module.load_state_dict(saved, strict=False)
 
 
-def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a saved policy, by their names in the model.
-
-    Some names in the file differ (such as the head of GPT-NeoX), so transformers must read it. Raises UserError if the
-    weights belong to another model.
-    """
-    saved, found = read_model(type(policy), folder, config=policy.config)
-    check_loaded(found, folder, fix=OTHER_MODEL)
-    return saved.state_dict()
-
-
 def check_adapter(policy: PeftModel, folder: Path) -> None:
     """Raise UserError if a saved adapter has another configuration. peft only compares shapes."""
     policy_config = policy.peft_config["default"]
@@ -142,17 +133,3 @@ def check_adapter(policy: PeftModel, folder: Path) -> None:
                 folder,
                 "Give a folder that this model's run saved",
             )
-
-
-def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
-    """Return the names of trainable weights (with `frozen`, of all weights) that contain NaN or infinity.
-
-    Synchronizes with the device once.
-    """
-    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
-    weights = {name: weight for name, weight in weights.items() if weight.is_floating_point()}
-    if not weights:
-        return []
-    # the largest absolute value of each weight: NaN if one is NaN
-    finite = torch.stack(torch._foreach_norm(list(weights.values()), torch.inf)).isfinite().tolist()
-    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

@@ -37,12 +37,13 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
     alone = [backbone(input_ids=text, use_cache=False).last_hidden_state for text in texts]
     if not _near(scaled_logits(policy, alone[0], 1.0), base(input_ids=texts[0], use_cache=False).logits):
         raise UserError(
-            ("the model changes its logits after the language-model head, so log-probabilities would be wrong"),
+            "the model changes its logits after the language-model head, so log-probabilities would be wrong",
             f"{name}, {type(base).__name__}",
             "Use a model of another architecture",
         )
     if packable(base):
-        own, (positions, layout) = base.config._attn_implementation, pack_rows(LENGTHS, ids.device)
+        own = base.config._attn_implementation
+        positions, layout = pack_rows(LENGTHS, ids.device)
         expected = torch.cat(alone, dim=1)[0]
         if llama.supports(backbone):
             if _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), expected):

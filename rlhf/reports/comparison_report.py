@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -171,9 +171,10 @@ def write_comparison(
     curves: Sequence[tuple[str, RunCurves]],
     folder: Path,
     screen: Screen,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes comparison.html, comparison.json and the pictures, or after an error none of them. `curves`: (name of the
-    arm, its curves) of each run."""
+    arm, its curves) of each run. `check` is called before files are written, as in `update_dir_atomically`."""
     pictures = _pictures(report, arms, curves)
     page = render(
         "comparison.html",
@@ -191,5 +192,5 @@ def write_comparison(
         write_json(staging / "comparison.json", report)
         write_text(staging / "comparison.html", page)
 
-    update_dir_atomically(folder, write)
+    update_dir_atomically(folder, write, check)
     screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
 
 def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     """Return one model's part of the report."""
-    (model,), (results,) = arm.models, arm.measured
+    (model,) = arm.models
+    (results,) = arm.measured
     return {
         "label": arm.name,
         "source": model.source,
@@ -131,8 +132,15 @@ def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) ->
             screen.say(f"{model['label']}: {report['no_signs']}. {READ_THEM}")
 
 
-def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, screen: Screen) -> None:
-    """Writes evaluation.json and evaluation.html, or after an error none of them."""
+def write_report(
+    report: dict[str, Any],
+    made: Sequence[dict],
+    folder: Path,
+    screen: Screen,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes evaluation.json and evaluation.html, or after an error none of them. `check` is called before files are
+    written, as in `update_dir_atomically`."""
     page = render(
         "evaluation.html",
         title="Evaluation: completions, scored and ranked",
@@ -149,5 +157,5 @@ def write_report(report: dict[str, Any], made: Sequence[dict], folder: Path, scr
         write_json(staging / "evaluation.json", report)
         write_text(staging / "evaluation.html", page)
 
-    update_dir_atomically(folder, write)
+    update_dir_atomically(folder, write, check)
     screen.say(f"saved: {folder / 'evaluation.html'} and {folder / 'evaluation.json'}")

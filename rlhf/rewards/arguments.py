@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -23,7 +23,7 @@ from rlhf.utils.files import json_ready
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from rlhf.rewards.functions import RewardFunction
+RewardFunction = Callable[..., Sequence[float | None]]
 
 PER_COMPLETION = ("prompts", "completions", "completion_ids", "messages", "ended")  # lists, like the columns
 PER_CALL = ("trainer_state", "log_extra", "log_metric")  # one object for all completions

@@ -1,6 +1,8 @@
-"""Loads the reward model of a run, and combines it with the reward functions."""
+"""Loads the reward model of a run, and combines it with the reward functions. Imports TRL only for a model."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -9,9 +11,11 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.find import RewardSources
 from rlhf.rewards.functions import LearnedReward
-from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
+
+if TYPE_CHECKING:
+    from rlhf.rewards.reward_model import RewardModel
 
 
 def make_rewards(
@@ -25,6 +29,8 @@ def make_rewards(
     as in `load_tokenizer`."""
     model = None
     if sources.folder is not None:
+        from rlhf.rewards.reward_model import RewardModel
+
         dtype = autocast_dtype(config.model.bf16, device)
         model = RewardModel.load(sources.folder, device, dtype, text=config.model.rm_text, date=date)
         model.budget = budget_of(device, config)

@@ -44,7 +44,7 @@ def evaluate_and_calibrate(
     # clip mean something else with each reward model.
     model.calibration = Calibration(fmean(raw), std)
     return {
-        **asdict(pair_accuracy(model, held_out)),
+        **pair_accuracy(model, held_out),
         "calibration": {"scale": asdict(model.calibration), "completions": len(raw), "source": source},
     }
 
@@ -61,21 +61,24 @@ def calibration_completions(
     most = config.calibration.calibration_prompts
     dtype = model.dtype
     length = config.sampling.max_new_tokens
-    examples = shuffled_prompts(examples, config.training.rm_seed)
+    # in a random order, which does not depend on their order
+    distinct = sorted(distinct_questions(examples), key=lambda example: repr(example.messages))
+    order = rng_for(config.training.rm_seed, 0, "calibration prompts").permutation(len(distinct))
+    examples = [distinct[i] for i in order]
     if name is None:
         return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
     longest = min(config.calibration.calibration_prompt_length, *room)
-    prompts, _ = encode_prompts(tokenizer, examples, longest)
+    prompts = encode_prompts(tokenizer, examples, longest)
     if model.context is not None:
         prompts = [p for p in prompts if len(model.encode(p.example.messages, "")) + length <= model.context]
     if not prompts:
         raise UserError(
             f"no prompt of at most {longest} tokens to calibrate on",
             "--calibration-prompt-length",
-            ("Raise it, lower --max-new-tokens, or pass --actor-model none to calibrate on the chosen completions"),
+            "Raise it, lower --max-new-tokens, or pass --actor-model none to calibrate on the chosen completions",
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": stopping_criterion(tokenizer, config.sampling.stops), "pad": tokenizer.pad_token_id}
@@ -90,12 +93,6 @@ def calibration_completions(
         texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"completions of {name}"
-
-
-def shuffled_prompts(examples: Sequence[Example], seed: int) -> list[Example]:
-    """Return the examples with distinct prompts in a random order, which does not depend on their order."""
-    distinct = sorted(distinct_questions(examples), key=lambda example: repr(example.messages))
-    return [distinct[i] for i in rng_for(seed, 0, "calibration prompts").permutation(len(distinct))]
 
 
 def show_record(record: dict, screen: Screen) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +152,7 @@ def known_accuracy(
         return model.record, METRICS_FILE
     usable = pairs_that_fit(model, [e for e in examples if e.chosen is not None])
     if usable:
-        return asdict(pair_accuracy(model, usable)), f"{len(usable)} held-out pairs"
+        return pair_accuracy(model, usable), f"{len(usable)} held-out pairs"
     screen.say(
         f"warning: the {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: its accuracy is unknown"
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from numbers import Number
 from statistics import fmean
 
@@ -26,14 +25,12 @@ def exact_match(
         answer: the column of the data.
         ended: False for a completion that was cut off, in which an answer at its end does not count. None: all ended.
     """
-    whole = [True] * len(completions) if ended is None else ended
-    scores: list[float | None] = []
-    for completion, right, end in zip(completions, answer, whole, strict=True):
-        given = final_answer(text_of(completion), end)
-        missing = right is None or right != right
-        wanted = None if missing else parse(final_answer(_as_text(right)) or "")
-        scores.append(None if wanted is None else float(given is not None and is_equal(parse(given), wanted)))
-    return scores
+
+    def is_right(text: str, right: str, end: bool) -> bool:
+        given = final_answer(text, end)
+        return given is not None and is_equal(parse(given), parse(final_answer(right) or ""))
+
+    return _judged(is_right, completions, answer, ended)
 
 
 def last_number(
@@ -54,24 +51,34 @@ def last_number(
         ended: False for a completion that was cut off, in which a number at its end does not count. None: all
             ended.
     """
-    whole = [True] * len(completions) if ended is None else ended
+
+    def is_right(text: str, right: str, end: bool) -> bool | None:
+        wanted = final_answer(right) or ""
+        number = parse(wanted).number
+        number = number_at_end(wanted) if number is None else number
+        return None if number is None else number_at_end(text, end) == number
+
+    return _judged(is_right, completions, answer, ended)
+
+
+def _judged(
+    is_right: Callable[[str, str, bool], bool | None],
+    completions: Sequence[Completion],
+    answers: Sequence[str | float | None],
+    ended: Sequence[bool] | None,
+) -> list[float | None]:
+    """Return 1 or 0 for each completion: `is_right(completion, answer, True if it ended)`. None if that is None, or
+    if there is no answer. Raises TypeError for an answer that is neither text nor a number."""
     scores: list[float | None] = []
-    for given, right, end in zip(completions, answer, whole, strict=True):
-        wanted = None if right is None or right != right else _number_of_answer(_as_text(right))
-        scores.append(None if wanted is None else float(number_at_end(text_of(given), end) == wanted))
+    whole = [True] * len(completions) if ended is None else ended
+    for completion, answer, end in zip(completions, answers, whole, strict=True):
+        found = None
+        if answer is not None and answer == answer:  # not NaN
+            if not isinstance(answer, (str, Number)):
+                raise TypeError(f"the column 'answer' contains {answer!r:.60}, which is neither text nor a number")
+            found = is_right(text_of(completion), str(answer), end)
+        scores.append(None if found is None else float(found))
     return scores
-
-
-def _number_of_answer(text: str) -> Fraction | None:
-    answer = final_answer(text) or ""
-    number = parse(answer).number
-    return number_at_end(answer) if number is None else number
-
-
-def _as_text(answer: str | float) -> str:
-    if not isinstance(answer, (str, Number)):
-        raise TypeError(f"the column 'answer' contains {answer!r:.60}, which is neither text nor a number")
-    return str(answer)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

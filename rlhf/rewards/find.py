@@ -110,7 +110,11 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
         flag: the setting in error messages.
     """
     if name in BUILT_IN:
-        return _built_in(name, keywords)
+        from rlhf.rewards import eval_functions, functions  # they import torch
+
+        if name == "keyword_bonus":
+            return functions.keyword_bonus(keywords)
+        return getattr(functions if hasattr(functions, name) else eval_functions, name)
     if name.startswith(FROM_TRL):
         return _of_trl(name, flag)
     if name.startswith(FROM_PYTHON):
@@ -125,14 +129,6 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
         wanted = f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
         raise UserError("no such reward function", f"{flag} {name}", wanted)
     return _of_users_file(name, path, attribute, flag)
-
-
-def _built_in(name: str, keywords: Sequence[str]) -> RewardFunction:
-    from rlhf.rewards import eval_functions, functions  # they import torch
-
-    if name == "keyword_bonus":
-        return functions.keyword_bonus(keywords)
-    return getattr(functions if hasattr(functions, name) else eval_functions, name)
 
 
 def check_rules(rules: Sequence[str], flag: str) -> None:

@@ -8,7 +8,7 @@ which it does not apply. It receives copies, so nothing that it changes reaches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_whole
-from rlhf.rewards.arguments import text_of
+from rlhf.rewards.arguments import RewardFunction, text_of
 
 if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
-
-RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class LearnedReward:

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from rlhf.data.examples import Example
 from rlhf.rewards.reward_model import RewardModel
-
-
-@dataclass(frozen=True)
-class PairAccuracy:
-    """Accuracy on held-out pairs, and the accuracy of a rule that compares only lengths."""
-
-    accuracy: float  # share of pairs with chosen > rejected; ties count half
-    margin: float  # mean of chosen - rejected, score units
-    length_baseline: float  # the better of "longer wins" and "shorter wins" (characters; ties count half)
-    accuracy_against_baseline: float | None  # on the pairs that the better length rule gets wrong; None without any
-    by_flaw: dict[str, float]  # accuracy per flaw of the rejected completion
-    pairs: int
 
 
 def pairs_that_fit(model: RewardModel, pairs: Sequence[Example]) -> list[Example]:
@@ -40,8 +28,9 @@ def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
     }
 
 
-def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
-    """Compute the accuracy of the model and of the length baseline on held-out pairs."""
+def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> dict[str, Any]:
+    """Return the accuracy of the model, and that of a rule that compares only lengths, on held-out pairs: the first
+    keys of metrics.json."""
     messages = [p.messages for p in pairs]
     always = [True] * len(pairs)
     chosen = model.score(messages, [p.chosen for p in pairs], always)
@@ -51,22 +40,25 @@ def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
         ids = pair_ids(model, pair)
         if ids["chosen_ids"] == ids["rejected_ids"]:
             margins[i] = 0.0  # equal ids tie; their scores differ by rounding, which depends on the batch
-    wins = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
-    longer = [_longer_wins(p) for p in pairs]
+    wins = [_wins(m) for m in margins]
+    longer = [_wins(len(p.chosen) - len(p.rejected)) for p in pairs]
     longer_rate = sum(longer) / len(pairs)
     length_wins = longer if longer_rate >= 0.5 else [1 - x for x in longer]
     against = [w for w, baseline in zip(wins, length_wins, strict=True) if baseline < 0.5]
     flaws = sorted({p.flaw for p in pairs if p.flaw})
-    return PairAccuracy(
-        accuracy=fmean(wins),
-        margin=sum(margins) / len(margins),
-        length_baseline=max(longer_rate, 1 - longer_rate),
-        accuracy_against_baseline=sum(against) / len(against) if against else None,
-        by_flaw={f: fmean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
-        pairs=len(pairs),
-    )
+    return {
+        "accuracy": fmean(wins),  # share of pairs with chosen > rejected; ties count half
+        "margin": sum(margins) / len(margins),  # mean of chosen - rejected, score units
+        # the better of "longer wins" and "shorter wins" (characters; ties count half)
+        "length_baseline": max(longer_rate, 1 - longer_rate),
+        # on the pairs that the better length rule gets wrong; None without any
+        "accuracy_against_baseline": sum(against) / len(against) if against else None,
+        # of each flaw of the rejected completion
+        "by_flaw": {f: fmean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
+        "pairs": len(pairs),
+    }
 
 
-def _longer_wins(pair: Example) -> float:
-    difference = len(pair.chosen) - len(pair.rejected)
+def _wins(difference: float) -> float:
+    """Return 1 if a difference is above 0, 0.5 if it is 0, otherwise 0."""
     return 0.5 if difference == 0 else float(difference > 0)

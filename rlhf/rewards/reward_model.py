@@ -21,7 +21,7 @@ from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_confi
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.load import check_weights, read_model
+from rlhf.models.load import check_weights, disable_dropout, read_model
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
@@ -133,6 +133,7 @@ class RewardModel:
         architecture = (config.architectures or ["?"])[0]
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
+        disable_dropout(config)  # a critic that starts from it is in train mode
         tokenizer = load_tokenizer(folder, date=date)
         check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         model, found = read_model(AutoModelForSequenceClassification, folder, config=config)
@@ -165,12 +166,10 @@ class RewardModel:
         too_long = [len(s) for s in sequences if self.context is not None and len(s) > self.context]
         if too_long:
             raise RunError(
-                (
-                    f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than "
-                    f"the reward model's context of {self.context} tokens (longest: {max(too_long)})"
-                ),
+                f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than the reward "
+                f"model's context of {self.context} tokens (longest: {max(too_long)})",
                 "scoring",
-                ("Use a smaller --prompt-length or --max-new-tokens, or a reward model with a larger context"),
+                "Use a smaller --prompt-length or --max-new-tokens, or a reward model with a larger context",
             )
         scores = [0.0] * len(sequences)
         groups = range(len(sequences)) if groups is None else groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -27,8 +28,10 @@ from rlhf.rewards.arguments import (
 )
 from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
-from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.rewards.reward_model import RewardModel
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ class Rewards:
         return RewardScores(total=total, by_function=given, extra=log.extra, metrics=log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
-        """Return the weighted sum of each completion's scores by function, over the functions that apply to it."""
-        return [_weighted_sum(self.weights, row) for row in zip(*scores.values(), strict=True)]
+        """Return the weighted sum of each completion's scores by function, over the functions that apply to it;
+        None if none does."""
+        totals: list[float | None] = []
+        for row in zip(*scores.values(), strict=True):
+            known = [w * s for w, s in zip(self.weights, row, strict=True) if s is not None]
+            totals.append(sum(known) if known else None)
+        return totals
 
     def scores_by_function(
         self,
@@ -181,9 +189,3 @@ class Rewards:
         found = dict.fromkeys(name for p in prompts for name in p.example.columns)
         required = dict.fromkeys(name for function in self.functions for name in required_columns(function))
         return [name for name in (found | required) if name not in (*PER_COMPLETION, *PER_CALL)]
-
-
-def _weighted_sum(weights: Sequence[float], scores: Sequence[float | None]) -> float | None:
-    """Return the weighted sum of the scores that are not None; None if all are."""
-    known = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
-    return sum(known) if known else None

@@ -39,8 +39,7 @@ from rlhf.distributed.group import from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import check_weights, read_model
-from rlhf.models.save import bad_weights
+from rlhf.models.load import bad_weights, check_weights, read_model
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate, show_record
 from rlhf.rewards.checks import DEFAULT_SPLIT
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
@@ -170,7 +169,8 @@ class _Progress(TrainerCallback):
     """Prints RewardTrainer's log as one progress line."""
 
     def __init__(self, screen: Screen):
-        self.screen, self.started = screen, time.monotonic()
+        self.screen = screen
+        self.started = time.monotonic()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in (logs or {}):
@@ -252,10 +252,8 @@ def margins_of(pairs: Sequence[Example]) -> list[float]:
             raise UserError(
                 f"{MARGIN} is not a finite number",
                 pair.where,
-                (
-                    "Give every pair a margin, by which the chosen completion should be better, or "
-                    f"rename the column: --columns NEW={MARGIN}"
-                ),
+                "Give every pair a margin, by which the chosen completion should be better, or rename the column: "
+                f"--columns NEW={MARGIN}",
             )
     return margins
 

@@ -50,7 +50,8 @@ class ModelDecoder:
     """The layers of the model, for every architecture whose attention can be replaced."""
 
     def __init__(self, policy: PreTrainedModel | PeftModel):
-        self.policy, self.backbone = policy, backbone_of(policy)
+        self.policy = policy
+        self.backbone = backbone_of(policy)
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
@@ -176,7 +177,8 @@ class FusedDecoder:
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False):
-        self.policy, self.backbone = policy, backbone_of(policy)
+        self.policy = policy
+        self.backbone = backbone_of(policy)
         embeddings = policy.get_input_embeddings().weight
         head = base_of(policy).get_output_embeddings()
         self.dtype = forward_dtype(embeddings)
@@ -228,7 +230,9 @@ class _Norm:
     def __init__(self, module: nn.Module, static: bool):
         """`static`: read the module's gain at every step, because it may have changed."""
         gain = upcast(module.weight.detach())
-        self.module, self.static, width = module, static, gain.numel()
+        self.module = module
+        self.static = static
+        width = gain.numel()
         self.gain = gain * width**0.5
         self.floor = torch.full((1,), (width * module.variance_epsilon) ** 0.5, dtype=gain.dtype, device=gain.device)
 
@@ -253,12 +257,15 @@ class _FusedLayer:
         # products with exchanged halves of weights replace an exchange of halves in every step. Their weights are an
         # eighth more to read, which takes longer than the exchange on a CPU.
         self.exchanged = static and not hasattr(attention, "q_norm")
-        self.before, self.between = (_Norm(m, static) for m in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.before = _Norm(layer.input_layernorm, static)
+        self.between = _Norm(layer.post_attention_layernorm, static)
         self.qkv = product(query, key, value, outputs=self._with_exchanged_halves if self.exchanged else None)
         self.static = static
         self.out = product(out, inputs=self._as_attended if static else None)
-        self.gate_up, self.down = product(gate, up), product(down)
-        self.window, self.kernel = llama.window_of(attention), Kernel(attention.scaling, None)
+        self.gate_up = product(gate, up)
+        self.down = product(down)
+        self.window = llama.window_of(attention)
+        self.kernel = Kernel(attention.scaling, None)
 
     def _with_exchanged_halves(self, rows: Tensor) -> Tensor:
         """Return the rows (out, ...) of q, k and v, and after them those of q and k with exchanged halves of heads."""

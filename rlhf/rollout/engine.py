@@ -51,19 +51,22 @@ class KeptBatcher:
         criterion: StoppingCriterion, slots: int, graph: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Sample as `ContinuousBatcher.run`, with the tensors of the last call if they are large enough."""
-        # after an error the cache may have NaN
         batcher = self.batcher
-        self.batcher = None
+        self.batcher = None  # after an error the cache may have NaN
         columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
-        size = slots, columns, (len(prompts) + 1) * sampling.max_new_tokens
-        if batcher is None or not batcher.fits(policy, *size):
-            del batcher  # its memory is needed
-            if graph:
-                self.slots, self.columns, self.places = map(max, size, (self.slots, self.columns, self.places))
-                size = self.slots, self.columns, self.places
-            batcher = ContinuousBatcher(policy, uniform.device, *size, graph)
-        else:
+        places = (len(prompts) + 1) * sampling.max_new_tokens
+        if batcher is not None and batcher.fits(policy, slots, columns, places):
             batcher.decoder.load()  # the policy may have other weights
+        else:
+            del batcher  # its memory is needed
+            device = uniform.device
+            if graph:  # with room for the largest rollout so far, so that later ones need no new captures
+                self.slots = max(self.slots, slots)
+                self.columns = max(self.columns, columns)
+                self.places = max(self.places, places)
+                batcher = ContinuousBatcher(policy, device, self.slots, self.columns, self.places, graph)
+            else:
+                batcher = ContinuousBatcher(policy, device, slots, columns, places, graph)
         found = batcher.run(prompts, uniform, sampling, criterion, slots)
         if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
             self.batcher = batcher
@@ -111,10 +114,9 @@ def sample_completions(
         most = slots or budget_of(device).rollout_slots
         graph = engine == "graph"
         size = graph_slots(len(prompts), most) if graph else min(most, len(prompts))
+        batcher = kept if graph and kept is not None else KeptBatcher()
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
-            completion_ids, allowed_tokens = ((graph and kept) or KeptBatcher()).run(
-                policy, prompts, uniform, sampling, criterion, size, graph
-            )
+            completion_ids, allowed_tokens = batcher.run(policy, prompts, uniform, sampling, criterion, size, graph)
         if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:
             release_freed_memory()  # the decoder's copies of the weights
     vocabulary = base.get_input_embeddings().num_embeddings
@@ -131,7 +133,8 @@ def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
 def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, criterion: StoppingCriterion, pad: int):
     device = uniform.device
     prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, device)
-    (rows, context), length = prompt_ids.shape, sampling.max_new_tokens
+    rows, context = prompt_ids.shape
+    length = sampling.max_new_tokens
     attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
     positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
     completions = torch.full((rows, length), criterion.eos, device=device)

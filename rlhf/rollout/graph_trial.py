@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.checkpoints.gguf import cache_folder
-from rlhf.checkpoints.run_record import environment, version_of
+from rlhf.checkpoints.run_record import environment
 from rlhf.utils.files import write_json
+from rlhf.utils.libraries import version_of
 from rlhf.utils.system import gpu_driver, waiting_lock
 
 TRIAL = (sys.executable, "-m", "rlhf.rollout.graph_trial")

@@ -29,19 +29,20 @@ class SlotKVCache:
         self.static = static
         self.layers: dict[int, Tensor] = {}  # keys and values, (2, S, KV heads, columns, D)
         self.whole: dict[int, Tensor] = {}  # the same of all slots
-        self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
+        self.prompts: PackedPrompts | None = None  # None: a decoding step
 
     def use(self, slots: int) -> None:
         """Use the first `slots` slots."""
-        self.slots, self.layers = slots, {layer: stored[:, :slots] for layer, stored in self.whole.items()}
+        self.slots = slots
+        self.layers = {layer: stored[:, :slots] for layer, stored in self.whole.items()}
 
-    def begin_prefill(self, slots: Tensor, columns: Tensor, gather_index: Tensor) -> None:
-        """Prepare for a pass over packed prompts: tokens at `gather_index` are stored in `columns` of `slots`."""
-        self.prefill_index = slots, columns, gather_index
+    def begin_prefill(self, prompts: PackedPrompts) -> None:
+        """Prepare for a pass over packed prompts."""
+        self.prompts = prompts
 
     def begin_decode(self, at: Tensor, span: int) -> None:
         """Prepare for a pass with one token per slot, stored in column `at` (S,). `span` columns are attended to."""
-        self.prefill_index = None
+        self.prompts = None
         self.at = at
         self.span = span
         self.every = torch.arange(self.slots, device=at.device)
@@ -50,7 +51,7 @@ class SlotKVCache:
         """Store keys and values in the shapes of transformers: (1, KV heads, N, D), or to decode (S, KV heads, 1, D).
         Returns what to attend to."""
         both = torch.stack([keys, values], 1)
-        if self.prefill_index is not None:
+        if self.prompts is not None:
             self.store(both[0].movedim(2, 0), layer)
             return keys, values
         return self.store(both[:, :, :, 0], layer)
@@ -67,9 +68,10 @@ class SlotKVCache:
             self.whole[layer] = new.new_zeros(shape, dtype=forward_dtype(new))
             self.layers[layer] = self.whole[layer][:, : self.slots]
         stored = self.layers[layer]
-        if self.prefill_index is not None:
-            slots, columns, gather_index = self.prefill_index
-            stored[:, slots, :, columns] = new.index_select(0, gather_index).to(stored.dtype)
+        prompts = self.prompts
+        if prompts is not None:
+            own = new.index_select(0, prompts.gather_index)  # equal prompts are in the row once
+            stored[:, prompts.slots, :, prompts.columns] = own.to(stored.dtype)
             return new[:, 0], new[:, 1]
         stored[:, self.every, :, self.at] = new.to(stored.dtype)
         keys, values = stored[:, :, :, : self.span].unbind()

@@ -23,7 +23,6 @@ from rlhf.setup.build import load_models
 from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights, load_inputs
-from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.events import check_callback
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
@@ -32,7 +31,7 @@ from rlhf.utils.errors import Problem, UserError, raise_if
 if TYPE_CHECKING:
     from rlhf.rewards.find import Functions
 
-OF_THE_SCRIPTS = ("check", "check_reward", "dry_run", "memory", "scan", "seeds")
+OF_THE_SCRIPTS = ("dry_run", "memory", "seeds")
 OF_A_FOLDER = ("resume", "overwrite", "rollback_on_kl", "record_tokens", "merge_lora", "push_to_hub")
 
 
@@ -63,9 +62,10 @@ def recorded(
     return replace(replaced(config, **settings), in_python=True)
 
 
-def check_given(config: Config, callbacks: Sequence = (), without_folder: bool = False) -> None:
-    """Raise UserError for settings that would be ignored: those that only the scripts use, and in a trainer
-    `without_folder` those about the files of a run. Also raises it for what is not a list of callbacks."""
+def check_given(config: Config, callbacks: Sequence = (), without_folder: bool = False, trains: bool = True) -> None:
+    """Raise UserError for settings that would be ignored: those that only the scripts use, in a trainer also `check`,
+    and in a trainer `without_folder` those about the files of a run. Also raises it for what is not a list of
+    callbacks."""
     if not isinstance(config, Config):
         raise UserError("not a configuration", f"config, {config!r:.60}", "Make it with make_config()")
     values = flat_settings(to_dict(config))
@@ -74,6 +74,8 @@ def check_given(config: Config, callbacks: Sequence = (), without_folder: bool =
         for name in OF_THE_SCRIPTS
         if values[name]
     ]
+    if trains and values["check"]:
+        problems.append(Problem("a trainer does not use check", "make_config(check=)", "Remove it, or use check()"))
     problems += [
         Problem(
             f"only a trainer with a run folder uses {name}",
@@ -112,7 +114,7 @@ def prepared(config: Config, screen: Screen) -> Config:
     return prepare_resume(config, screen)
 
 
-# --- trainer and scan ------------------------------------------------------------------------------------------------
+# --- the trainer -----------------------------------------------------------------------------------------------------
 
 
 def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any) -> OnPolicyLoop:
@@ -136,12 +138,3 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
     components = load_models(used, inputs, device, screen)
     used = with_horizon(used, planned_updates(used, components.prompts.train))
     return RunSession(used, components, screen, folder, progress).build_trainer()
-
-
-def scan_of(config: Config, **given: Any) -> Scan:
-    """Return what can be learned from a program's prompts. `given` as in `trainer_of`. Raises UserError."""
-    screen = Screen()
-    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    inputs = load_inputs(config, screen, **given)
-    fitted = choose_settings(config, inputs, device, screen)
-    return scan_prompts(fitted, load_models(fitted, inputs, device, screen), screen)

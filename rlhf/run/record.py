@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_log import FollowingLog, RunLog
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import fingerprint, topics_fingerprint
-from rlhf.distributed.group import from_first, require_equal
+from rlhf.distributed.group import gather, on_first, require_equal
 from rlhf.rewards.find import code_print
 from rlhf.run.resume_checks import check_same_run
 from rlhf.settings.fields import to_dict
@@ -32,19 +32,12 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
     data = data_of(config, components)
     folder = Path(config.run.output)
     require_equal(data, "Give all machines the same files")
-    began = []
-
-    def begin() -> RunRecord:
-        log = (
-            continued(config, data, screen)
-            if config.run.resume
-            else claimed(config, components, data, updates, screen)
-        )
-        began.append(log)
-        return log.record
-
-    record = from_first(begin)
-    return began[0] if began else FollowingLog(folder, record)
+    if config.run.resume:
+        log = on_first(lambda: continued(config, data, screen))
+    else:
+        log = on_first(lambda: claimed(config, components, data, updates, screen))
+    record = gather(None if log is None else log.record)[0]
+    return FollowingLog(folder, record) if log is None else log
 
 
 def continued(config: Config, data: dict, screen: Screen) -> RunLog:

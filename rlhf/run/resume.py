@@ -79,9 +79,9 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
         found = find_checkpoints(log.folder, log.record.id)
         newest = load_newest(trainer, found, screen)
         planned = trainer.sampler.updates
-        if trainer.state.global_step > planned:
+        if trainer.host.state.global_step > planned:
             raise UserError(
-                (f"the run already has {trainer.state.global_step} updates, more than the {planned} requested"),
+                (f"the run already has {trainer.host.state.global_step} updates, more than the {planned} requested"),
                 "--resume",
                 "Use a larger number",
             )
@@ -91,7 +91,7 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
         run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
         settings = to_dict(dataclasses.replace(config, run=run))
         log.add(settings=settings, plan=budget(config, planned))  # --resume-anyway may have changed them
-        screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
+        screen.say(f"resuming after update {trainer.host.state.global_step} of {trainer.updates}, from {newest}")
 
 
 def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) -> Path:

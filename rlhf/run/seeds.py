@@ -164,7 +164,7 @@ def is_finished(config: Config) -> bool:
     """Return True if this run is finished. Raises UserError if its folder has a finished run with other settings, or a
     run.json of another format, unless --overwrite moves it aside."""
     folder = Path(config.run.output)
-    if config.run.dry_run or config.run.check_reward or config.run.scan or read_status(folder) != "finished":
+    if config.run.only_looks or read_status(folder) != "finished":
         return False
     try:
         differ = other_settings(config)

@@ -16,6 +16,7 @@ from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
+from rlhf.callbacks.reward_warning import RewardWarning
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
 from rlhf.callbacks.trackers import Trackers
@@ -35,7 +36,6 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
-from rlhf.setup.reward_probes import RewardWarning
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
@@ -142,7 +142,7 @@ class RunSession(Session):
             if config.in_python and not config.run.resume:
                 on_first(lambda: write_prompts(self.folder, trainer))
             resume_run(trainer, config, self.log, self.screen)
-            require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
+            require_equal({"the update": trainer.host.state.global_step}, "Give all machines the same run folder")
         if config.in_python or self.folder is None:
             self.shown.say(f"{config.title}: {budget_line(config, trainer.sampler.updates)}")
 
@@ -153,7 +153,7 @@ class RunSession(Session):
             if trackers.trackers:
                 trackers.finish(results_of(trainer))
             return
-        require_equal_weights(trainer.model, "the last update")
+        require_equal_weights(trainer.host.model, "the last update")
         on_first(self._write_results)
         trackers.finish(self.log.record.figures)
 

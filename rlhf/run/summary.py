@@ -90,7 +90,8 @@ def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
     rows = [("KL", f"{measured}{_aim(kl, figures['kl_target'], per)}")]
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:
-            (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
+            first, last = phase["updates"]
+            ended = phase["kl_last_10_updates"]
             aim = _aim(ended, phase["target"], per)
             measured = "all skipped" if ended is None else f"{kl_text(ended, per)} at the end"
             rows.append(("", f"updates {first} to {last}: {measured}{aim}"))
@@ -147,11 +148,13 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     prompts = trainer.evaluation_prompts
     gold = gold_of(config)
     target = config.kl.targets[-1]
+    history = trainer.host.state.log_history
+    phases = kl_controller(config, trainer.sampler.updates).phases
     figures = compare(before, after, prompts, gold, config.run.seed) | {
-        "kl_last_10_updates": last_kl(trainer.state.log_history, target),
+        "kl_last_10_updates": last_kl(history, target),
         "kl_target": target.nats if config.kl.steered else None,
         "kl_unit": f"nats/{target.per}",
-        "kl_phases": kl_of_phases(trainer.state.log_history, kl_controller(config, trainer.sampler.updates).phases),
+        "kl_phases": kl_of_phases(history, phases),
         "perplexity_text": trainer.evaluator.text.source,
         "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
@@ -167,7 +170,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
-    logged = sum(target.metric in entry for entry in trainer.state.log_history)
+    logged = sum(target.metric in entry for entry in history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
     if config.reward.control != "none":
         screen.say(f"{config.title}: {CONTROL_MEANS}, so the reward did not cause these changes")

@@ -21,32 +21,20 @@ from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.plan import plan_run
-from rlhf.setup.reward_probes import check_reward, show_reward_report
-from rlhf.setup.scan import scan_run
-from rlhf.setup.trial import check_run
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
 
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
-    """Train, save and summarize one run. With --check, --check-reward and --scan, do only what these ask for.
-    `selection` has the rows of the data, if they were read already."""
-    trainer = agree(lambda: load_trainer(config, screen, selection))
-    if trainer is not None:
-        trainer.train()
+    """Train, save and summarize one run. `selection` has the rows of the data, if they were read already."""
+    agree(lambda: load_trainer(config, screen, selection)).train()
 
 
-def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop | None:
-    """Return the trainer of a run. With --check, --check-reward and --scan, do what they ask for and return None."""
-    if config.run.check_reward:
-        return show_reward_report(check_reward(config, screen, selection), screen)
+def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop:
+    """Return the trainer of a run."""
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    asked, components = load_parts(config, screen, device, selection)
-    config = with_horizon(asked, planned_updates(asked, components.prompts.train))
-    if config.run.check:
-        return check_run(config, components, screen)
-    if config.run.scan:
-        return scan_run(asked, components, screen)
+    config, components = load_parts(config, screen, device, selection)
+    config = with_horizon(config, planned_updates(config, components.prompts.train))
     return RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.settings.fields import inherited, setting
+from rlhf.settings.fields import same_as, setting
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import Command, build, read_given, show_help, values_of
+from rlhf.settings.merge import Command, build, merged, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
 from rlhf.settings.training import (
     LARGEST_SEED,
@@ -22,12 +21,13 @@ from rlhf.settings.training import (
 from rlhf.settings.types import ArmName, PathName, Renaming, Split, StopText
 from rlhf.utils.errors import Problem
 
-AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the data
 HELD_OUT_PROMPTS = 20  # drawn by default
 HELD_OUT_PROMPTS_TO_COMPARE = 128
 MEASURED = ("!chat", "!tokens")  # needs of the settings that only an evaluation or a comparison reads
 OF_PROMPTS = ("prompts", *MEASURED)  # and of those that describe --prompts: a run's own data is read as in the run
+# declares a setting of a run again: unset, it is as in the run
+as_in_run = partial(same_as, default=None, unset="as in the run", brief=False, needs=MEASURED)
 
 
 @dataclass(frozen=True)
@@ -84,58 +84,49 @@ class MeasureSettings:
         choices=shipped_recipes(),
         needs="!tokens",
     )
-    rm_model: PathName | None = inherited(
+    rm_model: PathName | None = as_in_run(
         ModelSettings,
         "rm_model",
-        AS_IN_RUN,
-        "reward model: a folder or a hub name",
-        "reward model; unset: as in the run",
-        MEASURED,
+        help="reward model: a folder or a hub name",
+        brief="reward model; unset: as in the run",
     )
-    rm_text: str | None = inherited(ModelSettings, "rm_text", AS_IN_RUN, needs=MEASURED)
-    prompts: PathName | None = inherited(
+    rm_text: str | None = as_in_run(ModelSettings, "rm_text")
+    prompts: PathName | None = as_in_run(
         DataSettings,
         "prompts",
-        "held-out prompts of the run",
-        "file or hub dataset of which every row is an evaluation prompt, or, with --split, its evaluation part",
-        "evaluation prompts, all rows; unset: held-out prompts of the run",
-        MEASURED,
+        help="file or hub dataset of which every row is an evaluation prompt, or, with --split, its evaluation part",
+        unset="held-out prompts of the run",
+        brief="evaluation prompts, all rows; unset: held-out prompts of the run",
     )
-    split: Split | None = inherited(DataSettings, "split", "as in the run, or no split of --prompts", needs=MEASURED)
-    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN, needs=OF_PROMPTS)
-    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN, needs=OF_PROMPTS)
-    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN, needs=OF_PROMPTS)
-    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN, needs=OF_PROMPTS)
-    prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN, needs=MEASURED)
-    eval_text: PathName | None = inherited(DataSettings, "eval_text", AS_IN_RUN, needs=MEASURED)
-    max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN, needs=("!tokens",))
-    temperature: float | None = inherited(
-        SamplingSettings,
-        "temperature",
-        AS_IN_RUN,
-        brief="sampling temperature; unset: as in the run",
-        needs=("!tokens",),
+    split: Split | None = as_in_run(DataSettings, "split", unset="as in the run, or no split of --prompts")
+    dataset_config: str | None = as_in_run(DataSettings, "dataset_config", unset=OF_RUN, needs=OF_PROMPTS)
+    dataset_split: str | None = as_in_run(DataSettings, "dataset_split", unset=OF_RUN, needs=OF_PROMPTS)
+    columns: tuple[Renaming, ...] | None = as_in_run(DataSettings, "columns", unset=OF_RUN, needs=OF_PROMPTS)
+    skip_bad_rows: float | None = as_in_run(DataSettings, "skip_bad_rows", unset=OF_RUN, needs=OF_PROMPTS)
+    prompt_length: int | None = as_in_run(DataSettings, "prompt_length")
+    eval_text: PathName | None = as_in_run(DataSettings, "eval_text")
+    max_new_tokens: int | None = as_in_run(SamplingSettings, "max_new_tokens", needs="!tokens")
+    temperature: float | None = as_in_run(
+        SamplingSettings, "temperature", brief="sampling temperature; unset: as in the run", needs="!tokens"
     )
-    top_k: int | None = inherited(SamplingSettings, "top_k", AS_IN_RUN, needs=("!tokens",))
-    top_p: float | None = inherited(SamplingSettings, "top_p", AS_IN_RUN, needs=("!tokens",))
-    stop: tuple[StopText, ...] | None = inherited(SamplingSettings, "stop", AS_IN_RUN, needs=("!tokens",))
-    reward_func: tuple[str, ...] | None = inherited(
+    top_k: int | None = as_in_run(SamplingSettings, "top_k", needs="!tokens")
+    top_p: float | None = as_in_run(SamplingSettings, "top_p", needs="!tokens")
+    stop: tuple[StopText, ...] | None = as_in_run(SamplingSettings, "stop", needs="!tokens")
+    reward_func: tuple[str, ...] | None = as_in_run(
         RewardSettings,
         "reward_func",
-        AS_IN_RUN,
-        "reward functions: a built-in name, trl:NAME, or FILE.py:NAME, which executes that file",
-        "reward functions; unset: as in the run",
-        MEASURED,
+        help="reward functions: a built-in name, trl:NAME, or FILE.py:NAME, which executes that file",
+        brief="reward functions; unset: as in the run",
     )
-    reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN, needs=MEASURED)
-    eval_func: tuple[str, ...] | None = inherited(
+    reward_weights: tuple[float, ...] | None = as_in_run(RewardSettings, "reward_weights")
+    eval_func: tuple[str, ...] | None = as_in_run(
         RewardSettings,
         "eval_func",
-        "those of the runs, if all have the same ones",
-        "evaluation functions, which judge the completions as a judge model does; values of 0 and 1 give pass@k. The "
-        "same names and signature as --reward-func, for example exact_match, which compares with the column answer",
-        "evaluation functions as judges; unset: those of the runs",
-        MEASURED,
+        help="evaluation functions, which judge the completions as a judge model does; values of 0 and 1 give pass@k. "
+        "The same names and signature as --reward-func, for example exact_match, which compares with the column "
+        "answer",
+        unset="those of the runs, if all have the same ones",
+        brief="evaluation functions as judges; unset: those of the runs",
     )
     rollout_engine: str | None = setting(
         None,
@@ -315,11 +306,9 @@ PLOT = CommandLine(
 
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
-    argv = sys.argv[1:] if argv is None else argv
-    show_help(line, argv, lambda _: ([{}], None))
-    given = read_given(line, argv)
-    values = values_of(line.config_class, given.layers, given.problems)
-    return build(line.config_class, values, checks=(line.config_class.validate,), given=given.layers[1].keys())
+    given = read_command(line, argv, lambda _: ([], None))
+    values = merged(line.config_class, [given.flags], given.problems)
+    return build(line.config_class, values, checks=(line.config_class.validate,), given=given.flags)
 
 
 parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import os
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -23,85 +24,43 @@ NEVER_EMPTY = ("prompts", "pairs")  # an empty text is an unset variable of the 
 # limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
 LARGEST_COUNT = 10**9
 MOST_DIGITS = 30
-Layer = dict[str, tuple[Any, str]]  # name -> (value, the place where it was set)
-UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the error message
+# name -> value, and the place that set it: a flag, file:line, make_config(name=), or "default"
+Layer = dict[str, tuple[Any, str]]
+UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the Problem
 LONGEST_SHOWN = 80  # characters of a value in an error message
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    ge=None,
-    le=None,
-    gt=None,
-    lt=None,
-    choices=None,
-    aliases=(),
-    brief: str | bool = False,
-    positional: bool = False,
-    needs: str | tuple[str, ...] = (),
-    strict: bool = False,
-) -> Any:
-    """Return a dataclass field that declares one setting.
-
-    Args:
-        help: meaning and unit.
-        ge, le, gt, lt: bounds (>=, <=, >, <).
-        choices: the allowed values.
-        aliases: other names of the setting, for example those of other trainers.
-        brief: the text in `--help`; True: `help` up to its first semicolon; False: the setting is not in `--help`.
-        positional: the value is given on the command line without a flag.
-        needs: conditions without which the setting has no effect: `use_lora` (it is set), `kl_placement=reward`,
-            `!seeds` (it is not set), `!kl_schedule=fixed`; `merge_lora or push_to_hub` is one condition. A flag whose
-            conditions are not met is refused. A value in a file is ignored, because commands share files.
-        strict: a value in a file is refused, too.
-    """
-    bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
-    declared = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases}
-    needs = (needs,) if isinstance(needs, str) else needs
-    more = {"brief": brief, "positional": positional, "needs": needs, "strict": strict}
-    return field(default=default, metadata=declared | more)
-
-
-def inherited(
-    settings: type,
-    name: str,
-    otherwise: str,
-    help: str | None = None,
-    brief: str | bool = False,
-    needs: tuple[str, ...] = (),
-) -> Any:
-    """Return a field that repeats the setting `name` of another group, unset by default and with other `needs`.
-    `otherwise` completes its help: the source of the value if it is unset."""
-    declared = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
-    meaning = help or declared["help"].split("; unset")[0]
-    changed = {"help": f"{meaning}; unset: {otherwise}", "brief": brief, "needs": needs}
-    return field(default=None, metadata={**declared, **changed})
-
-
-def repeated(settings: type, name: str, needs: tuple[str, ...] = ()) -> Any:
-    """Return a field that declares the setting `name` of another group again, with other `needs`."""
-    declared = next(f for f in dataclasses.fields(settings) if f.name == name)
-    return field(default=declared.default, metadata={**declared.metadata, "needs": needs})
+BOUNDS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
+EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting of a command, with its name, group and type."""
+    """The declaration of one setting of a command."""
 
     name: str
     group: str
     type: Any
     default: Any
-    help: str
-    bounds: dict[str, float | None]
-    choices: tuple | None
-    aliases: tuple[str, ...]
-    brief: str | bool
-    positional: bool
-    needs: tuple[str, ...]
-    strict: bool
+    help: str  # meaning and unit
+    unset: str = ""  # what happens if it is not set
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names, for example those of other trainers
+    brief: str | bool = False  # the text in `--help`; True: `help`; False: the setting is not in `--help`
+    positional: bool = False  # the value is given on the command line without a flag
+    alone: tuple[str, ...] = ()  # the value of a list whose flag is given without a value, or as true; false: ()
+    # conditions without which the setting has no effect: `use_lora` (it is set), `kl_placement=reward`, `!seeds` (it
+    # is not set), `!kl_schedule=fixed`; `merge_lora or push_to_hub` is one condition. A flag whose conditions are not
+    # met is refused. A value in a file is ignored, because commands share files
+    needs: str | tuple[str, ...] = ()
+    strict: bool = False  # a value in a file is refused, too
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,11 +68,12 @@ class Setting:
 
     @property
     def conditions(self) -> list[Condition]:
-        return [Condition.parse(need) for need in self.needs]
+        needs = (self.needs,) if isinstance(self.needs, str) else self.needs
+        return [Condition.parse(need) for need in needs]
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def optional(self) -> bool:
@@ -131,27 +91,45 @@ class Setting:
     def is_bool(self) -> bool:
         return self.base_type is bool
 
+    @property
+    def range(self) -> str:
+        """The bounds as text; empty without any."""
+        limits = [(words, getattr(self, name)) for name, (words, _) in BOUNDS.items()]
+        return " and ".join(f"{words} {_number(limit)}" for words, limit in limits if limit is not None)
 
-def settings_of(config_class: type) -> dict[str, Setting]:
-    """Return all settings of a configuration class by name, in the order of their groups."""
-    return dict(_declared(config_class))
+
+def setting(default: Any, help: str, **declared: Any) -> Any:
+    """Return a dataclass field that declares one setting. `declared`: more fields of Setting."""
+    return field(default=default, metadata={"help": help, **declared})
+
+
+def same_as(group: type, name: str, **changed: Any) -> Any:
+    """Return a field that declares the setting `name` of another group again, with `changed` fields of Setting."""
+    declared = next(f for f in dataclasses.fields(group) if f.name == name)
+    default = changed.pop("default", declared.default)
+    return field(default=default, metadata={**declared.metadata, **changed})
 
 
 @functools.cache  # commands ask several times, and reading the annotations takes 5 ms
-def _declared(config_class: type) -> dict[str, Setting]:
+def settings_of(config_class: type) -> dict[str, Setting]:
+    """Return all settings of a configuration class by name, in the order of their groups. Not to be changed."""
     found = {}
     for group, group_class in typing.get_type_hints(config_class).items():
-        if not dataclasses.is_dataclass(group_class):
-            continue
-        hints = typing.get_type_hints(group_class)
-        for f in dataclasses.fields(group_class):
-            found[f.name] = Setting(f.name, group, hints[f.name], f.default, **f.metadata)
+        if dataclasses.is_dataclass(group_class):
+            hints = typing.get_type_hints(group_class)
+            for f in dataclasses.fields(group_class):
+                found[f.name] = Setting(f.name, group, hints[f.name], f.default, **f.metadata)
     return found
 
 
-def name_table(settings: dict[str, Setting]) -> dict[str, str]:
+def name_table(settings: Mapping[str, Setting]) -> dict[str, str]:
     """Return every name of every setting -> the setting's first name."""
     return {alias: s.name for s in settings.values() for alias in s.names}
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
 
 
 # --- settings that have an effect only with others -------------------------------------------------------------------
@@ -172,19 +150,19 @@ class Condition:
     def is_met(self, values: Mapping[str, Any], assumed: Collection[str] = ()) -> bool:
         """True if `values` meet the condition, and if it is about a setting that is in `assumed`, or that is not in
         `values` because the command does not have it."""
-
-        def is_set(value: Any, wanted: str) -> bool:
+        found = False
+        for name, wanted in self.others:
+            if name in assumed or name not in values:
+                return True
+            value = values[name]
             entries = value if isinstance(value, tuple) else (value,)
-            return wanted in map(as_text, entries) if wanted else value not in (None, False, ())
-
-        if any(name in assumed or name not in values for name, _ in self.others):
-            return True
-        return any(is_set(values[name], wanted) for name, wanted in self.others) != self.unset
+            found |= wanted in map(as_text, entries) if wanted else value not in (None, False, ())
+        return found != self.unset
 
     def words(self, as_flags: bool) -> str:
         """Return the other settings as text: `--kl-placement reward`, `--merge-lora or --push-to-hub`."""
-        names = [("--" + name.replace("_", "-") if as_flags else name, value) for name, value in self.others]
-        return " or ".join(f"{name} {value}".rstrip() for name, value in names)
+        named = [(flag_of(name) if as_flags else name, value) for name, value in self.others]
+        return " or ".join(f"{name} {value}".rstrip() for name, value in named)
 
     def text(self, as_flags: bool = True) -> str:
         """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
@@ -196,17 +174,6 @@ def unmet(setting: Setting, values: Mapping[str, Any], assumed: Collection[str] 
     return next((condition for condition in setting.conditions if not condition.is_met(values, assumed)), None)
 
 
-def dependence(setting: Setting, known: Collection[str]) -> str:
-    """Return the end of a help text: in which cases the setting has no effect. `known`: settings of the command."""
-    texts = [one.text() for one in setting.conditions if all(name in known for name, _ in one.others)]
-    return f"; no effect {' or '.join(texts)}" if texts else ""
-
-
-def values_in(config: Any) -> dict[str, Any]:
-    """Return the values of all settings of a configuration by name."""
-    return {name: getattr(getattr(config, s.group), name) for name, s in settings_of(type(config)).items()}
-
-
 # --- text to value, and back -----------------------------------------------------------------------------------------
 
 
@@ -216,6 +183,13 @@ def is_unset(value: Any) -> bool:
     return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
 
 
+def is_on(value: Any) -> bool | None:
+    """Return the truth of a written value; None if it is neither true nor false."""
+    only = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    word = str(only).lower()
+    return word in TRUE_WORDS if word in TRUE_WORDS | FALSE_WORDS else None
+
+
 def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
     `where` as the place that set the value."""
@@ -223,16 +197,21 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         raise UserError(f"{setting.name} is empty", where, "Give a data file, a folder or a hub dataset's name")
     if setting.optional and is_unset(value):
         return None
-    if setting.is_list:
-        if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
-            value = [f"{name}={entry}" for name, entry in value.items()]
-        parts = value if isinstance(value, (list, tuple, range)) else [value]
-        kind = typing.get_args(setting.base_type)[0]
-        strip = str.lstrip if kind is Renaming else str.strip  # the name of a column may end with a space
-        splits = getattr(kind, "at_commas", True)
-        words = [w for p in parts for w in (map(strip, at_commas(p)) if splits and isinstance(p, str) else [p])]
-        return tuple(_convert_one(setting, w, kind, where) for w in words)
-    return _convert_one(setting, value, setting.base_type, where)
+    if setting.alone and (on := is_on(value)) is not None:
+        return setting.alone if on else ()
+    if not setting.is_list:
+        return _convert_one(setting, value, setting.base_type, where)
+    kind = typing.get_args(setting.base_type)[0]
+    if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
+        value = [f"{name}={entry}" for name, entry in value.items()]
+    entries: list[Any] = []
+    for part in value if isinstance(value, (list, tuple, range)) else [value]:
+        if isinstance(part, str) and getattr(kind, "at_commas", True):
+            strip = str.lstrip if kind is Renaming else str.strip  # the name of a column may end with a space
+            entries += map(strip, at_commas(part))
+        else:
+            entries.append(part)
+    return tuple(_convert_one(setting, entry, kind, where) for entry in entries)
 
 
 def at_commas(text: str) -> list[str]:
@@ -249,11 +228,11 @@ def at_commas(text: str) -> list[str]:
 
 
 def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
-    expects = getattr(kind, "expects", {bool: "true or false", int: "a whole number", float: "a number"}.get(kind))
     try:
         result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
     except (ValueError, TypeError, ArithmeticError):
-        expects = expects or (f"one of {', '.join(setting.choices)}" if setting.choices else "text")
+        choices = f"one of {', '.join(setting.choices)}" if setting.choices else "text"
+        expects = getattr(kind, "expects", EXPECTED.get(kind, choices))
         raise UserError(f"{setting.name} is {_shown(value)}", where, f"Give {expects}") from None
     problem = _out_of_range(setting, result)
     if problem:
@@ -271,25 +250,21 @@ def _shown(value: Any) -> str:
 
 
 def _parse(kind: type, value: Any) -> Any:
-    if isinstance(value, (dict, list)) or value is None:
-        raise TypeError(value)
     if kind is bool:
         word = str(value).lower()
-        if word not in TRUE_WORDS | FALSE_WORDS:
+        if isinstance(value, (dict, list)) or word not in TRUE_WORDS | FALSE_WORDS:
             raise ValueError(value)
         return word in TRUE_WORDS
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+        raise TypeError(value)
+    if kind is float:
+        return float(value)
     if kind is int:
         number = Decimal(str(value))  # accepts 1e4, and is exact for numbers above 2^53
         small = number.is_finite() and number.adjusted() <= MOST_DIGITS
-        if isinstance(value, bool) or not small or number != number.to_integral_value():
+        if not small or number != number.to_integral_value():
             raise ValueError(value)
         return int(number)
-    if kind is float:
-        if isinstance(value, bool):
-            raise ValueError(value)
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
-        raise TypeError(value)
     return kind.parse(value) if hasattr(kind, "parse") else str(value)
 
 
@@ -298,24 +273,16 @@ def _out_of_range(setting: Setting, value: Any) -> str | None:
         return f"{did_you_mean(str(value), setting.choices)}Choices: {', '.join(setting.choices)}"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    b = setting.bounds
-    if isinstance(value, int) and b["le"] is None and value > LARGEST_COUNT:
+    if isinstance(value, int) and setting.le is None and value > LARGEST_COUNT:
         return f"It must be at most {LARGEST_COUNT:,}"
-    inside = (
-        math.isfinite(value)
-        and (b["ge"] is None or value >= b["ge"])
-        and (b["le"] is None or value <= b["le"])
-        and (b["gt"] is None or value > b["gt"])
-        and (b["lt"] is None or value < b["lt"])
-    )
-    return None if inside else f"It must be {range_text(setting)}"
+    limits = [(is_inside, getattr(setting, name)) for name, (_, is_inside) in BOUNDS.items()]
+    if math.isfinite(value) and all(limit is None or is_inside(value, limit) for is_inside, limit in limits):
+        return None
+    return f"It must be {setting.range or 'a finite number'}"
 
 
-def range_text(setting: Setting) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = {k: setting.bounds[k] for k in words if setting.bounds[k] is not None}
-    parts = [f"{words[k]} {n:,}" if isinstance(n, int) else f"{words[k]} {n:g}" for k, n in bounds.items()]
-    return " and ".join(parts) or "a finite number"
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
@@ -326,14 +293,21 @@ def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# --- configurations --------------------------------------------------------------------------------------------------
+
+
+def values_in(config: Any) -> dict[str, Any]:
+    """Return the values of all settings of a configuration by name."""
+    return {name: getattr(getattr(config, s.group), name) for name, s in settings_of(type(config)).items()}
+
+
 def replaced(config: Any, **values: Any) -> Any:
     """Return the configuration with other values of some settings."""
-    groups = {
-        group.name: dataclasses.replace(settings, **{n: v for n, v in values.items() if hasattr(settings, n)})
-        for group in dataclasses.fields(config)
-        if dataclasses.is_dataclass(settings := getattr(config, group.name))
-    }
-    return dataclasses.replace(config, **groups)
+    settings = settings_of(type(config))
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(settings[name].group, {})[name] = value
+    return replace(config, **{group: replace(getattr(config, group), **new) for group, new in groups.items()})
 
 
 def to_dict(config: Any) -> dict[str, Any]:

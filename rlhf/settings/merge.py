@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, as_text, convert, name_table, settings_of, unmet
+from rlhf.settings.fields import Layer, Setting, as_text, convert, flag_of, name_table, settings_of, unmet
 from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
@@ -29,53 +30,82 @@ class Command:
         return self
 
 
-class Values(dict[str, Any]):
-    """The values of all settings, and the places that set them."""
-
-    def __init__(self, values: dict[str, Any], places: dict[str, str]):
-        super().__init__(values)
-        self.places = places
-
-    def located(self, problem: Problem, settings: Mapping[str, Setting]) -> Problem:
-        """Return a problem of settings with its place: their flags, values, and the file and line that set them."""
-        if not problem.settings:
-            return problem
-        places = []
-        for name in problem.settings:
-            value = "" if settings[name].is_bool else " none" if self[name] is None else f" {as_text(self[name], ' ')}"
-            places.append(settings[name].flag + value + self.file_of(name))
-        return replace(problem, place=", ".join(places))
-
-    def file_of(self, name: str) -> str:
-        """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
-        place = self.places.get(name, "")
-        return "" if place.startswith("--") or ":" not in place else f" ({place})"
+# --- a command line to layers ----------------------------------------------------------------------------------------
 
 
-def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[Problem] = ()) -> Values:
-    """Return the values of all settings: the declared defaults, replaced by `layers`, the lowest first. Raises
-    UserError with the errors of all layers, after the `problems` found earlier."""
+@dataclass(frozen=True)
+class Given:
+    """The settings of a command line."""
+
+    file: Layer  # of --config
+    flags: Layer
+    recipe: str  # the default recipe if none is given
+    recipe_place: str  # the flag or file:line that sets the recipe; empty if none does
+    problems: list[Problem]
+
+
+# takes a recipe; returns the layers below --config, and one line on the changes in config.py (None: no changes)
+Lower = Callable[[str], tuple[list[Layer], str | None]]
+
+
+def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower) -> Given:
+    """Return the settings of a command line (None: of this process), and its errors. If it requests help, print that
+    instead, with the values that the command would use, and exit. Errors of the command line are then ignored."""
+    argv = sys.argv[1:] if argv is None else argv
+    kind = wants_help(argv)
+    if kind is None:
+        return _read(line, argv)
+    given = _read(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
+    layers, edits = lower(given.recipe)
+    source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
+    values = {name: value for name, (value, _) in merged(line.config_class, [*layers, given.file]).items()}
+    print_line(line.help(values, source) if kind == "help" else line.help_all(values, source))
+    raise SystemExit(0)
+
+
+def _read(line: CommandLine, argv: Sequence[str]) -> Given:
+    flags, problems = line.read(argv)
+    file: Layer = {}
+    if "config" in flags:
+        try:
+            file = read_settings(flags["config"][0])
+        except UserError as error:
+            problems += error.problems
+    recipe, place = {**file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
+    if not isinstance(recipe, str):
+        problems.append(Problem(f"recipe is {recipe!r}", place, "Give the name or the file of a recipe"))
+        recipe = DEFAULT_RECIPE
+    for layer in (file, flags):
+        layer.pop("recipe", None)
+        layer.pop("config", None)
+    return Given(file, flags, normal_name(recipe), place, problems)
+
+
+# --- layers to a configuration ---------------------------------------------------------------------------------------
+
+
+def merged(config_class: type, layers: Sequence[Layer], problems: Sequence[Problem] = ()) -> Layer:
+    """Return the values of all settings with the places that set them: the declared defaults, replaced by `layers`,
+    the lowest first. Raises UserError with the errors of all layers, after the `problems` found earlier."""
     settings = settings_of(config_class)
-    merged = {}
     problems = list(problems)
+    values: Layer = {name: (setting.default, "default") for name, setting in settings.items()}
     for layer in layers:
         known, wrong = translate(layer, settings)
-        merged |= known
+        values |= known
         problems += wrong
-    values = {}
-    for name, setting in settings.items():
-        value, where = merged.get(name, (setting.default, "default"))
+    for name, (value, place) in values.items():
         try:
-            values[name] = convert(setting, value, where)
+            values[name] = (convert(settings[name], value, place), place)
         except UserError as error:
             problems += error.problems
     raise_if(problems)
-    return Values(values, {name: where for name, (_, where) in merged.items()})
+    return values
 
 
 def build(
     config_class: type,
-    values: Values,
+    values: Layer,
     foreign: Collection[str] = (),
     checks: Sequence[Check] = (),
     given: Collection[str] = (),
@@ -91,22 +121,36 @@ def build(
         given, assumed: as in `without_effect`.
         top: fields of the configuration that are not groups.
     """
+    settings = {name: one for name, one in settings_of(config_class).items() if one.group not in foreign}
     groups: dict[str, dict[str, Any]] = {}
-    settings = settings_of(config_class)
     for name, setting in settings.items():
-        groups.setdefault(setting.group, {})[name] = values[name]
+        groups.setdefault(setting.group, {})[name] = values[name][0]
     hints = typing.get_type_hints(config_class)
-    config = config_class(**top, **{g: hints[g](**leaves) for g, leaves in groups.items() if g not in foreign})
-    problems = [values.located(problem, settings) for check in checks for problem in check(config)]
-    if checks:
-        read = {name: setting for name, setting in settings.items() if setting.group not in foreign}
-        problems += without_effect(read, values, given, assumed)
-    raise_if(problems)
+    config = config_class(**top, **{group: hints[group](**leaves) for group, leaves in groups.items()})
+    problems = [located(problem, values) for check in checks for problem in check(config)]
+    raise_if([*problems, *(without_effect(settings, values, given, assumed) if checks else [])])
     return config.resolved()
 
 
+def located(problem: Problem, values: Layer) -> Problem:
+    """Return a problem of settings with its place: their flags, values, and the file and line that set them."""
+    if not problem.settings:
+        return problem
+    places = []
+    for name in problem.settings:
+        value = values[name][0]
+        text = "" if isinstance(value, bool) else " none" if value is None else f" {as_text(value, ' ')}"
+        places.append(f"{flag_of(name)}{text}{file_of(values[name][1])}")
+    return replace(problem, place=", ".join(places))
+
+
+def file_of(place: str) -> str:
+    """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
+    return "" if place.startswith("--") or ":" not in place else f" ({place})"
+
+
 def without_effect(
-    settings: Mapping[str, Setting], values: Values, given: Collection[str], assumed: Collection[str]
+    settings: dict[str, Setting], values: Layer, given: Collection[str], assumed: Collection[str]
 ) -> list[Problem]:
     """Return one error for each setting that has no effect because of another one, such as lora_r without use_lora.
 
@@ -117,69 +161,19 @@ def without_effect(
         assumed: settings that get their values later: conditions on them count as met.
     """
     first = name_table(settings)
-    read = {name: values[name] for name in settings}
-    problems = []
     named = {first[name] for name in given if name in first}
+    read = {name: values[name][0] for name in settings}
+    problems = []
     for name, setting in settings.items():
-        value = values[name]
+        value, place = values[name]
         condition = unmet(setting, read, assumed)
         is_off = value is None or (value == setting.default and not value)
-        if condition is None or is_off or not (name in named or (setting.strict and name in values.places)):
+        if condition is None or is_off or not (name in named or (setting.strict and place != "default")):
             continue
-        place, (other, wanted) = values.places[name], condition.others[0]
+        other, wanted = condition.others[0]
         as_flags = not place.startswith("make_config")
         fix = "Add" if not condition.unset else "Change" if wanted else "Remove"
-        problems.append(
-            Problem(
-                f"{name} has no effect {condition.text(as_flags)}{values.file_of(other)}",
-                place,
-                f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}",
-            )
-        )
+        what = f"{name} has no effect {condition.text(as_flags)}{file_of(values[other][1])}"
+        fix = f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}"
+        problems.append(Problem(what, place, fix))
     return problems
-
-
-@dataclass(frozen=True)
-class Given:
-    """The settings of a command line: the layers of its --config file and its flags, and the recipe."""
-
-    layers: tuple[Layer, Layer]
-    recipe: str  # the default recipe if none is given
-    recipe_place: str = ""  # the flag or file:line that sets the recipe
-    problems: tuple[Problem, ...] = ()
-
-
-def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
-    """Return the settings of a command line, and its errors."""
-    flags, problems = line.read(list(argv))
-    if not line.recipes:
-        return Given(({}, flags), DEFAULT_RECIPE, problems=tuple(problems))
-    from_file: Layer = {}
-    if "config" in flags:
-        try:
-            from_file = read_settings(flags["config"][0])
-        except UserError as error:
-            problems += error.problems
-    recipe, place = {**from_file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
-    if not isinstance(recipe, str):
-        problems.append(Problem(f"recipe is {recipe!r}", place, "Give the name or the file of a recipe"))
-        recipe = DEFAULT_RECIPE
-    layers = tuple({k: v for k, v in layer.items() if k not in ("recipe", "config")} for layer in (from_file, flags))
-    return Given(layers, normal_name(recipe), place, tuple(problems))
-
-
-# takes a recipe; returns the layers below --config, and one line on the changes in config.py (None: no changes)
-Lower = Callable[[str], tuple[list[Layer], str | None]]
-
-
-def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
-    """If the command line requests help, print it with the values that the command would use, and exit. Errors of the
-    command line are then ignored."""
-    kind = wants_help(argv)
-    if kind is None:
-        return
-    given = read_given(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
-    layers, edits = lower(given.recipe)
-    source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
-    print_line(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source).rstrip())
-    raise SystemExit(0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlhf.settings.merge import values_of
+from rlhf.settings.fields import flag_of
+from rlhf.settings.merge import merged
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
@@ -73,13 +74,13 @@ def reward_model_command(config: Config) -> str:
     m = config.model
     data = config.data
     layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
-    policy = values_of(Config, [layer])
+    policy = merged(Config, [layer])
     words = _recipe_words(config.recipe)
     if m.rm_model != usual.training.rm_output:
         words += ["--rm-output", m.rm_model]
-    if m.actor_model != policy["actor_model"]:
+    if m.actor_model != policy["actor_model"][0]:
         words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
-    if data.prompts not in (policy["prompts"], usual.data.pairs) and may_have_pairs(data.prompts, data.columns):
+    if data.prompts not in (policy["prompts"][0], usual.data.pairs) and may_have_pairs(data.prompts, data.columns):
         words += ["--pairs", data.prompts, *_reading_words(data, usual.data)]
     if data.split != usual.data.split:
         words += flag_words("split", data.split)
@@ -130,7 +131,7 @@ def _recipe_words(recipe: str) -> list[str]:
 
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the command-line arguments that set one setting."""
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, tuple):

@@ -16,7 +16,16 @@ from typing import Any
 import yaml
 
 from rlhf.settings.fields import Layer
-from rlhf.settings.yaml_file import ALGORITHMS, KIND, PUBLISHED, RECIPE_KEYS, REWARD_MODEL, read_tree, settings_in
+from rlhf.settings.yaml_file import (
+    ALGORITHMS,
+    KIND,
+    PUBLISHED,
+    RECIPE_KEYS,
+    REWARD_MODEL,
+    line_of,
+    read_tree,
+    settings_in,
+)
 from rlhf.utils.errors import Problem, UserError, did_you_mean, raise_if
 from rlhf.utils.paths import is_path, resolve_path
 
@@ -74,7 +83,7 @@ def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str
     """Return a shipped recipe by its name, or a recipe of the user by its file. Raises UserError if it does not exist,
     if its file has errors, or if it has settings for an algorithm that is not in `algorithms` (None: not checked)."""
     known = shipped_recipes()
-    if not isinstance(name, str):
+    if not isinstance(name, str):  # from Python
         raise UserError(f"recipe is {name!r}", where, "Give the name or the file of a recipe")
     if name in known:
         return _shipped(name)
@@ -82,17 +91,12 @@ def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str
     if not (path.is_file() or path.suffix in (".yaml", ".yml") or is_path(name)):
         raise UserError(f"unknown recipe {name!r}", where, f"{did_you_mean(name, known)}Known: {', '.join(known)}")
     recipe = _read(name)
-    unknown = [] if algorithms is None else [key for key in recipe.algorithms if key not in algorithms]
-    raise_if(
-        [
-            Problem(
-                f"unknown algorithm {key}",
-                recipe.places[key],
-                f"{did_you_mean(key, algorithms)}Known: {', '.join(algorithms)}",
-            )
-            for key in unknown
-        ]
-    )
+    problems = [
+        Problem(f"unknown algorithm {name}", place, f"{did_you_mean(name, algorithms)}Known: {', '.join(algorithms)}")
+        for name, place in recipe.places.items()
+        if algorithms is not None and name not in algorithms
+    ]
+    raise_if(problems)
     return recipe
 
 
@@ -103,19 +107,17 @@ def _shipped(name: str) -> Recipe:
 
 def _read(path: str) -> Recipe:
     tree = read_tree(path, "--recipe")
-    top = _by_key(tree, path)
-    if getattr(top.get(KIND), "value", None) != "recipe":
-        raise UserError(
-            "not a recipe", path, "Add a line `kind: recipe`, or pass the file with --config if it has only settings"
-        )
-    per_algorithm = _block(top, ALGORITHMS, path)
-    blocks = _by_key(per_algorithm, path)
+    if getattr(_value(tree, KIND, path), "value", None) != "recipe":
+        fix = "Add a line `kind: recipe`, or pass the file with --config if it has only settings"
+        raise UserError("not a recipe", path, fix)
+    per_algorithm = _block(tree, ALGORITHMS, path)
+    places = {str(key.value): line_of(key, path) for key, _ in per_algorithm.value}
     return Recipe(
         training=settings_in(tree, path, without=RECIPE_KEYS),
-        algorithms={key: settings_in(_block(blocks, key, path), path) for key in blocks},
-        reward_model_training=settings_in(_block(top, REWARD_MODEL, path), path),
-        places={str(key.value): f"{path}:{key.start_mark.line + 1}" for key, _ in per_algorithm.value},
-        published=_published(_block(top, PUBLISHED, path), path),
+        algorithms={name: settings_in(_block(per_algorithm, name, path), path) for name in places},
+        reward_model_training=settings_in(_block(tree, REWARD_MODEL, path), path),
+        places=places,
+        published=_published(_block(tree, PUBLISHED, path), path),
     )
 
 
@@ -127,12 +129,8 @@ def _published(block: yaml.MappingNode, path: str) -> Published | None:
     kinds = {"metric": (str,), "start": (int, float), "end": (int, float), "source": (str,)}
     wrong = [name for name in {**kinds, **given} if type(given.get(name)) not in kinds.get(name, ())]
     if wrong:
-        where = f"{path}:{block.start_mark.line + 1}"
-        raise UserError(
-            ", ".join(wrong),
-            f"{PUBLISHED}, {where}",
-            "Give metric (text), start and end (numbers) and source (text)",
-        )
+        fix = "Give metric (text), start and end (numbers) and source (text)"
+        raise UserError(", ".join(wrong), f"{PUBLISHED}, {line_of(block, path)}", fix)
     return Published(**given)
 
 
@@ -143,23 +141,19 @@ def published_values(name: str) -> Published | None:
     return None
 
 
-def _by_key(tree: yaml.MappingNode, path: str) -> dict[str, yaml.Node]:
-    """Return the keys and values of a mapping. Raises UserError if a key appears twice."""
-    found: dict[str, yaml.Node] = {}
-    for key, value in tree.value:
-        if str(key.value) in found:
-            raise UserError(f"{key.value} appears twice", f"{path}:{key.start_mark.line + 1}", "Keep one")
-        found[str(key.value)] = value
-    return found
+def _value(tree: yaml.MappingNode, name: str, path: str) -> yaml.Node | None:
+    """Return the value of a key, None if it is missing. Raises UserError if the key appears twice."""
+    found = [(key, value) for key, value in tree.value if key.value == name]
+    if len(found) > 1:
+        raise UserError(f"{name} appears twice", line_of(found[-1][0], path), "Keep one")
+    return found[0][1] if found else None
 
 
-def _block(top: dict[str, yaml.Node], key: str, path: str) -> yaml.MappingNode:
+def _block(tree: yaml.MappingNode, name: str, path: str) -> yaml.MappingNode:
     """Return the mapping under a key, or an empty mapping if the key is missing or has no value."""
-    node = top.get(key)
+    node = _value(tree, name, path)
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return yaml.MappingNode("tag:yaml.org,2002:map", [])
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(
-            f"{key} is not a block of settings", f"{path}:{node.start_mark.line + 1}", "Write settings under it"
-        )
+        raise UserError(f"{name} is not a block of settings", line_of(node, path), "Write settings under it")
     return node

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.settings.fields import UNREADABLE, Layer, name_table, repeated, setting, settings_of
+from rlhf.settings.fields import UNREADABLE, Layer, name_table, same_as, setting, settings_of
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import Command, build, read_given, show_help, values_of
+from rlhf.settings.merge import Command, build, merged, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
@@ -32,12 +31,12 @@ class RewardDataSettings:
         brief="preference pairs: a data file, a folder or a hub dataset",
     )
     split: Split | None = setting(
-        None, "percent of the questions for reward model / RL / evaluation; unset: 45/45/10", brief=True
+        None, "percent of the questions for reward model / RL / evaluation", unset="45/45/10", brief=True
     )
-    dataset_config: str | None = repeated(DataSettings, "dataset_config")
-    dataset_split: str | None = repeated(DataSettings, "dataset_split")
-    columns: tuple[Renaming, ...] = repeated(DataSettings, "columns")
-    skip_bad_rows: float | None = repeated(DataSettings, "skip_bad_rows")
+    dataset_config: str | None = same_as(DataSettings, "dataset_config")
+    dataset_split: str | None = same_as(DataSettings, "dataset_split")
+    columns: tuple[Renaming, ...] = same_as(DataSettings, "columns")
+    skip_bad_rows: float | None = same_as(DataSettings, "skip_bad_rows")
     plain_prompts: bool = setting(False, "do not apply the base model's chat template to the prompts")
     pair_length: int = setting(
         1024,
@@ -112,11 +111,11 @@ class CalibrationSettings:
 class CalibrationSampling(SamplingSettings):
     """Sampling of the completions for the calibration"""
 
-    max_new_tokens: int = repeated(SamplingSettings, "max_new_tokens", ("actor_model",))
-    temperature: float = repeated(SamplingSettings, "temperature", ("actor_model",))
-    top_k: int = repeated(SamplingSettings, "top_k", ("actor_model",))
-    top_p: float = repeated(SamplingSettings, "top_p", ("actor_model",))
-    stop: tuple[StopText, ...] | None = repeated(SamplingSettings, "stop", ("actor_model",))
+    max_new_tokens: int = same_as(SamplingSettings, "max_new_tokens", needs="actor_model")
+    temperature: float = same_as(SamplingSettings, "temperature", needs="actor_model")
+    top_k: int = same_as(SamplingSettings, "top_k", needs="actor_model")
+    top_p: float = same_as(SamplingSettings, "top_p", needs="actor_model")
+    stop: tuple[StopText, ...] | None = same_as(SamplingSettings, "stop", needs="actor_model")
 
 
 @dataclass(frozen=True)
@@ -156,16 +155,12 @@ LINE = CommandLine(
 def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None = None) -> RewardModelConfig:
     """Return the configuration of `python -m reward_model.train`. With the default recipe, settings in `user_file`
     (config.py) that this command shares with training are used, too. Raises UserError that lists all errors."""
-    argv = sys.argv[1:] if argv is None else argv
     user = read_user_file(user_file, name_table(settings_of(Config)))
-
-    show_help(LINE, argv, lambda recipe: (reward_layers(recipe, user), reward_file_line(user, recipe)))
-    given = read_given(LINE, argv)
-    layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
-    values = values_of(RewardModelConfig, layers, given.problems)
-    named = given.layers[1].keys()
+    given = read_command(LINE, argv, lambda recipe: (reward_layers(recipe, user), reward_file_line(user, recipe)))
+    layers = [*reward_layers(given.recipe, user, given.recipe_place), given.file, given.flags]
+    values = merged(RewardModelConfig, layers, given.problems)
     checks = (RewardModelConfig.validate,)
-    return build(RewardModelConfig, values, (), checks, named, recipe=given.recipe, user_file=user)
+    return build(RewardModelConfig, values, (), checks, given.flags, recipe=given.recipe, user_file=user)
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
@@ -212,4 +207,4 @@ def may_have_pairs(source: str, columns: Any = ()) -> bool:
 
 def usual_reward_config(recipe: str, user: Layer) -> RewardModelConfig:
     """Return the configuration that the command uses without flags."""
-    return build(RewardModelConfig, values_of(RewardModelConfig, reward_layers(recipe, user)), recipe=recipe)
+    return build(RewardModelConfig, merged(RewardModelConfig, reward_layers(recipe, user)), recipe=recipe)

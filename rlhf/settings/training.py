@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhf.algorithms.table import ALGORITHMS, label_of
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
@@ -33,6 +32,7 @@ TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
+PARTS = ("plan", "reward", "prompts", "update")  # of --check, in this order
 RM_TEXTS = ("template", "eos")  # forms of the text that a reward model scores
 
 
@@ -55,8 +55,8 @@ class ModelSettings:
     rm_text: str | None = setting(
         None,
         "text that reward and judge models without a record of their training score; template: the whole chat as "
-        "their chat template renders it, as TRL trains them; eos: without what the template writes after EOS; "
-        "unset: template",
+        "their chat template renders it, as TRL trains them; eos: without what the template writes after EOS",
+        unset="template",
         choices=RM_TEXTS,
         needs="rm_model",
     )
@@ -117,8 +117,9 @@ class DataSettings:
     )
     split: Split | None = setting(
         None,
-        "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
-        "preference pairs. With --eval-dataset, the questions for evaluation are trained on",
+        "percent of the questions for reward model / RL / evaluation",
+        unset="45/45/10, or 0/90/10 for data without preference pairs. With --eval-dataset, the questions for "
+        "evaluation are trained on",
     )
     eval_dataset: PathName | None = setting(
         None,
@@ -130,7 +131,8 @@ class DataSettings:
     dataset_config: str | None = setting(None, "configuration of a hub dataset, such as `main` of openai/gsm8k")
     dataset_split: str | None = setting(
         None,
-        "split of a hub dataset or a folder that is read; unset: train, or the only split of a folder",
+        "split of a hub dataset or a folder that is read",
+        unset="train, or the only split of a folder",
         aliases=("dataset_train_split",),
     )
     columns: tuple[Renaming, ...] = setting(
@@ -138,8 +140,8 @@ class DataSettings:
     )
     skip_bad_rows: float | None = setting(
         None,
-        "percent of the rows that may be skipped because they cannot be used, for example because the prompt is "
-        "empty; unset: 0 for files, 1 for hub datasets",
+        "percent of the rows that may be skipped because they cannot be used, for example because the prompt is empty",
+        unset="0 for files, 1 for hub datasets",
         ge=0,
         lt=100,
     )
@@ -166,8 +168,9 @@ class DataSettings:
     eval_prompts: int = setting(128, "largest number of evaluation prompts", ge=1)
     eval_text: PathName | None = setting(
         None,
-        "text file on which the perplexity is computed; unset: the chosen completions of held-out pairs, or without "
-        "pairs, completions that the start model generated once",
+        "text file on which the perplexity is computed",
+        unset="the chosen completions of held-out pairs, or without pairs, completions that the start model generated "
+        "once",
     )
 
 
@@ -197,8 +200,8 @@ class SamplingSettings:
     stop: tuple[StopText, ...] | None = setting(
         None,
         r"texts that end a completion, in addition to EOS, for a base model: `--stop '\n\n' Question:`; \n is a line "
-        "break. The tokens of the text belong to the completion, but reward functions receive it without the text; "
-        "unset: only EOS",
+        "break. The tokens of the text belong to the completion, but reward functions receive it without the text",
+        unset="only EOS",
         aliases=("stop_strings", "stop_sequences"),
     )
 
@@ -475,7 +478,9 @@ class RewardSettings:
         "names and signature as --reward-func, for example exact_match, which compares with the column answer",
     )
     reward_weights: tuple[float, ...] | None = setting(
-        None, "weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1"
+        None,
+        "weights of the reward model (if there is one) and of each --reward-func, in this order",
+        unset="all 1",
     )
     reward_timeout: float = setting(
         600.0,
@@ -727,41 +732,29 @@ class RunSettings:
         None, "plan as if the device had this memory, such as 8GB, all of it free; unset: that of this machine",
         needs="dry_run",
     )  # fmt: skip
-    check: bool = setting(
-        False,
-        "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
-        "fails. Nothing is written to the output folder",
-        brief="load everything, try one update, print the results, and stop",
-    )
-    check_reward: bool = setting(
-        False,
-        "score right answers and hacks on some training prompts, print what the reward pays for each, and stop; the "
-        "exit status is 2 if a function fails or a hack is paid as much as the right answer. Nothing is written",
-    )
-    scan: bool = setting(
-        False,
-        "sample completions of some training prompts with the start model, print what can be learned from them and "
-        "recommended settings, and stop; the exit status is 2 if nothing can be learned. Nothing is written to the "
-        "output folder",
-        brief="sample some prompts, print what can be learned from them, and stop",
-    )
-    scan_samples: int = setting(
-        8,
-        "completions per prompt of --scan (at least K)",
-        ge=2,
-        needs="scan",
-    )
-    scan_prompts: int = setting(
-        128,
-        "largest number of training prompts that --scan samples, the same number of each topic",
-        ge=1,
-        needs="scan",
+    check: tuple[str, ...] = setting(
+        (),
+        "check these parts of the run and stop; without a part: all. plan: what --dry-run prints; reward (or "
+        "--check-reward): what the rewards pay for right answers and for hacks; prompts (or --scan): what can be "
+        "learned from samples of the start model, with recommended settings; update: one trial update, with its "
+        "memory. The exit status is 2 if a check or a reward function fails, if nothing can be learned, or if a hack "
+        "is paid as much as the right answer (a warning if all parts are checked). Nothing is written to the output "
+        "folder",
+        choices=PARTS,
+        alone=PARTS,
+        aliases=("check_reward", "scan"),
+        brief="check plan, reward, prompts, update (or some of these), and stop",
     )
 
     @property
     def only_looks(self) -> bool:
         """True if the command prints something and trains nothing."""
-        return self.dry_run or self.check or self.check_reward or self.scan
+        return self.dry_run or bool(self.check)
+
+    @property
+    def only_reward(self) -> bool:
+        """True if only the reward is checked: batches and the length of a run do not matter then."""
+        return set(self.check) == {"reward"}
 
 
 @dataclass(frozen=True)
@@ -811,6 +804,9 @@ class Config(Command):
 
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
+    # from the algorithm's row in the table: its name in texts, and whether it compares the completions of a prompt
+    label: str = field(default="PPO", compare=False, repr=False)
+    compares: bool = field(default=False, compare=False, repr=False)
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -832,7 +828,7 @@ class Config(Command):
     @property
     def title(self) -> str:
         """The algorithm's name in texts, with the control: `GRPO control (scores shuffled)`."""
-        return name_with_control(label_of(self.algorithm), self.reward.control)
+        return name_with_control(self.label, self.reward.control)
 
     @property
     def separate_critic(self) -> bool:
@@ -861,7 +857,7 @@ class Config(Command):
     @property
     def compared(self) -> int:
         """Completions of a prompt whose scores the algorithm compares; 1 if it compares none."""
-        return self.group_size if ALGORITHMS[self.algorithm].group_size > 1 else 1
+        return self.group_size if self.compares else 1
 
     @property
     def episodes_per_update(self) -> int:

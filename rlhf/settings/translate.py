@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_unset, name_table
+from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_on, is_unset, name_table
 from rlhf.settings.types import bare_targets, is_bare_number
 from rlhf.utils.errors import Problem, did_you_mean
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exactly one of them is in effect
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
+LOOKS = {"check_reward": "reward", "scan": "prompts"}  # names of parts of --check
 FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
 
 
@@ -66,28 +67,25 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
     one line each."""
     names = name_table(settings)
     problems = []
-    known = {}
+    known: Layer = {}
     for name, (value, where) in layer.items():
-        if name.endswith(":"):
-            continue
+        first = names.get(name, "")
         if name == UNREADABLE:
             problems.append(value)
-        elif name not in names:
+        elif name.endswith(":"):
+            continue
+        elif not first:
             helper = ". Start the names of helper variables with _" if ".py" in where and not removed(name) else ""
             problems.append(Problem(f"unknown setting {name}", where, f"{hint(name, names)}{helper}"))
-        elif names[name] in known:
-            problems.append(Problem(f"{name} is set twice", f"{where} and {known[names[name]][1]}", "Keep one"))
+        elif first in known:
+            problems.append(Problem(f"{name} is set twice", f"{where} and {known[first][1]}", "Keep one"))
         elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
             number = as_text(value)
-            problems.append(
-                Problem(
-                    f"target_kl {number} has no unit",
-                    where,
-                    f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12",
-                )
-            )
+            fix = f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12"
+            problems.append(Problem(f"target_kl {number} has no unit", where, fix))
         else:
-            known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
+            value = bare_targets(value) if name in BARE_TARGETS else value
+            known[first] = (LOOKS[name] if name in LOOKS and is_on(value) else value, where)
     return known, problems
 
 
@@ -111,6 +109,8 @@ REMOVED = {
     "record_every": Removed("--record-tokens records update 1 and every 50 updates", 50),
     "critic_warmup_patience": Removed("--critic-warmup has its full length", None),
     "fused_head": Removed("The head is always computed in chunks", True),
+    "scan_samples": Removed("--check prompts samples 8 completions per prompt, or K if that is more", 8),
+    "scan_prompts": Removed("--check prompts samples up to 128 prompts in at most 20 seconds", 128),
 }
 
 

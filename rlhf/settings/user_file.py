@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of, unmet
-from rlhf.settings.merge import values_of
-from rlhf.utils.errors import UserError
+from rlhf.settings.merge import merged
+from rlhf.utils.errors import Problem, UserError
 
 NO_VALUES = (ModuleType, FunctionType, type)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
@@ -27,28 +27,26 @@ def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
     """
     if path is None or not path.is_file():
         return {}
-    shown = _shown(path)
+    shown = path.name if os.path.realpath(path.parent) == os.path.realpath(".") else str(path)
     values: dict[str, object] = {"__name__": "config", "__file__": str(path)}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
         exec(compile(tree, str(path), "exec"), values)
     except UnicodeDecodeError as error:
-        return _unreadable(f"not UTF-8: {shown}, byte {error.start}. Save the file as UTF-8", shown)
+        problem = Problem("not UTF-8", f"{shown}, byte {error.start}", "Save the file as UTF-8")
     except OSError as error:
-        return _unreadable(f"cannot be read ({error.strerror}): {shown}. Correct its permissions", shown)
+        problem = Problem(f"cannot be read ({error.strerror})", shown, "Correct its permissions")
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         kind = "not Python" if isinstance(error, SyntaxError) else type(error).__name__
-        return _unreadable(f"{kind} ({getattr(error, 'msg', error)}): {shown}:{line}. Correct that line", shown)
-    lines = _assigned(tree)
-    public = {n for n in lines if not n.startswith("_") and not isinstance(values.get(n), NO_VALUES)}
-    names = [name for name in values if name in settings or name in public]
-    return {name: (values[name], f"{shown}:{lines[name]}" if name in lines else shown) for name in names}
-
-
-def _unreadable(error: str, place: str) -> Layer:
-    return {UNREADABLE: (error, place)}
+        problem = Problem(f"{kind} ({getattr(error, 'msg', error)})", f"{shown}:{line}", "Correct that line")
+    else:
+        assigned = _assigned(tree)
+        public = {n for n in assigned if not n.startswith("_") and not isinstance(values.get(n), NO_VALUES)}
+        names = [name for name in values if name in settings or name in public]
+        return {name: (values[name], f"{shown}:{assigned[name]}" if name in assigned else shown) for name in names}
+    return {UNREADABLE: (problem, shown)}
 
 
 def edits_line(
@@ -66,22 +64,22 @@ def edits_line(
         unused_because: why config.py is not used; None: it is used.
         foreign: groups of settings that the command does not use.
     """
-    old = values_of(config_class, without)
     settings = settings_of(config_class)
+    old = merged(config_class, without)
     try:
-        new = values_of(config_class, with_file)
+        new = merged(config_class, with_file)
     except UserError:
         return "edited (with errors)" + (f", but not used: {unused_because}" if unused_because is not None else "")
-    edits = [name for name in new if new[name] != old[name] and settings[name].group not in foreign]
+    edits = [name for name in new if new[name][0] != old[name][0] and settings[name].group not in foreign]
     if edits and unused_because is not None:
         return f"edited ({', '.join(edits)}), but not used: {unused_because}"
-
-    def edit(name: str) -> str:
-        condition = unmet(settings[name], new)
+    values = {name: value for name, (value, _) in new.items()}
+    texts = []
+    for name in edits:
+        condition = unmet(settings[name], values)
         idle = "" if condition is None else f", no effect {condition.text(as_flags=False)}"
-        return f"{name} {as_text(new[name])} (default {as_text(old[name])}{idle})"
-
-    return ", ".join(map(edit, edits)) or None
+        texts.append(f"{name} {as_text(values[name])} (default {as_text(old[name][0])}{idle})")
+    return ", ".join(texts) or None
 
 
 def _assigned(tree: ast.Module) -> dict[str, int]:
@@ -94,8 +92,3 @@ def _assigned(tree: ast.Module) -> dict[str, int]:
             lines[node.id] = max(node.lineno, lines.get(node.id, 0))
         nodes += [] if isinstance(node, SCOPES) else list(ast.iter_child_nodes(node))
     return lines
-
-
-def _shown(path: Path) -> str:
-    """Return the path for messages: only the file name if it is in the working directory."""
-    return path.name if os.path.realpath(path.parent) == os.path.realpath(".") else str(path)

@@ -21,7 +21,7 @@ from rlhf.utils.processes import size
 def validate_training(config: Config) -> list[Problem]:
     """Return the errors in the settings of a training run, one line each."""
     checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
-    checks += (_evaluation, _scan, _export)
+    checks += (_evaluation, _looks, _export)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -88,10 +88,7 @@ def _clip(config: Config) -> list[Problem]:
             Problem(
                 "the penalty is for completions that are left out of the loss",
                 fix="Remove one of them",
-                settings=(
-                    "missing_eos_penalty",
-                    "mask_truncated_completions",
-                ),
+                settings=("missing_eos_penalty", "mask_truncated_completions"),
             )
         )
     return problems
@@ -103,10 +100,7 @@ def _dropout(config: Config) -> list[Problem]:
             Problem(
                 "the head's adapter has no dropout",
                 fix="Remove one of them",
-                settings=(
-                    "lora_dropout",
-                    "lora_targets",
-                ),
+                settings=("lora_dropout", "lora_targets"),
             )
         ]
     return []
@@ -130,11 +124,7 @@ def _speed(config: Config) -> list[Problem]:
             Problem(
                 "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed",
                 fix="Remove one of them",
-                settings=(
-                    "rollout_engine",
-                    "top_k",
-                    "top_p",
-                ),
+                settings=("rollout_engine", "top_k", "top_p"),
             )
         ]
     return []
@@ -171,10 +161,7 @@ def _kl(config: Config) -> list[Problem]:
             Problem(
                 "beta starts at 0 and is changed by factors, so it would stay 0",
                 fix="Add --kl-schedule fixed, or give a --kl-coef above 0",
-                settings=(
-                    "kl_coef",
-                    "kl_schedule",
-                ),
+                settings=("kl_coef", "kl_schedule"),
             )
         )
     count = len(kl.targets)
@@ -218,11 +205,7 @@ def _rollback(config: Config) -> list[Problem]:
                     "are deleted"
                 ),
                 fix="Raise one of the last two",
-                settings=(
-                    "rollback_on_kl",
-                    "keep",
-                    "save_every",
-                ),
+                settings=("rollback_on_kl", "keep", "save_every"),
             )
         ]
     return []
@@ -238,10 +221,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "no reward model to start from",
                 fix="Give a reward model, or use --critic separate",
-                settings=(
-                    "critic",
-                    "rm_model",
-                ),
+                settings=("critic", "rm_model"),
             )
         )
     if config.critic_from_reward_model and config.model.load_in_4bit:
@@ -249,10 +229,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "the reward model is not loaded in 4 bits",
                 fix="Remove one of them, or use --critic separate",
-                settings=(
-                    "critic",
-                    "load_in_4bit",
-                ),
+                settings=("critic", "load_in_4bit"),
             )
         )
     if not learned and not rules and not config.in_python:  # make_trainer() may receive them
@@ -268,10 +245,7 @@ def _rewards(config: Config) -> list[Problem]:
             Problem(
                 "the scores of one prompt cannot be exchanged with those of others",
                 fix="Give a larger --batch-size",
-                settings=(
-                    "control",
-                    "batch_size",
-                ),
+                settings=("control", "batch_size"),
             )
         )
     if weights is not None and len(weights) != learned + len(rules):
@@ -300,10 +274,7 @@ def _evaluation(config: Config) -> list[Problem]:
             Problem(
                 "greedy completions of one prompt are all equal",
                 fix="Remove one of them",
-                settings=(
-                    "eval_samples",
-                    "eval_temperature",
-                ),
+                settings=("eval_samples", "eval_temperature"),
             )
         )
     return problems
@@ -325,15 +296,13 @@ def name_problems(names: Sequence[str], source: str) -> list[Problem]:
     return problems
 
 
-def _scan(config: Config) -> list[Problem]:
+def _looks(config: Config) -> list[Problem]:
     run = config.run
-    others = {"dry_run": run.dry_run, "check": run.check, "resume": run.resume}
-    looks = {"check_reward": run.check_reward, "scan": run.scan}
-    look = next((name for name, given in looks.items() if given), None)  # if both are given, the other one is refused
+    others = {"dry_run": run.dry_run, "resume": run.resume}
     return [
-        Problem("this command stops before a run", fix="Remove one of them", settings=(look, name))
-        for name, given in (others | looks).items()
-        if given and look not in (None, name)
+        Problem("--check stops before a run", fix="Remove one of them", settings=("check", name))
+        for name, given in others.items()
+        if given and run.check
     ]
 
 
@@ -344,10 +313,7 @@ def _export(config: Config) -> list[Problem]:
             Problem(
                 "several runs and one repository",
                 fix=f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
-                settings=(
-                    "seeds",
-                    "push_to_hub",
-                ),
+                settings=("seeds", "push_to_hub"),
             )
         ]
     return []

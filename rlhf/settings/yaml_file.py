@@ -23,11 +23,10 @@ def read_settings(path: str, flag: str = "--config") -> Layer:
     depth. The name of each block is included, too, with a colon at its end. Raises UserError with all errors of the
     file."""
     tree = read_tree(path, flag)
-    for key in [key for key, _ in tree.value if key.value in RECIPE_KEYS]:
-        where = f"{path}:{key.start_mark.line + 1}"
-        raise UserError(
-            f"{key.value} is allowed in recipes only", where, f"Remove it, or pass the file with --recipe {path}"
-        )
+    for key, _ in tree.value:
+        if key.value in RECIPE_KEYS:
+            fix = f"Remove it, or pass the file with --recipe {path}"
+            raise UserError(f"{key.value} is allowed in recipes only", line_of(key, path), fix)
     return settings_in(tree, path)
 
 
@@ -41,10 +40,10 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
-                where = f"{path}:{event.start_mark.line + 1}"
+                where = line_of(event, path)
                 raise UserError("not a file of settings (nested too deeply)", where, "Write lines such as `gamma: 1`")
             if isinstance(event, yaml.AliasEvent):  # it can contain itself, or expand without limit
-                where = f"{path}:{event.start_mark.line + 1}"
+                where = line_of(event, path)
                 raise UserError(f"an alias (*{event.anchor})", where, "Write the value instead")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
@@ -65,6 +64,11 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
     return tree
 
 
+def line_of(node: yaml.Node | yaml.Event, path: str) -> str:
+    """Return the place of a node, "file:line"."""
+    return f"{path}:{node.start_mark.line + 1}"
+
+
 def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) -> Layer:
     """Return the settings in a mapping, at any depth, without the top-level keys in `without`."""
     found: Layer = {}
@@ -77,14 +81,10 @@ def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) 
 
 def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[Problem]) -> None:
     if tree.tag != _PLAIN_MAPPING:
-        problems.append(
-            Problem(
-                f"a mapping is not plain data ({tree.tag})", f"{path}:{tree.start_mark.line + 1}", "Remove its tag"
-            )
-        )
+        problems.append(Problem(f"a mapping is not plain data ({tree.tag})", line_of(tree, path), "Remove its tag"))
         return
     for key_node, value_node in tree.value:
-        where = f"{path}:{key_node.start_mark.line + 1}"
+        where = line_of(key_node, path)
         if not isinstance(key_node, yaml.ScalarNode):
             problems.append(Problem("a name is not text", where, "Write lines such as `gamma: 1`"))
             continue

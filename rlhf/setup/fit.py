@@ -68,7 +68,7 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         reward_model=Shape.of(reward_model.config, reward_model.num_parameters())
         if reward_model is not None
         else None,
-        device=trainer.accelerator.device,
+        device=trainer.host.accelerator.device,
         train=trainer.train_prompts,
         evaluation=[],
         updates=trainer.updates,
@@ -141,12 +141,10 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
         raise UserError(
             "no settings fit",
             f"--fit {config.speed.fit}",
-            (
-                f"The smallest predicted peak is {gib(estimate(chosen).peak)} GiB "
-                f"({changed_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin "
-                f"of a tenth{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a "
-                "smaller start model, --max-new-tokens or --batch-size"
-            ),
+            f"The smallest predicted peak is {gib(estimate(chosen).peak)} GiB ({changed_flags(config, chosen)}), and "
+            f"{gib(max(0, room))} GiB are left after a margin of a tenth"
+            f"{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a smaller start model, "
+            "--max-new-tokens or --batch-size",
         )
     _show(config, chosen, estimate, f"{adapters:,} of {parameters_in(tensors):,}", screen)
     return chosen

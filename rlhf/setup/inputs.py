@@ -45,7 +45,7 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     if m.rm_model is not None and _is_there(m.rm_model, built):
         problems += reward_model_problems(m.rm_model, "--rm-model")
     raise_if(problems)
-    if config.run.num_iterations is not None:
+    if config.run.num_iterations is not None and not config.run.only_reward:
         check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
@@ -53,7 +53,8 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     if not all(_is_there(name, built) for name in data if name is not None):
         return None
     selection = select_examples(config.data, say)
-    check_fills_a_batch(config, selection.distinct)
+    if not config.run.only_reward:
+        check_fills_a_batch(config, selection.distinct)
     return selection
 
 
@@ -66,7 +67,7 @@ def check_fills_a_batch(config: Config, prompts: int) -> None:
     """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
     if prompts < config.batch.batch_size:
         raise UserError(
-            (f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size})"),
+            f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size})",
             f"--prompts {config.data.prompts}",
             "Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size",
         )
@@ -87,14 +88,15 @@ def check_run_folder(config: Config) -> None:
     """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced. Only the
     first process checks: it may already have started the run."""
     folder = Path(config.run.output)
-    if config.run.check_reward or config.run.scan or not is_first():
+    parts = set(config.run.check)
+    if not is_first() or (parts and not parts & {"plan", "update"}):
         return
     if config.run.resume:
         if not config.run.dry_run:
             check_folder(config.run.output)
             require_unused(folder)
         return
-    if config.run.dry_run:  # the plan of a run may be printed while another one is in the folder
+    if config.run.only_looks:  # the plan of a run may be printed while another one is in the folder
         check_place(folder, overwrite=config.run.overwrite)
     else:
         check_output(folder, **placing(config))
@@ -131,16 +133,11 @@ def _check_missing(config: Config, built: Container[str]) -> None:
 def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -> list[Example] | None:
     """Raise UserError if an input of `python -m reward_model.train` is missing or wrong. Returns the pairs if they are
     local, so that they are read only once."""
-    named = [
-        ("--pairs", config.data.pairs),
-        ("--base-model", config.training.base_model),
-        ("--actor-model", config.calibration.actor_model),
-    ]
-    named = [(flag, name) for flag, name in named if name and is_path(name) and not exists(name)]
-    raise_if([problem for flag, name in named for problem in _missing(flag, name)])
-    models = [("--base-model", config.training.base_model), ("--actor-model", config.calibration.actor_model)]
-    models = [(flag, name) for flag, name in models if name and not is_on_hub(name)]
-    raise_if([problem for flag, name in models for problem in policy_problems(name, flag)])
+    models = {"--base-model": config.training.base_model, "--actor-model": config.calibration.actor_model}
+    named = {flag: name for flag, name in {"--pairs": config.data.pairs, **models}.items() if name and is_path(name)}
+    raise_if([line for flag, name in named.items() if not exists(name) for line in _missing(flag, name)])
+    models = {flag: name for flag, name in models.items() if name and not is_on_hub(name)}
+    raise_if([line for flag, name in models.items() for line in policy_problems(name, flag)])
     if is_on_hub(config.data.pairs):
         return None
     return load_examples(DataSource.of(config.data), pairs=True, say=say)
@@ -150,17 +147,17 @@ def _missing(flag: str, name: str) -> list[Problem]:
     """Return the error line for a missing input."""
     if flag in ("--actor-model", "--base-model"):
         what = "model"
-        hint = f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name"
+        takes = "a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--eval-dataset", "--pairs"):
         what = "data file"
-        hint = f"{flag} takes a data file, a folder or the name of a hub dataset"
+        takes = "a data file, a folder or the name of a hub dataset"
     elif flag == "--critic":
         what = "run folder"
-        hint = f"{flag} takes {CriticName.expects}"
+        takes = CriticName.expects
     else:
         what = "file"
-        hint = f"{flag} takes a file"
-    return missing_path(name, what, hint).problems
+        takes = "a file"
+    return missing_path(name, what, f"{flag} takes {takes}").problems
 
 
 def check_export(config: Config, run: RunRecord | None = None) -> None:

@@ -206,11 +206,13 @@ def _load_prompt_sets(
     if prompts is None:
         source = f"--prompts {data.prompts}"
         sets = load_prompts(data, start.tokenizer, screen.say, selection=selection)
-        check_fills_a_batch(config, len(sets.train))
+        if not config.run.only_reward:
+            check_fills_a_batch(config, len(sets.train))
     else:
         source = "prompts"
         sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
-        if len(sets.train) < config.batch.batch_size:  # a flag is refused; a list in a program is often a first try
+        short = len(sets.train) < config.batch.batch_size
+        if short and not config.run.only_reward:  # a flag is refused; a list in a program is often a first try
             screen.say(
                 f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "
                 "batches repeat prompts: prompts. Give more prompts, or a smaller batch_size"
@@ -218,19 +220,16 @@ def _load_prompt_sets(
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
     check_overlap(sets, separate or "evaluation_prompts", screen)
-    check_topics(config, sets.train, screen)
-    check_warmup(config, PromptSampler(config, sets.train).updates)
-    _check_columns_of(sets, sources, source, separate)
-    return sets
-
-
-def _check_columns_of(sets: PromptSets, sources: RewardSources, source: str, separate: str | None) -> None:
-    """Check the columns for the reward functions. Prompts of --eval-dataset (`separate`) need them, too."""
+    if not config.run.only_reward:
+        check_topics(config, sets.train, screen)
+        check_warmup(config, PromptSampler(config, sets.train).updates)
     train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
     if separate is None:
-        return check_columns(sources.rules, [*train, *evaluation], source)
-    check_columns(sources.rules, train, source)
-    check_columns(sources.rules, evaluation, separate)
+        check_columns(sources.rules, [*train, *evaluation], source)
+    else:  # prompts of --eval-dataset need the columns, too
+        check_columns(sources.rules, train, source)
+        check_columns(sources.rules, evaluation, separate)
+    return sets
 
 
 def check_prompts(
@@ -253,7 +252,7 @@ def check_prompts(
         if chats:
             problems.append(
                 Problem(
-                    (f"{chats} prompts are chats of several messages, and the start model has no chat template"),
+                    f"{chats} prompts are chats of several messages, and the start model has no chat template",
                     f"{source}, start model {start.name}",
                     "Use a chat model, or prompts that are one text each",
                 )

@@ -80,7 +80,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
         *process_rows(),
         *estimate(config).rows(estimate.total),
-        ("output", config.run.output),
+        *([] if config.in_python else [("output", config.run.output)]),
     ]
     if ALGORITHMS[config.algorithm].has_critic:
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
@@ -106,11 +106,11 @@ def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]
 
 def prompts_line(sets: PromptSets) -> str:
     repeated = f", {sets.repeated:,} repeated" if sets.repeated else ""
+    parts = ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
+    rows = f" (rows: {sets.rows:,}, split {sets.split}: {parts})" if parts else ""  # not for prompts given in Python
     return (
         f"{len(sets.train):,} for training, {len(sets.evaluation):,} for evaluation, {sets.too_long:,} skipped as too "
-        f"long{repeated} (rows: {sets.rows:,}, split {sets.split}: "
-        + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
-        + ")"
+        f"long{repeated}{rows}"
     )
 
 

@@ -92,6 +92,9 @@ def choose_threads(config: Config, model: str, device: torch.device, screen: Scr
     threads = from_first(lambda: config.speed.threads or _threads_here(config, before, model, device, screen))
     set_threads(threads)
     now = torch.get_num_threads()
+    wanted = config.speed.threads
+    if wanted and now < wanted:
+        screen.say(f"note: this process may use {now} CPU cores, so it uses {now} threads: --threads {wanted}")
     if threads and before not in (None, now):
         screen.say(
             f"warning: the number of threads was {before} in this run and is {now} now, so its last digits differ "

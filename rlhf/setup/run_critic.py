@@ -31,10 +31,8 @@ def check_critic_of_run(config: Config, run: str, start: str) -> None:
         # no run can start from an adapter, and merged weights would be rounded
         policy = "" if (folder / ADAPTER_FILE).is_file() else f"--actor-model {folder}, "
         raise UserError(
-            (
-                "the value head was trained on the hidden states of that run's policy, and this run "
-                "starts from other weights"
-            ),
+            "the value head was trained on the hidden states of that run's policy, and this run starts from other "
+            "weights",
             place,
             f"Use {policy}a run with --critic separate, or a new critic",
         )

@@ -1,5 +1,5 @@
-"""`--scan`: what can be learned from the training prompts? Samples the start model, prints figures and recommends
-settings.
+"""`--check prompts`: what can be learned from the training prompts? Samples the start model, prints figures and
+recommends settings.
 
 The figures are in `scan_figures.py`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
-from rlhf.data.sampler import shorten
+from rlhf.data.sampler import drawn, shorten
 from rlhf.settings.fields import settings_of, unmet, values_in
 from rlhf.settings.next_commands import flag_words
 from rlhf.settings.recipes import DEFAULT_RECIPE
@@ -29,14 +29,15 @@ from rlhf.setup.scan_figures import (
     is_binary,
     recommend,
 )
-from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
+from rlhf.setup.start_samples import Sampled, sample_and_score
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError
 from rlhf.utils.intervals import Estimate, over_prompts
 
-OF_A_SCAN = ("scan", "scan_prompts")  # not in the recommended training command
-OF_A_START = ("dry_run", "memory", "check", "check_reward")  # not in any recommended command
+PROMPTS = 128  # the most training prompts that are sampled, the same number of each topic
+SAMPLES = 8  # completions per prompt, at least K
+MOST_SECONDS = 20.0  # of sampling: fewer prompts are sampled on a slow machine
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,37 @@ class Scan:
         return next((finding.text for finding in self.findings if finding.name == "nothing"), None)
 
 
-def scan_run(config: Config, components: Components, screen: Screen) -> None:
-    """Scan, and print the figures and the recommended command. Raises UserError (exit status 2) if nothing can be
-    learned. Writes no file."""
-    with screen:
-        found = scan_prompts(config, components, screen)
-    show_scan(config, found, screen)
-    if found.nothing is not None:
-        raise UserError(found.nothing)
-
-
 def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan:
     """Sample and score completions of some training prompts with the start model. Raises RunError if too few of them
-    have a score."""
-    samples = max(config.run.scan_samples, config.group_size)
-    indices = drawn(components.prompts.train, config.run.seed)[: config.run.scan_prompts]
+    have a score.
+
+    A part of them after the other is sampled: the first has one prompt, which measures the time, and none has more
+    completions than an update, so that they need no more memory. No part starts that would end after MOST_SECONDS.
+    """
+    samples = max(SAMPLES, config.group_size)
+    indices = drawn(components.prompts.train, config.run.seed)[:PROMPTS]
+    most = max(1, config.episodes_per_update // samples)
+    sampled: list[Sampled] = []
+    size = 1
     began = time.monotonic()
-    sampled = []
-    for part in sample_and_score(config, components, indices, samples):
-        sampled += part
-        left = (time.monotonic() - began) / len(sampled) * (len(indices) - len(sampled))
+    while indices[len(sampled) :] and size > 0:
+        start = time.monotonic()
+        part = indices[len(sampled) :][:size]
+        sampled += sample_and_score(config, components, part, samples)
+        end = time.monotonic()
+        per_prompt = (end - start) / len(part)
+        left = MOST_SECONDS - (end - began)
+        size = min(2 * size, most, int(left / per_prompt))
+        missing = len(indices) - len(sampled)
+        seconds = max(0.0, min(left, per_prompt * missing))
         screen.progress(
-            f"scan: {len(sampled):,} of {len(indices):,} prompts, {clock(left)} left",
-            last=len(sampled) == len(indices),
+            f"prompts: {len(sampled):,} of {len(indices):,} sampled, {clock(seconds)} left",
+            last=missing == 0 or size < 1,
+        )
+    if len(sampled) < len(indices):
+        screen.say(
+            f"note: {len(sampled):,} instead of {len(indices):,} prompts, because sampling them takes more than "
+            f"{clock(MOST_SECONDS)}, so the intervals are wider"
         )
     return results_of(config, sampled, samples)
 
@@ -101,7 +110,7 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan
     if not complete:
         raise RunError(
             f"no prompt has {size} completions with a score",
-            "--scan",
+            "--check prompts",
             "Use prompts to which a reward function applies, or another function",
         )
     group = config.compared if config.compared > 1 else min(len(one.shaped) for one in complete)
@@ -138,7 +147,7 @@ def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> Sa
             values.setdefault(name, []).extend(found)
     return SampleFigures(
         of=counted(len(rows), "prompt"),
-        where="--scan",
+        where="--check prompts",
         truncated=overall.truncated,
         equal_groups=figures.no_difference if config.compared > 1 else None,
         scores=[score for one in rows for score in one.shaped],
@@ -159,7 +168,7 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
     rows = [["topic", *columns_of(scan)], *([shorten(name), *cells_of(scan, part)] for name, part in parts.items())]
     groups = f", groups of {scan.group_size}" if scan.group_size > 1 else ""
     screen.say(
-        f"scan of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
+        f"samples of the start model: {scan.overall.figures.prompts:,} training prompts x {scan.samples} completions"
         f"{groups} (columns: docs/before_a_run.md)"
     )
     screen.columns(rows)
@@ -171,9 +180,9 @@ def show_scan(config: Config, scan: Scan, screen: Screen) -> None:
 def show_recommendation(config: Config, scan: Scan, found: Recommendation, screen: Screen) -> None:
     """Print the recommended command with its reasons; first another scan if the completions are cut off."""
     if any(finding.name == "cut_off" for finding in scan.findings):
-        longer = {"max_new_tokens": 2 * config.sampling.max_new_tokens, "scan": True}
-        screen.say("recommended: first scan again with more tokens:")
-        screen.say(f"  {command_with(config, longer, OF_A_START)}")
+        longer = {"max_new_tokens": 2 * config.sampling.max_new_tokens, "check": ("prompts",)}
+        screen.say("recommended: first check the prompts again with more tokens:")
+        screen.say(f"  {command_with(config, longer)}")
     if found.reasons:
         screen.say("recommended:")
         for reason in found.reasons:
@@ -181,8 +190,9 @@ def show_recommendation(config: Config, scan: Scan, found: Recommendation, scree
     elif not scan.findings:
         screen.say("recommended: the settings as they are")
     changed = {"K": found.K, "batch_size": found.batch_size}
-    screen.say("train with:")
-    screen.say(f"  {command_with(config, changed, (*OF_A_START, *OF_A_SCAN))}")
+    if found.reasons or not config.in_python:
+        screen.say("train with:")
+        screen.say(f"  {command_with(config, changed)}")
 
 
 def columns_of(scan: Scan) -> list[str]:
@@ -212,16 +222,19 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
     ]  # fmt: skip
 
 
-def command_with(config: Config, recommended: dict[str, Any], without: Sequence[str]) -> str:
-    """Return the command with the run's settings, except `without`, and the recommended ones that are not None."""
+def command_with(config: Config, recommended: dict[str, Any]) -> str:
+    """Return the command that trains with the run's settings and the recommended ones that are not None. For a
+    program, the change of its configuration."""
+    recommended = {name: value for name, value in recommended.items() if value is not None}
+    if config.in_python:
+        return f"make_config(..., {', '.join(f'{name}={value!r}' for name, value in recommended.items())})"
     usual = usual_config(config.recipe, config.user_file, config.algorithm)
     words = []
     if config.recipe != DEFAULT_RECIPE:
         words += ["--recipe", config.recipe]
     defaults = values_in(usual)
     foreign = ALGORITHMS[config.algorithm].foreign
-    values = values_in(config) | {name: value for name, value in recommended.items() if value is not None}
-    values |= {name: defaults[name] for name in without}
+    values = values_in(config) | {"check": ()} | recommended
     for name, one in settings_of(Config).items():
         if values[name] != defaults[name] and one.group not in foreign and unmet(one, values) is None:
             words += flag_words(name, values[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import stopping_criterion
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
-from rlhf.utils.rng import rng_for
 
 PURPOSE = "scan"  # of the random numbers: independent of rollouts and evaluations
 
@@ -35,22 +34,8 @@ class Sampled:
     by_function: dict[str, list[float]]  # the values of each reward function, before its weight
 
 
-def drawn(prompts: Sequence[Prompt], seed: int) -> list[int]:
-    """Return the indices of all prompts in a random order. The topics alternate, so that the first ones are spread
-    evenly over the topics."""
-    topics: dict[str | None, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        topics.setdefault(prompt.example.topic, []).append(i)
-    orders = [rng_for(seed, 0, "draw", n).permutation(len(rows)) for n, rows in enumerate(topics.values())]
-    mixed = [[rows[i] for i in order] for rows, order in zip(topics.values(), orders, strict=True)]
-    return [rows[turn] for turn in range(max(map(len, mixed), default=0)) for rows in mixed if turn < len(rows)]
-
-
-def sample_and_score(
-    config: Config, components: Components, indices: Sequence[int], samples: int
-) -> Iterator[list[Sampled]]:
-    """Yield `samples` scored completions of each training prompt, some prompts at a time: at most as many completions
-    as an update samples, so that they need no more memory, but always those of at least one prompt. Reward functions
+def sample_and_score(config: Config, components: Components, indices: Sequence[int], samples: int) -> list[Sampled]:
+    """Return `samples` scored completions of each of these training prompts. All are sampled at once. Reward functions
     receive the `trainer_state` of update 0.
 
     Uses the engines of the run, but vLLM as little as evaluations do: it has a separate random stream. The completions
@@ -63,23 +48,13 @@ def sample_and_score(
         samples: completions per prompt.
     """
     train = components.prompts.train
-    at_once = max(1, config.episodes_per_update // samples)
     components.rewards.trainer_state = TrainerState(global_step=0, max_steps=planned_updates(config, train))
-    for start in range(0, len(indices), at_once):
-        part = indices[start : start + at_once]
-        episodes = [(sample * len(train) + i, train[i]) for i in part for sample in range(samples)]
-        yield _scored(config, components, episodes, samples)
-
-
-def _scored(
-    config: Config, components: Components, episodes: Sequence[tuple[int, Prompt]], samples: int
-) -> list[Sampled]:
-    prompts = [p for _, p in episodes]
+    prompts = [train[i] for i in indices for _ in range(samples)]
+    numbers = [sample * len(train) + i for i in indices for sample in range(samples)]
     policy = components.policy
     tokenizer = components.tokenizer
     device = base_of(policy).device
     speed = config.speed
-    numbers = [number for number, _ in episodes]
     uniform = uniform_noise(config.run.seed, 0, PURPOSE, numbers, config.sampling.max_new_tokens)
     was_training = policy.training
     policy.eval()

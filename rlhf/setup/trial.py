@@ -1,4 +1,5 @@
-"""`--check`: all preflight checks of a run, including one trial update. A check is a function that returns a `Check`.
+"""`--check update`: all preflight checks of a run, including one trial update. A check is a function that returns a
+`Check`.
 
 Every training run that writes files makes only the check of the disk, and prints nothing unless it fails.
 """
@@ -30,11 +31,10 @@ from rlhf.setup.preflight import (
     padding_changes_no_score,
     prompt_is_rendered,
 )
-from rlhf.setup.reward_probes import reward_is_checked
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
-from rlhf.utils.errors import RunError, UserError, first_line
+from rlhf.utils.errors import Problem, RunError, first_line
 
 # Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
 # (bfloat16 has 8 significant bits).
@@ -49,10 +49,11 @@ SLACK = 128 * 2**20
 # --- running the checks ----------------------------------------------------------------------------------------------
 
 
-def check_run(config: Config, components: Components, screen: Screen) -> None:
-    """Make all checks and print one line each: name, ok or FAILED, result, and for a failure how to fix it.
+def check_run(config: Config, components: Components, screen: Screen) -> list[Problem]:
+    """Make all checks and print one line each: name, ok or FAILED, result, and for a failure how to fix it. Does not
+    touch the output folder.
 
-    Raises UserError if one fails. Does not touch the output folder.
+    Return one line with the names of the checks that fail; none if all are ok.
     """
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
@@ -61,18 +62,14 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
                 found.append(check)
         except Exception as error:  # any error of a library or a reward function is a failed check
             reason = first_line(error, "")
-            hint = "Fix this, then run --check again: the remaining checks did not run"
+            hint = "Fix this, then check again: the remaining checks did not run"
             kind = "" if isinstance(error, (SkipUpdate, RunError)) else f"{type(error).__name__}: "
             found.append(Check("error", f"{kind}{reason:.200}", False, hint))
     screen.say("checks:")
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
     failed = [check.name for check in found if not check.ok]
-    if failed:
-        raise UserError(
-            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)})",
-            "--check",
-            "See the FAILED lines above",
-        )
+    what = f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)})"
+    return [Problem(what, "--check update", "See the FAILED lines above")] if failed else []
 
 
 def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:
@@ -91,7 +88,6 @@ def all_checks(config: Config, components: Components, folder: Path) -> Iterator
     yield padding_changes_no_score(
         components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)
     )
-    yield reward_is_checked(config, components.rewards, components.prompts.train, components.tokenizer)
     yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 
@@ -131,7 +127,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     Finds dropout in the model, and rows that attend to another row's tokens. The adapters' dropout (--lora-dropout) is
     turned off for the check.
     """
-    trainer.model.train()
+    trainer.host.model.train()
     set_adapter_dropout(trainer.actor, 0.0, trainer.actor.dropout)
     apart = _apart_from_one(trainer, rollout)
     set_adapter_dropout(trainer.actor, trainer.config.model.lora_dropout, trainer.actor.dropout)
@@ -158,7 +154,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 @torch.no_grad()
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     """Return the logits (M, V) of the first completion and with a critic its values (M,), on the CPU."""
-    trainer.model.eval()
+    trainer.host.model.eval()
     _, hidden = trainer.passes.run(rollout.completions, [0])
     with autocast(trainer.passes.device, trainer.passes.dtype):
         found = [
@@ -173,13 +169,13 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 
 def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
     """Make one update on the rollout, which also trains the policy if --critic-warmup is set."""
-    trainer.state.global_step = trainer.config.critic.critic_warmup
+    trainer.host.state.global_step = trainer.config.critic.critic_warmup
     trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:
     """Check the update's measured memory against the forecast, and the forecast against the free memory."""
-    device = trainer.accelerator.device
+    device = trainer.host.accelerator.device
     measured = memory_in_use(device)
     evaluation = [len(prompt.ids) for prompt in components.prompts.evaluation]
     whole = dataclasses.replace(estimator_of(trainer), evaluation=evaluation, libraries=components.memory_before)
@@ -200,7 +196,7 @@ def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tens
     Raises UserError if they cannot be loaded.
     """
     with torch.no_grad():
-        for weight in trainer.model.parameters():
+        for weight in trainer.host.model.parameters():
             if weight.requires_grad:
                 weight.add_(1.0)  # the update may change too little: weights that are not restored must show
     load_policy_weights(trainer.actor, folder)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.data.prompts import Prompt
-from rlhf.distributed.shares import by_group, own_share
+from rlhf.distributed.group import agree
+from rlhf.distributed.shares import by_group
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
@@ -26,6 +28,7 @@ from rlhf.trainer.passes import ForwardPasses, free_and_warn
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
 
 
@@ -55,8 +58,8 @@ class RolloutCollector:
         self.slots = budget_of(self.device, config).rollout_slots  # half of them after an out-of-memory error
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
-            parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
-            self.vllm = VLLMEngine(*parts)
+            policy = host.actor.policy
+            self.vllm = VLLMEngine(policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
 
     def collect(
         self,
@@ -92,9 +95,9 @@ class RolloutCollector:
     ) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
         prompts = [prompt for _, prompt in episodes]
-        shares = by_group([prompt.ids for prompt in prompts])
-        how = sampling or self.sampling
-        rows, own = own_share(shares, lambda rows: self._sample([episodes[row] for row in rows], update, purpose, how))
+        rows = by_group([prompt.ids for prompt in prompts])[rank()]
+        share = [episodes[row] for row in rows]
+        own = agree(lambda: self._sample(share, update, purpose, sampling or self.sampling) if share else None)
         pad = self.tokenizer.pad_token_id
         length = self.sampling.max_new_tokens
         return exchange_completions(own, rows, prompts, self.criterion, pad, length, self.device)
@@ -107,33 +110,43 @@ class RolloutCollector:
         prompts = [prompt for _, prompt in episodes]
         length = sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
-        pad = self.tokenizer.pad_token_id
-        device = self.device
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
         training = purpose != "evaluate"
         phase = "the rollout" if training else "an evaluation"
         with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
             if self.vllm is not None and training:
-                return self.vllm.sample(prompts, pad, device)
-            return self._in_slots(
-                lambda slots: sample_completions(
-                    self.host.actor.policy, prompts, uniform, sampling, eos=self.criterion, pad=pad, device=device,
-                    engine=self.config.speed.own_engine, slots=slots, kept=self.kept,
-                ), phase, len(prompts),
-            )  # fmt: skip
+                return self.vllm.sample(prompts, self.tokenizer.pad_token_id, self.device)
+            return self._sample_in_slots(prompts, uniform, sampling, phase)
 
-    def _in_slots(self, sample: Callable[[int], Completions], phase: str, count: int) -> Completions:
-        """Return `sample(slots)`, which samples `count` completions. An out-of-memory error halves the slots for the
-        rest of the training run, and all are sampled again, with the same random numbers. With one slot, with the
-        engine "plain", and after a failed capture of a CUDA graph, the error is raised."""
-        engines = self.config.speed.own_engine, default_engine(self.host.actor.policy, self.device)
+    def _sample_in_slots(
+        self, prompts: Sequence[Prompt], uniform: Tensor, sampling: SamplingSettings, phase: str
+    ) -> Completions:
+        """Sample with one of the project's engines. An out-of-memory error halves the slots for the rest of the
+        training run, and all are sampled again, with the same random numbers. With one slot, with the engine "plain",
+        and after a failed capture of a CUDA graph, the error is raised."""
+        policy = self.host.actor.policy
+        engine = self.config.speed.own_engine
+        has_slots = "plain" not in (engine, default_engine(policy, self.device))
         while True:
+            used = min(self.slots, len(prompts))
             try:
-                return sample(self.slots)
+                return sample_completions(
+                    policy,
+                    prompts,
+                    uniform,
+                    sampling,
+                    eos=self.criterion,
+                    pad=self.tokenizer.pad_token_id,
+                    device=self.device,
+                    engine=engine,
+                    slots=self.slots,
+                    kept=self.kept,
+                )
             except torch.OutOfMemoryError as error:
-                if min(self.slots, count) == 1 or "plain" in engines or getattr(error, "in_capture", False):
+                if used == 1 or not has_slots or getattr(error, "in_capture", False):
                     raise
-            self.slots = self.kept.slots = -(-min(self.slots, count) // 2)
+            self.slots = -(-used // 2)
+            self.kept.slots = self.slots  # otherwise the next batcher would have the old number
             free_and_warn(phase, f"rollout slots to {self.slots}", "The completions change by rounding only")
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:

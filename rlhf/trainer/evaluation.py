@@ -237,7 +237,7 @@ class PolicyEvaluator:
         if not examples:
             raise UserError("an empty list", "evaluate()", "Pass texts or chats")
         shots = worked_examples(self.config.data.few_shot)
-        kept, _ = encode_prompts(self.tokenizer, examples, longest, shots)
+        kept = encode_prompts(self.tokenizer, examples, longest, shots)
         if not kept:
             raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
         return kept

@@ -13,8 +13,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.algorithms.classes import CLASSES
 from rlhf.algorithms.experience import Experience
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
@@ -78,17 +78,23 @@ class OnPolicyLoop:
             gold: the demo's judge, which training never calls.
             session: saves, prints and stops; None: nothing is saved.
         """
-        self.config, self.processing_class, self.session = config, tokenizer, session or Session()
-        self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
+        self.config = config
+        self.processing_class = tokenizer
+        self.session = session or Session()
+        self.train_prompts = list(train)
+        self.evaluation_prompts = list(evaluation)
         self.sampler = PromptSampler(config, self.train_prompts)
         everything = (*self.train_prompts, *self.evaluation_prompts)
         self.topic_tags = metric_names(p.example.topic for p in everything) if self.sampler.topics else {}
-        self.kl, self.progress, self.trained = KLControl(config, self.sampler.updates), Progress(), False
+        self.kl = KLControl(config, self.sampler.updates)
+        self.progress = Progress()
+        self.trained = False
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        self.algorithm = ALGORITHMS[config.algorithm].build(config)
-        given = isinstance(rewards, Rewards)
-        self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
+        self.algorithm = CLASSES[config.algorithm](config)
+        if not isinstance(rewards, Rewards):
+            rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
+        self.rewards = rewards
         self._construct_host(policy)
         self._construct_components(eval_functions, gold)
         self.events = Events()
@@ -105,16 +111,9 @@ class OnPolicyLoop:
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer = self.processing_class
         planned = self.sampler.updates
-        host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
-        set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
-        self.host = host
-        self.model = host.model
-        self.accelerator = host.accelerator
-        self.args = host.args
-        self.host_callbacks = HostEvents(host)
-        self.optimizer = host.optimizer
-        self.lr_scheduler = host.lr_scheduler
-        self.state = host.state
+        self.host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
+        set_adapter_dropout(self.actor, config.model.lora_dropout, self.actor.dropout)
+        self.host_callbacks = HostEvents(self.host)
 
     def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
@@ -157,17 +156,17 @@ class OnPolicyLoop:
     @property
     def episodes(self) -> int:
         """The number of completions sampled for training so far, with those that dynamic sampling replaced."""
-        return self.state.global_step * self.config.episodes_per_update + self.progress.resampled_episodes
+        return self.host.state.global_step * self.config.episodes_per_update + self.progress.resampled_episodes
 
     @property
     def updates(self) -> int:
         """The number of updates in the run: as planned, or fewer if it has ended before."""
-        return self.sampler.updates if self.reason_to_end() is None else self.state.global_step
+        return self.sampler.updates if self.reason_to_end() is None else self.host.state.global_step
 
     def reason_to_end(self) -> str | None:
         """Return why no update follows; None: another one does."""
         budget = self.config.run.episodes
-        if self.state.global_step >= self.sampler.updates:
+        if self.host.state.global_step >= self.sampler.updates:
             return "all updates are done"
         if budget is not None and self.episodes >= budget:
             return "--episodes are spent"
@@ -184,9 +183,10 @@ class OnPolicyLoop:
     def train(self) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
         training fails."""
+        state = self.host.state
         if self.trained:
-            raise RunError(f"already trained, {self.state.global_step} updates", "train()", "Create a new trainer")
-        with self.session.opened(self), advise_on_bad_logits(self.state, self.session.advice):
+            raise RunError(f"already trained, {state.global_step} updates", "train()", "Create a new trainer")
+        with self.session.opened(self), advise_on_bad_logits(state, self.session.advice):
             self.trained = True
             return agree(self._run)
 
@@ -197,7 +197,7 @@ class OnPolicyLoop:
             reason = self.apply_requests()  # a beta, or the end of the run, that a callback asked for
             if reason is not None:
                 break  # all updates are done, --episodes are spent, or a callback asked for it
-            update = self.state.global_step + 1
+            update = self.host.state.global_step + 1
             metrics = self.update_step(update)
             if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
                 self.evaluate()
@@ -213,8 +213,8 @@ class OnPolicyLoop:
 
     def _begin(self) -> None:
         """Prepare the processes and the callbacks, and evaluate the start model."""
-        reset_peak_memory(self.accelerator.device)
-        copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
+        reset_peak_memory(self.host.accelerator.device)
+        copy_from_first(weight.data for weight in self.host.model.parameters() if weight.requires_grad)
         self.host_callbacks.call("on_train_begin")
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
@@ -247,7 +247,7 @@ class OnPolicyLoop:
             finally:
                 self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
             self.progress.count_update(scores, rollout.completions.tokens)
-            require_finite_weights(self.model, update, self.session.advice)
+            require_finite_weights(self.host.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, timer) | stats
             # 5. next beta: towards the KL target
             self.adjust_beta(update, metrics)
@@ -275,10 +275,10 @@ class OnPolicyLoop:
 
     def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
-        self.optimizer.zero_grad()
-        self.lr_scheduler.step()
+        self.host.optimizer.zero_grad()
+        self.host.lr_scheduler.step()
         self.progress.count_update(None, rollout.completions.tokens)
-        require_finite_weights(self.model, update, self.session.advice)
+        require_finite_weights(self.host.model, update, self.session.advice)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
@@ -311,9 +311,10 @@ class OnPolicyLoop:
 
     def end_update(self, update: int, metrics: dict[str, float] | None) -> None:
         """Count an update, log its metrics (None: it was skipped), and call the callbacks."""
-        self.state.global_step = update
-        self.state.episode = self.episodes
-        self.state.epoch = self.sampler.epochs(update)
+        state = self.host.state
+        state.global_step = update
+        state.episode = self.episodes
+        state.epoch = self.sampler.epochs(update)
         if metrics is not None:
             self.host_callbacks.log(dict(metrics))
             self.events.call("on_update_end", update, metrics)
@@ -323,10 +324,10 @@ class OnPolicyLoop:
 
     def _finish_epoch(self, update: int) -> None:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
-        before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
-        if passes > before and self.this_epoch:
+        epoch = int(self.sampler.epochs(update))
+        if epoch > int(self.sampler.epochs(update - 1)) and self.this_epoch:
             self.host_callbacks.call("on_epoch_end")
-            self.events.call("on_epoch_end", passes, mean_metrics(self.this_epoch))
+            self.events.call("on_epoch_end", epoch, mean_metrics(self.this_epoch))
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
@@ -346,7 +347,8 @@ class OnPolicyLoop:
 
     def update_peak_memory(self) -> None:
         """Update the peak memory of the run. It is that of the process with the largest."""
-        self.progress.peak_memory = max(self.progress.peak_memory, largest(memory_in_use(self.accelerator.device)))
+        now = largest(memory_in_use(self.host.accelerator.device))
+        self.progress.peak_memory = max(self.progress.peak_memory, now)
 
     def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
         """Evaluate the policy and return the metrics. Results on the evaluation prompts are logged and appended to
@@ -364,7 +366,7 @@ class OnPolicyLoop:
 
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:
         """Evaluate on some prompts. Raises RunError if the KL or the perplexity is not finite."""
-        update = self.state.global_step
+        update = self.host.state.global_step
         with self.passes.weights.in_use():
             result = self.evaluator.evaluate(prompts, update)
         if result.not_finite:

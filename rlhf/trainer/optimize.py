@@ -40,7 +40,8 @@ class PolicyOptimizer:
         Returns the statistics averaged over the optimizer steps. Raises SkipUpdate as `step` does.
         """
         self.host.model.train()  # for gradient checkpointing and LoRA dropout; the model's other dropout is disabled
-        (rate, *_, last_rate), steps = self.host.lr_scheduler.get_last_lr(), []
+        rates = self.host.lr_scheduler.get_last_lr()  # of each parameter group; those of the critic are the last ones
+        steps = []
         for epoch in range(self.config.batch.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 self.seed_dropout(update, len(steps))
@@ -48,8 +49,10 @@ class PolicyOptimizer:
         self.host.lr_scheduler.step()
         found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in steps[0]}
         means = torch.stack([values.mean() for values in found.values()]).tolist()
-        own = {"learning_rate/critic": last_rate} if self.config.critic.critic_learning_rate is not None else {}
-        return {**dict(zip(found, means, strict=True)), "learning_rate": rate, **own}
+        stats = dict(zip(found, means, strict=True)) | {"learning_rate": rates[0]}
+        if self.config.critic.critic_learning_rate is not None:
+            stats["learning_rate/critic"] = rates[-1]
+        return stats
 
     def seed_dropout(self, update: int, step: int) -> None:
         """Seed the adapters' dropout by (seed, update, number of the optimizer step in the update)."""

@@ -86,7 +86,9 @@ class ForwardPasses:
         self.reference = reference
         self.temperature = temperature
         self.dtype = dtype
-        self.device, self.packed, self.max_rows = base.device, packed and packable(base), max_rows
+        self.device = base.device
+        self.packed = packed and packable(base)
+        self.max_rows = max_rows
         self.max_tokens = max_tokens or budget_of(base.device).tokens_per_micro_batch
         self.share_first = share_first
         self.oom_hint = oom_hint

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerState
 
-from rlhf.models.save import bad_weights
+from rlhf.models.load import bad_weights
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.sampling import BadLogits
 from rlhf.utils.errors import RunError

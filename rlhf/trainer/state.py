@@ -34,7 +34,7 @@ STATE_FILE = "training.json"
 def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder."""
     trainer.save_model(folder)
-    optimizer = trainer.optimizer.state_dict()
+    optimizer = trainer.host.optimizer.state_dict()
     normalizer = trainer.collector.normalizer
     tensors = {
         f"optimizer/{number}/{name}": _tensor(name, value)
@@ -45,10 +45,10 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         randoms = {name: generator.get_state() for name, generator in generators().items()}
         save_file({**tensors, **randoms}, folder / TENSORS_FILE)
     state = {
-        "update": trainer.state.global_step,
-        "episode": trainer.state.episode,
-        "epoch": trainer.state.epoch,
-        "log_history": trainer.state.log_history,
+        "update": trainer.host.state.global_step,
+        "episode": trainer.host.state.episode,
+        "epoch": trainer.host.state.epoch,
+        "log_history": trainer.host.state.log_history,
         "kl": trainer.kl.state_dict(),
         "progress": asdict(trainer.progress),
         "this_epoch": trainer.this_epoch,
@@ -56,7 +56,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
         "text": _text_to_json(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
-        "scheduler": trainer.lr_scheduler.state_dict(),
+        "scheduler": trainer.host.lr_scheduler.state_dict(),
         "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
         "random": {"python": random.getstate(), "numpy": np.random.get_state()},
     }
@@ -67,12 +67,12 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Load what `save_trainer_state` wrote into a new trainer. Its callbacks must be attached already."""
     state, tensors = load_weights(trainer, folder)
     base_lrs = schedule_of(trainer).base_lrs  # differs from the saved one if --learning-rate was changed
-    trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
+    trainer.host.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
     set_learning_rates(trainer)
-    trainer.state.global_step = state["update"]
-    trainer.state.episode = state["episode"]
-    trainer.state.epoch = state["epoch"]
-    trainer.state.log_history = state["log_history"]
+    trainer.host.state.global_step = state["update"]
+    trainer.host.state.episode = state["episode"]
+    trainer.host.state.epoch = state["epoch"]
+    trainer.host.state.log_history = state["log_history"]
     trainer.kl.load_state_dict(state["kl"])
     trainer.this_epoch = state["this_epoch"]
     state["progress"].pop("explained", None)  # in older checkpoints
@@ -101,9 +101,9 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
             by_number.setdefault(int(number), {})["/".join(rest)] = _number(value.clone())
     _check_optimizer(trainer, by_number)
     # --resume-anyway may change these
-    kept = [{name: group[name] for name in ("weight_decay", "betas")} for group in trainer.optimizer.param_groups]
-    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
-    for group, values in zip(trainer.optimizer.param_groups, kept, strict=True):
+    kept = [{name: group[name] for name in ("weight_decay", "betas")} for group in trainer.host.optimizer.param_groups]
+    trainer.host.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
+    for group, values in zip(trainer.host.optimizer.param_groups, kept, strict=True):
         group.update(values)
     set_learning_rates(trainer)
     return state, tensors
@@ -138,7 +138,7 @@ def _check_optimizer(trainer: OnPolicyLoop, saved: dict[int, dict[str, Any]]) ->
 
 def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:
     """Return torch's scheduler, without accelerate's wrapper."""
-    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    return getattr(trainer.host.lr_scheduler, "scheduler", trainer.host.lr_scheduler)
 
 
 def set_learning_rates(trainer: OnPolicyLoop) -> None:
@@ -150,7 +150,7 @@ def set_learning_rates(trainer: OnPolicyLoop) -> None:
     bases = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [base * share(schedule.last_epoch) for base, share in bases]
     schedule._last_lr = rates
-    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(trainer.host.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 

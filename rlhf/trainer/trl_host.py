@@ -127,7 +127,8 @@ class PPOHost(PPOTrainer):
         train: Sequence[Prompt],
         rewards: Rewards,
     ):
-        self._config, self._container = config, with_value_head(policy)
+        self._config = config
+        self._container = with_value_head(policy)
         self._critic = second_network(config, policy, self._container.v_head, rewards)
         super().__init__(
             args=PPOConfig(

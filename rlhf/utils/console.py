@@ -217,11 +217,11 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def one_line(text: str, most: int = 110) -> str:
-    """Return text on one line of at most about `most` characters. Of a long text, the beginning and the end are kept:
-    an answer is often at the end."""
+def one_line(text: str) -> str:
+    """Return text on one line of at most about 110 characters. Of a long text, the beginning and the end are kept: an
+    answer is often at the end."""
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most * 2 // 3]} ... {line[-(most // 3) :]}"
+    return line if len(line) <= 110 else f"{line[:73]} ... {line[-36:]}"
 
 
 def clock(seconds: float) -> str:

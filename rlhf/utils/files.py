@@ -112,10 +112,8 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(
-            (
-                f"the path is too long ({longest} with the files inside it; the limits are "
-                f"{LONGEST_PATH}, and {LONGEST_NAME} for a name)"
-            ),
+            f"the path is too long ({longest} with the files inside it; the limits are {LONGEST_PATH}, and "
+            f"{LONGEST_NAME} for a name)",
             f"{flag} {output}",
             "Give a shorter one",
         )

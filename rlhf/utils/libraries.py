@@ -73,14 +73,12 @@ def check_libraries(*names: str) -> None:
         name = re.match(r"[\w.-]+", line)[0]
         if (name not in names) if names else (name in IMPORTED_BY_SOME):
             continue
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        version = version_of(name)
+        if version is None:
             problems.append(
                 Problem(f"{name} is not installed", f"{NAME} requires it", f'Install it with: pip install "{line}"')
             )
-            continue
-        if name == "trl" and line != f"trl=={version}":
+        elif name == "trl" and line != f"trl=={version}":
             problems.append(
                 Problem(
                     f"wrong version of trl ({version})",
@@ -91,19 +89,18 @@ def check_libraries(*names: str) -> None:
     raise_if(problems)
 
 
-def is_installed(name: str) -> bool:
-    """Return True if a distribution with this name is installed. Does not import it."""
+def version_of(package: str) -> str | None:
+    """Return the installed version; None if no distribution with this name is installed. Does not import it."""
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """Raise UserError, with the pip command, if the library of a tracker of --report-to is missing. Imports none."""
     line_of = {re.match(r"[\w.-]+", line)[0]: line for line in requirements("tracking")}
-    missing = [name for name in names if not is_installed(name)]  # a folder with this name could be imported, too
+    missing = [name for name in names if version_of(name) is None]  # a folder with this name could be imported, too
     raise_if(
         [
             Problem(

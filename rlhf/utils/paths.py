@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import uuid
@@ -10,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf.utils.errors import CLOSE, UserError
+from rlhf.utils.errors import UserError, did_you_mean
 
 GGUF_SUFFIX = ".gguf"
 NEW = ".new-"  # between the name of a file or folder and the random number of its new content, before it is complete
@@ -110,11 +109,8 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
         return UserError(
             f"{what} not found",
             f"{path}, but an interrupted save left {saved[-1]}",
-            (f"If it has a file run.json, it is complete: rename it to {target.name}. Otherwise remove it"),
+            f"If it has a file run.json, it is complete: rename it to {target.name}. Otherwise remove it",
         )
-    names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
-    siblings = sorted(name for name in names if name != target.name)
-    close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
-    near = [str(target.parent / name) for name in close]
-    nearest = f"Did you mean {', '.join(near)}? " if near else ""
-    return UserError(f"{what} not found", path, f"{nearest}{hint}")
+    names = {p.name for p in target.parent.iterdir()} if target.parent.is_dir() else set()
+    near = did_you_mean(target.name, names - {target.name})  # a broken link has the same name
+    return UserError(f"{what} not found", path, near + hint)

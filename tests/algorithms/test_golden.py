@@ -103,7 +103,7 @@ def replayed(monkeypatch):
             return [(i, stock.prompts[i]) for i in stock.orders[update - 1]]
 
         def sample(policy, prompts, uniform, sampling, *, eos, pad, **_):
-            table = stock.completions[trainer.state.global_step]
+            table = stock.completions[trainer.host.state.global_step]
             completion = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
             return Completions.of(prompts, completion, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
@@ -138,7 +138,7 @@ def test_three_updates_of_two_epochs_match_trl(
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
     prompts = PromptSets(train=stock.prompts, evaluation=stock.prompts, too_long=0)
     ours = build(*FLAGS, "--critic", critic, prompts=prompts, policy=policy)
-    ours.model.to(dtype)
+    ours.host.model.to(dtype)
     replayed(ours, stock)
     logged = [ours.update_step(update) for update in range(1, UPDATES + 1)]
 
@@ -464,7 +464,7 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
     our_weights, trl_weights, start_weights = (
         torch.cat([w.detach().flatten() for w in model.parameters()])
-        for model in (ours.model, stock.trainer.model, start)
+        for model in (ours.host.model, stock.trainer.model, start)
     )
     assert stock.index == UPDATES - 1
     assert float((our_weights - trl_weights).abs().max()) < 2e-5, (

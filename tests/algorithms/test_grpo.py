@@ -89,7 +89,7 @@ def test_ppo_and_grpo_log_the_same_kl_for_the_same_completions(build, tmp_path):
             trainer.episodes_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
             completions.append(trainer.collector.collect(trainer.episodes_of(1), 1).texts)
             trainer.update_step(1)
-            (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
+            (logged,) = [entry for entry in trainer.host.state.log_history if "kl_divergence" in entry]
             measured = logged.keys() - {"kl_divergence/target"}
             logged_kl.append({name: logged[name] for name in measured if name.startswith("kl_divergence")})
     assert all(texts == completions[0] for texts in completions)
@@ -146,7 +146,7 @@ def test_loss_types_match_values_computed_by_hand_on_the_first_step(grpo, loss_t
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
     advantages = torch.tensor([-1.5, 1.5, -1.0, 1.0])
     lengths = torch.tensor(rollout.completions.completion_lengths)
-    trainer.model.train()
+    trainer.host.model.train()
     stats, _ = whole_gradient(trainer, batch)
     expected = {
         "dapo": -(advantages * lengths).sum() / lengths.sum(),
@@ -162,14 +162,14 @@ def test_micro_batches_give_the_same_update_with_every_loss_type(grpo, loss_type
     updated = []
     for size in (0, 1, 3):
         trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, *flags)
-        trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=1.0)
         trainer.update_step(1)
-        updated.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+        updated.append(torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]))
     assert_close(updated[1], updated[0], rtol=0, atol=1e-6)
     assert_close(updated[2], updated[0], rtol=0, atol=1e-6)
 
 
 def test_adapters_on_4_bit_weights_are_float32(grpo):
     trainer = grpo("--use-lora", "--load-in-4bit")
-    assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
+    assert {w.dtype for w in trainer.host.model.parameters() if w.requires_grad} == {torch.float32}
     assert trainer.update_step(1)["policy/ratio"] == pytest.approx(1, abs=0.2)

@@ -69,7 +69,7 @@ def test_gradient_matches_a_plain_forward_pass_after_the_policy_changed(
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
     trainer.policy_optimizer.run(batch, 1)  # now the policy differs from the rollout policy
     batch.advantages.zero_()
-    trainer.model.train()
+    trainer.host.model.train()
     stats = trainer.policy_optimizer.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
     gradients = {name: weight.grad.clone() for name, weight in policy.named_parameters()}

@@ -20,7 +20,7 @@ def test_batches_stay_full_past_the_end_of_the_prompts(build):
 def test_ppo_logs_all_of_its_metrics(build):
     trainer = build()
     trainer.train()
-    logged = set().union(*trainer.state.log_history)
+    logged = set().union(*trainer.host.state.log_history)
     expected = set(
         "loss learning_rate rewards/mean rewards/std kl_divergence kl_divergence/token kl_divergence/k3 "
         "kl_coef advantage/mean advantage/std policy/loss policy/clipfrac policy/approx_kl "
@@ -97,7 +97,7 @@ def test_k_completions_per_prompt_are_k_copies_of_the_prompt(build, critic):
     metrics = [trainer.update_step(1) for trainer in (one, copies)]
     for name in ("rewards/mean", "advantage/std", "value/loss", "policy/loss", "kl_divergence"):
         assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
-    weights = [torch.cat([w.detach().flatten() for w in trainer.model.parameters()]) for trainer in (one, copies)]
+    weights = [torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]) for trainer in (one, copies)]
     # a wrong gradient moves weights by the learning rate, 1e-3
     assert float((weights[0] - weights[1]).abs().max()) < 3e-5
 
@@ -108,7 +108,7 @@ def test_a_prompt_is_computed_once_for_its_completions(build):
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(8.0))
     trainer.passes.clear()
-    trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
+    trainer.host.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
         lambda _m, inputs, _o: seen.append(inputs[0].numel() // inputs[0].shape[-1])
     )
     trainer.policy_optimizer.run(batch, 1)

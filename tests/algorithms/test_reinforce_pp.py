@@ -76,7 +76,7 @@ def test_micro_batches_give_the_same_gradient(build, placement):
         trainer = build(*flags, algorithm="reinforce_pp")
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        trainer.model.train()
+        trainer.host.model.train()
         gradients.append(whole_gradient(trainer, batch)[1])
     assert_close(gradients[0], gradients[2], atol=1e-6, rtol=1e-4)
     assert_close(gradients[1], gradients[2], atol=1e-6, rtol=1e-4)

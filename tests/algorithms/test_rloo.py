@@ -61,7 +61,7 @@ def test_loss_is_the_mean_over_completions(rloo):
     batch = trainer.advantages(collect_rollout(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
     assert batch.raw_advantages[:, 0].tolist() == [-3, 3, -2, 2]
     batch.advantages = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
-    trainer.model.train()
+    trainer.host.model.train()
     stats, _ = whole_gradient(trainer, batch)
     assert_close(stats["loss"], torch.tensor(-4.0))
     assert_close(stats["policy/loss"], torch.tensor(-4.0))
@@ -167,9 +167,9 @@ def test_micro_batches_give_the_same_update(rloo, placement):
     updated = []
     for size in (0, 1, 3):
         trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)
-        trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=1.0)
         trainer.update_step(1)
-        updated.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+        updated.append(torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]))
     assert_close(updated[1], updated[0], rtol=0, atol=1e-6)
     assert_close(updated[2], updated[0], rtol=0, atol=1e-6)
 
@@ -184,7 +184,7 @@ def test_kl_in_the_loss_is_summed_over_each_completion(rloo):
     rollout = collect_rollout(trainer)
     batch = trainer.advantages(rollout, torch.ones(4))
     batch.logprobs = batch.logprobs - 0.3
-    trainer.model.train()
+    trainer.host.model.train()
     stats, _ = whole_gradient(trainer, batch)
     log_ratio = (rollout.ref_logprobs - rollout.logprobs)[rollout.mask].double()
     expected = 0.7 * math.exp(0.3) * float((log_ratio.exp() - 1 - log_ratio).sum()) / 4

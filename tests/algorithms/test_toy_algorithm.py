@@ -19,6 +19,7 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms import objectives
+from rlhf.algorithms.classes import CLASSES
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.policy_gradient import PolicyGradient, policy_stats
 from rlhf.algorithms.table import ALGORITHMS, Algorithm
@@ -76,9 +77,9 @@ def toy(monkeypatch):
         group_size=1,
         has_critic=False,
         settings=(),
-        source="tests.algorithms.test_toy_algorithm:Toy",
     )
     monkeypatch.setitem(ALGORITHMS, "toy", row)
+    monkeypatch.setitem(CLASSES, "toy", Toy)
     return row
 
 
@@ -138,6 +139,7 @@ def test_toy_algorithm_works_with_groups_or_with_a_critic(
     """Flags, trainer, plan, token records and resuming follow the fields of the row."""
     row = replace(toy, **changed)
     monkeypatch.setitem(ALGORITHMS, "toy", row)
+    monkeypatch.setitem(CLASSES, "toy", Toy)
     assert parse_cli([], "toy").group_size == row.group_size
     train_command("toy", run_flags("--num-iterations", 2, "--save-every", 1, "--record-tokens", *flags))
     record = json.loads((tmp_path / "run" / "run.json").read_text())

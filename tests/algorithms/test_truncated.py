@@ -65,7 +65,7 @@ def test_mean_entropy_is_over_tokens_in_the_loss(build):
     batch = experience(trainer, False, True, False, True)
     masked = float(trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])["policy/entropy"])
     alone = experience(make(build, "ppo"), True, True, True, True)
-    trainer.model.zero_grad()
+    trainer.host.model.zero_grad()
     pair = float(trainer.policy_optimizer.minibatch_gradients(alone, [1, 3])["policy/entropy"])
     assert masked == pytest.approx(pair, rel=1e-4)
 
@@ -78,7 +78,7 @@ def test_micro_batches_add_up_with_truncated_completions(build, algorithm):
         trainer = make(build, algorithm, "--entropy-coef", 0.1, "--max-grad-norm", 1e9, "--micro-batch-size", size)
         batch = experience(trainer, False, True, False, True)
         trainer.policy_optimizer.minibatch_gradients(batch, [0, 1, 2, 3])
-        gradients.append(torch.cat([w.grad.flatten() for w in trainer.model.parameters()]))
+        gradients.append(torch.cat([w.grad.flatten() for w in trainer.host.model.parameters()]))
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
 

@@ -58,7 +58,7 @@ def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finishe
 
 def at_update(done: int) -> SimpleNamespace:
     """Return a trainer that has done some updates, for TensorBoardLog."""
-    return SimpleNamespace(state=SimpleNamespace(global_step=done))
+    return SimpleNamespace(host=SimpleNamespace(state=SimpleNamespace(global_step=done)))
 
 
 def losses(start: int, values, opened: float, pace: float = 1.0):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_trainings, gpu_updates, machine, on_gpu
+from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_trainings, gpu_updates, on_gpu
 from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
@@ -186,17 +186,6 @@ def test_section_of_a_killed_call_ends_with_its_child_processes():
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_input_of_a_section_is_a_pipe_of_its_call(tmp_path, monkeypatch):
-    def started(*_, **how):
-        raise InterruptedError(how["stdin"])
-
-    monkeypatch.setattr(on_gpu.subprocess, "Popen", started)
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(InterruptedError) as found:
-        on_gpu.run_section(Plan("update", 60.0, "cpu", "tiny", str(tmp_path), str(tmp_path)), print)
-    assert found.value.args == (PIPE,)
-
-
 @pytest.mark.parametrize(("status", "how"), [(None, "--overwrite"), ("running", "--resume"), ("stopped", "--resume"),
                                              ("finished", "--overwrite")])  # fmt: skip
 def test_a_real_run_that_ran_out_of_time_is_resumed(tmp_path, monkeypatch, status, how):
@@ -323,27 +312,6 @@ def test_pairs_with_stock_trl_are_recorded_as_they_are_measured(tmp_path, monkey
 # --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------
 
 
-class Capture:
-    """Takes the place of torch.cuda.graph. A capture takes two ticks of the clock."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-
-def test_captures_are_counted_apart_from_steps(monkeypatch):
-    clock = iter(range(10, 100))
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
-    monkeypatch.setattr(gpu_measures, "seconds", lambda device: next(clock))
-    captures = gpu_measures.Captures()
-    for _ in range(3):
-        with torch.cuda.graph():
-            next(clock)
-    assert (captures.count, captures.seconds) == (3, 3 * 2)
-
-
 def test_shares_of_the_hardware_of_a_known_gpu(tmp_path, monkeypatch):
     """An update at the H100's peak has an MFU of 100%, and a step at its bandwidth an MBU of 100%."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
@@ -357,15 +325,6 @@ def test_shares_of_the_hardware_of_a_known_gpu(tmp_path, monkeypatch):
     assert gpu_measures.share_of_bandwidth(section, policy, work, 2, 2 * step) == ", MBU 50%"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
     assert gpu_updates.share_of_peak(section, work, spent) == ""
-
-
-@pytest.mark.parametrize(("printed", "clock"), [("580.1, 1980, 1980, 2619, 310.5, 700.0, 41, 2870, [N/A]\n", "1980"),
-                                                ("no devices were found\n", "unknown")])  # fmt: skip
-def test_state_of_the_gpu_is_that_of_nvidia_smi(monkeypatch, printed, clock):
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=printed))
-    found = machine.gpu_state()
-    assert found["clocks.sm"] == clock and set(found) == set(machine.OF_GPU)
-    assert found["power.limit"] == ("700.0" if clock == "1980" else "unknown")
 
 
 def test_failed_attempt_is_recorded_and_the_section_continues(tmp_path):

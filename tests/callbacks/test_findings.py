@@ -20,7 +20,7 @@ from rlhf.trainer.scores import Scores
 from rlhf.utils.console import Screen
 
 SAMPLING = SamplingSettings(max_new_tokens=24)
-GOOD = SampleFigures("8 prompts", "--scan", 0.2, 0.5, (0.0, 1.0), {"right": (0.0, 1.0)}, 0.1, 0.0, 0.25, 0.3)
+GOOD = SampleFigures("8 prompts", "--check prompts", 0.2, 0.5, (0.0, 1.0), {"right": (0.0, 1.0)}, 0.1, 0.0, 0.25, 0.3)
 
 
 @pytest.mark.parametrize(

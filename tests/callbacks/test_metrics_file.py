@@ -23,7 +23,9 @@ def begin(file: Path, update: int) -> MetricsFile:
     """Return the callback of a run that starts, or resumes after this update."""
     callback = MetricsFile(file)
     progress = Progress(skipped=2)
-    callback.on_train_begin(SimpleNamespace(state=SimpleNamespace(global_step=update), progress=progress))
+    callback.on_train_begin(
+        SimpleNamespace(host=SimpleNamespace(state=SimpleNamespace(global_step=update)), progress=progress)
+    )
     return callback
 
 

@@ -19,10 +19,10 @@ from rlhf.config import make_config
 from rlhf.settings import training
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.libraries import check_trackers, is_installed
+from rlhf.utils.libraries import check_trackers, version_of
 from tests.scripts.test_scripts import ROOT, run
 
-INSTALLED = [name for name in training.TRACKERS if is_installed(name)]
+INSTALLED = [name for name in training.TRACKERS if version_of(name) is not None]
 
 
 class Interrupted(BaseException):
@@ -34,7 +34,7 @@ class Interrupted(BaseException):
 
 def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monkeypatch):
     monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
-    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
+    monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "trackio"))
     assert len(raised.value.problems) == 2
@@ -44,10 +44,10 @@ def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monke
     check_trackers(())
 
 
-@pytest.mark.parametrize("look", ["--dry-run", "--check", "--check-reward", "--scan"])
+@pytest.mark.parametrize("look", ["--dry-run", "--check", "--check-reward"])
 def test_a_missing_library_is_reported_before_a_look_too(monkeypatch, tmp_path, look, user_error):
     """The plan would otherwise promise a run that cannot start."""
-    monkeypatch.setattr("rlhf.utils.libraries.is_installed", lambda name: False)
+    monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)
     monkeypatch.chdir(tmp_path)
     with user_error("--report-to wandb"):
         train_ppo.main(["--report-to", "wandb", look])
@@ -109,7 +109,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, caps
     with Trackers(trainer.config, Screen()) as callback:
         trainer.add_callback(callback)
         trainer.train()
-    assert trainer.state.global_step == 2 and len(failing.got) == after + 1
+    assert trainer.host.state.global_step == 2 and len(failing.got) == after + 1
     assert fine.got == [("start",), ("log", 0), ("table", 0), ("log", 1), ("log", 2), ("log", 2), ("table", 2),
                         ("finish", False)]  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning: wandb " in line]
@@ -119,7 +119,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(build, monkeypatch, caps
 def test_a_failed_run_is_marked_as_failed(configured, monkeypatch):
     fine = Fails(100)
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda: fine})
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    trainer = SimpleNamespace(host=SimpleNamespace(state=SimpleNamespace(global_step=0)))
     with pytest.raises(Interrupted), Trackers(configured("--report-to", "wandb"), Screen()) as callback:
         callback.on_train_begin(trainer)
         raise Interrupted
@@ -316,4 +316,4 @@ def test_without_a_login_wandb_is_one_warning(build, monkeypatch, tmp_path, caps
         trainer.add_callback(callback)
         trainer.train()
     printed = " ".join(capsys.readouterr().out.split())
-    assert trainer.state.global_step == 1 and "warning: wandb failed (" in printed
+    assert trainer.host.state.global_step == 1 and "warning: wandb failed (" in printed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, PerplexityLimit, choose, perplexity_limit
+from rlhf.checkpoints.best import PERPLEXITY_GATE, Candidate, choose, why_no_perplexity_limit
 from rlhf.checkpoints.run_record import RUN_FILE
 from rlhf.utils.files import update_dir_atomically
 from rlhf.utils.paths import NEW
@@ -21,16 +21,15 @@ def candidates(*rows) -> list[Candidate]:
     return [Candidate(50 * i, score, kl, 6.0, ppl) for i, (score, kl, ppl) in enumerate(rows)]
 
 
-GATE = PerplexityLimit(1.1, "")
-NO_GATE = PerplexityLimit(None, "no limit of perplexity")
+GATE = ""  # there is a limit of perplexity
 
 
 def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen():
-    run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.2), (0.9, 8.9, 10.9), (1.4, 9.1, 10.5), (1.2, 5.0, 11.1))
+    run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.2), (0.9, 8.9, 11.4), (1.4, 9.1, 10.5), (1.2, 5.0, 11.6))
     best, why = choose(run, "score", GATE)
-    assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.1 over 1.1 x 10"
-    assert "score (+0.900)" in why and "3 of 5" in why and "1.5 x" in why and "1.1 x" in why
-    assert choose(run, "score", PerplexityLimit(1.2, ""))[0] == 4
+    assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.6 over 1.15 x 10"
+    assert "score (+0.900)" in why and "3 of 5" in why and "1.5 x" in why and "1.15 x" in why
+    assert choose(run, "score", "no limit")[0] == 4
 
 
 def test_start_model_is_chosen_for_a_collapsed_run():
@@ -48,7 +47,7 @@ def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them():
     """This happens if the reference model is not the start model. Then update 0 exceeds the limits, too."""
     run = candidates((0.0, 30.0, 10.0), (0.4, 9.9, 10.5), (0.9, 9.5, 13.0))
     best, why = choose(run, "score", GATE)
-    assert best == 1, "9.9 / 9 = 1.10 x the KL limit; the third has 13 / 11 = 1.18 x the perplexity limit"
+    assert best == 1, "9.9 / 9 = 1.10 x the KL limit; the third has 13 / 11.5 = 1.13 x the perplexity limit"
     assert "of 3 " in why and "1.5 x" in why and "1.10 x" in why
 
 
@@ -85,18 +84,18 @@ def test_without_a_kl_target_there_is_no_kl_limit():
 
 
 @pytest.mark.parametrize(
-    ("learned", "by_start", "kl_limited", "ratio"),
+    ("learned", "by_start", "kl_limited", "limited"),
     [
-        (False, False, True, None),  # a checker: an answer that changes as it should has another perplexity
-        (False, True, False, None),
-        (True, False, True, PERPLEXITY_GATE),
-        (True, False, False, PERPLEXITY_GATE),
-        (True, True, True, None),  # the KL measures the distance from the start model already
-        (True, True, False, PERPLEXITY_GATE),  # the only limit
+        (False, False, True, False),  # a checker: an answer that changes as it should has another perplexity
+        (False, True, False, False),
+        (True, False, True, True),
+        (True, False, False, True),
+        (True, True, True, False),  # the KL measures the distance from the start model already
+        (True, True, False, True),  # the only limit
     ],
 )
-def test_limit_of_perplexity(learned, by_start, kl_limited, ratio):
-    assert perplexity_limit(learned, by_start, kl_limited).ratio == ratio
+def test_limit_of_perplexity(learned, by_start, kl_limited, limited):
+    assert (why_no_perplexity_limit(learned, by_start, kl_limited) == "") is limited
 
 
 def test_checker_on_a_real_model_gives_its_last_evaluation():
@@ -105,14 +104,14 @@ def test_checker_on_a_real_model_gives_its_last_evaluation():
     rows = [(0.039, 0.0, 5.39), (0.258, 4.6, 6.42), (0.422, 6.8, 7.70), (0.49, 6.9, 8.81)]
     run = [Candidate(10 * i, score, kl, 10.0, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
     assert choose(run, "score", GATE)[0] == 0
-    best, why = choose(run, "score", perplexity_limit(learned=False, by_start=True, kl_limited=True))
-    assert best == 3 and "1.5 x" in why and "1.1 x" not in why
+    best, why = choose(run, "score", why_no_perplexity_limit(learned=False, by_start=True, kl_limited=True))
+    assert best == 3 and "1.5 x" in why and "1.15 x" not in why
 
 
 def test_checker_without_a_kl_target_gives_the_evaluation_before_a_collapse():
     rows = [(0.25, 0.0, 3.0), (0.6, 4.0, 4.0), (0.02, 90.0, 900.0), (0.0, 200.0, 9e9)]
     run = [Candidate(10 * i, score, kl, None, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
-    assert choose(run, "score", perplexity_limit(False, True, False))[0] == 1
+    assert choose(run, "score", why_no_perplexity_limit(False, True, False))[0] == 1
 
 
 @pytest.mark.parametrize(("by_start", "target"), [(False, None), (False, 6.0), (True, None), (True, 6.0)])
@@ -120,7 +119,7 @@ def test_learned_score_that_rises_in_a_collapse_is_never_the_best(by_start, targ
     """A learned score has at least one limit: KL, perplexity, or both."""
     rows = [(0.0, 0.0, 5.0), (0.5, 4.0, 5.5), (1.4, 90.0, 50.0), (1.9, 200.0, 900.0)]
     run = [Candidate(10 * i, score, kl, target, perplexity) for i, (score, kl, perplexity) in enumerate(rows)]
-    assert choose(run, "score", perplexity_limit(True, by_start, target is not None))[0] == 1
+    assert choose(run, "score", why_no_perplexity_limit(True, by_start, target is not None))[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     weights = []
 
     def save_weights(trainer=trainer):
-        weights.append([w.detach().clone() for w in trainer.model.parameters() if w.requires_grad])
+        weights.append([w.detach().clone() for w in trainer.host.model.parameters() if w.requires_grad])
 
     trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: save_weights()})())
     trainer.train()
@@ -169,7 +168,7 @@ def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm
     assert [e["score"] for e in best_record["evaluations"]] == [0, 2, 1]
     assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(best_record["evaluations"][0])
     trainer.load_model(best)
-    loaded = [w for w in trainer.model.parameters() if w.requires_grad]
+    loaded = [w for w in trainer.host.model.parameters() if w.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(loaded, weights[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, weights[2], strict=True))
     assert not list(best.parent.rglob(f"*{NEW}*"))

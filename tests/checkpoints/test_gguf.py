@@ -312,7 +312,7 @@ def test_a_file_with_a_separate_head_keeps_it(tmp_path):
 
 
 def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch, user_error):
-    monkeypatch.setattr(converter, "is_installed", lambda name: False)
+    monkeypatch.setattr(converter, "version_of", lambda name: None if name == "gguf" else "5.23.0")
     with user_error('pip install "gguf'):
         find_model(str(tiny), FLAG)
 

@@ -23,13 +23,14 @@ SUMS = pytest.param("smollm2-sums", marks=pytest.mark.skipif(NO_WEIGHTS, reason=
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-checker", SUMS])
-@pytest.mark.parametrize("flag", ["--dry-run", "--check"])
-def test_a_plan_builds_no_parts(recipe, flag, tmp_path, capsys):
-    train_command("ppo", ["--recipe", recipe, flag])
-    assert capsys.readouterr().out.count("demo parts: ") == 1
+def test_a_plan_builds_no_parts(recipe, tmp_path, capsys):
+    train_command("ppo", ["--recipe", recipe, "--dry-run"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("demo parts: ")]
+    assert len(lines) == 1 and "--check plan" in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scan_needs_the_parts(capsys):
+@pytest.mark.parametrize("part", [(), ("plan",), ("reward",), ("prompts",)])
+def test_a_check_needs_the_parts(part):
     with pytest.raises(pytest.fail.Exception, match="the libraries were imported"):
-        train_command("grpo", ["--recipe", "demo-checker", "--scan"])
+        train_command("grpo", ["--recipe", "demo-checker", "--check", *part])

@@ -92,7 +92,7 @@ def test_very_long_prompt_is_skipped_and_counted_or_kept_whole(tmp_path, tokeniz
     file.write_text("\n".join(map(json.dumps, rows)))
     sets = load_prompts(DataSettings(str(file), Split(0, 50, 50)), tokenizer)
     assert sets.too_long == 1 and len(sets.train) + len(sets.evaluation) == 40
-    (whole,), _ = encode_prompts(tokenizer, examples_of([LONG[case]]), 10**6)
+    (whole,) = encode_prompts(tokenizer, examples_of([LONG[case]]), 10**6)
     assert LONG[case] in tokenizer.decode(list(whole.ids))
 
 
@@ -253,7 +253,7 @@ def test_training_on_hostile_data_gives_safe_reports(configured, tmp_path, capsy
 
 def test_perplexity_texts_have_one_eos_each(tokenizer):
     examples = examples_of(["a"])
-    prompts, _ = encode_prompts(
+    prompts = encode_prompts(
         tokenizer, [type(examples[0])(examples[0].messages, chosen=text, rejected="b") for text in HOSTILE], 500
     )
     text = fixed_text(tokenizer, prompts, lambda _: pytest.fail("nothing to sample"), None)
@@ -409,8 +409,8 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
             ) or problem.startswith("no rows: "), problem
             assert "\n" not in problem
         return
-    prompts, too_long = encode_prompts(tokenizer, found, 10**6)
-    assert too_long == 0 and len(prompts) == len(found) > 0
+    prompts = encode_prompts(tokenizer, found, 10**6)
+    assert len(prompts) == len(found) > 0
     text = content.decode("utf-8-sig")
     is_array = text.lstrip().startswith("[")
     rows = json.loads(text) if is_array else [json.loads(line) for line in text.split("\n") if line.strip()]
@@ -460,7 +460,7 @@ def test_valid_text_is_loaded_completely(place, tokenizer, texts):
     """Valid text is loaded, and decoding the prompt's ids gives it back."""
     examples = read(place, "\n".join(json.dumps({"prompt": text}) for text in texts if "\0" not in text) or "{}\n")
     assert [e.messages[0]["content"] for e in examples] == [text for text in texts if "\0" not in text]
-    for prompt in encode_prompts(tokenizer, examples, 10**6)[0]:
+    for prompt in encode_prompts(tokenizer, examples, 10**6):
         assert prompt.example.messages[0]["content"] in tokenizer.decode(list(prompt.ids))
 
 

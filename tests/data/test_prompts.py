@@ -60,11 +60,11 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
 BAD_ROWS = {
     "not JSON": ("{broken", ["JSON ", "'{broken'"]),
     "not an object": ("[1, 2]", ["JSON object: "]),
-    "no prompt": ({"text": "x"}, ["prompt: ", "'{", "}', columns ['text']"]),
+    "no prompt": ({"text": "x"}, ["prompt among the columns ['text']: ", "'{"]),
     "a null prompt": ({"prompt": None}, ["prompt is null"]),
     "a number": ({"prompt": 7}, ["prompt is 7"]),
     "an empty prompt": ({"prompt": "  "}, ["prompt is empty: "]),
-    "rejected is missing": ({"prompt": "a", "chosen": "b"}, ['"rejected": ']),
+    "rejected is missing": ({"prompt": "a", "chosen": "b"}, ['"rejected" ']),
     "an unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, ["role 'robot': "]),
     "no user": ({"messages": [{"role": "system", "content": "x"}]}, ["user message"]),
     "a lone surrogate": ('{"prompt": "\\ud800"}', ["prompt ", "surrogate"]),
@@ -79,11 +79,17 @@ def test_invalid_row_is_reported_with_file_and_line(tmp_path, case, user_error):
 
 
 def test_all_invalid_rows_are_reported_together(tmp_path):
-    rows = [{"prompt": ""} for _ in range(13)]
+    rows = [{"prompt": "" if i % 2 else None} for i in range(13)]
     with pytest.raises(UserError) as caught:
         load_examples(write(tmp_path / "rows.jsonl", *rows))
     lines = caught.value.report().splitlines()
     assert len(lines) == 6 and lines[-1] == "and 8 more"
+
+
+def test_a_problem_of_all_rows_is_one_line(tmp_path, user_error):
+    with user_error("rows.jsonl:1", "All 13 rows") as caught:
+        load_examples(write(tmp_path / "rows.jsonl", *({"prompt": ""} for _ in range(13))))
+    assert len(caught.value.problems) == 1
 
 
 def test_missing_empty_and_non_utf8_files_are_refused(tmp_path, user_error):

@@ -472,7 +472,7 @@ def test_all_rows_bad_is_an_error_whatever_may_be_skipped(tmp_path):
 
 def test_a_column_that_all_rows_lack_is_reported_once(tmp_path, user_error):
     file = str(write(tmp_path / "a.json", json.dumps([{"problem": "1 + 1?", "answer": 2}] * 9, indent=2)))
-    with user_error(f": {file} row 0, columns ", "--columns prompt=problem. ", " 9 rows "):
+    with user_error(f": {file} row 0. ", "--columns prompt=problem. ", " 9 rows "):
         load_examples(file)
     with user_error('"chosen"', '"rejected"', "2"):
         load_examples(str(write(tmp_path / "b.jsonl", jsonl(*ROWS[:2]))), pairs=True)

@@ -199,7 +199,7 @@ def test_without_steps_per_topic_the_column_is_only_recorded(build, topic_file, 
     attach(trainer)
     trainer.train()
     assert trainer.sampler.topics == [] and trainer.sampler.topic_of(1) is None
-    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("topic")]
+    assert not [name for entry in trainer.host.state.log_history for name in entry if name.startswith("topic")]
     (file,) = (tmp_path / "run" / "tokens").iterdir()
     topics = {p.example.topic for p in trainer.train_prompts}
     assert {row["topic"] for row in read_tokens(file)} <= topics and len(topics) == 3
@@ -255,7 +255,7 @@ def test_callbacks_receive_every_topic_after_a_round(build, topic_file):
                     callbacks=[lambda epoch, metrics: calls.append((epoch, metrics))])  # fmt: skip
     trainer.train()
     assert [epoch for epoch, _ in calls] == [1, 2]
-    logged = [entry for entry in trainer.state.log_history if "topic/rain/score" in entry]
+    logged = [entry for entry in trainer.host.state.log_history if "topic/rain/score" in entry]
     assert [metrics["topic/rain/score"] for _, metrics in calls] == [e["topic/rain/score"] for e in logged]
     assert {"topic/tea_cake/kl", "topic/c_d/score"} <= calls[0][1].keys()
 
@@ -270,6 +270,7 @@ def test_python_prompts_can_have_topics(start_model, tmp_path, user_error):
     ]
     trainer = make_trainer(config, rows, [lambda completions, **_: [0.0] * len(completions)])
     assert trainer.sampler.topics == ["pets", "things"] and trainer.updates == 2
-    assert {"topic/pets/score", "topic/things/score"} <= trainer.train().keys() | trainer.state.log_history[1].keys()
+    metrics = trainer.train()
+    assert {"topic/pets/score", "topic/things/score"} <= metrics.keys() | trainer.host.state.log_history[1].keys()
     with user_error("prompt 2", "['prompt']", "--steps-per-topic"):
         make_trainer(config, [rows[0], "a car?"], [lambda completions, **_: [0.0] * len(completions)])

@@ -22,14 +22,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checker_start_model
-from benchmarks.checker_start_model import PRETRAINING, corpus, right_share
+from benchmarks.checker_start_model import PRETRAINING, corpus, misread, right_share, unreliable_answer
 from benchmarks.pretraining import rebuild_command
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import split_examples
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import checker_parts, ready
-from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
+from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of
 from rlhf.demo.pairs import sample_answers
 from rlhf.demo.ready import CHECKER_WEIGHTS as WEIGHTS
 from rlhf.rewards.eval_functions import exact_match
@@ -155,13 +155,13 @@ def test_unreliable_answers_are_right_with_the_given_share(family, level):
     question = ask(family, level, rng, "prompts")
     answers = [unreliable_answer(question, 0.4, rng) for _ in range(3000)]
     assert fmean(answer == question.answer for answer in answers) == pytest.approx(0.4, abs=0.04)
-    assert fmean(answer == question.misread for answer in answers) == pytest.approx(0.3, abs=0.04)
+    assert fmean(answer == misread(question) for answer in answers) == pytest.approx(0.3, abs=0.04)
     assert {len(answer) for answer in answers} == {len(question.answer)}
     assert {unreliable_answer(question, 1.0, rng) for _ in range(50)} == {question.answer}
 
 
 def test_misread_answers_are_wrong_and_follow_their_method(asked):
-    assert all(question.misread != question.answer for question in asked)
+    assert all(misread(question) != question.answer for question in asked)
     by_hand = {
         "Next letter of each: c f m.": "b e l",
         "Sort by alphabet: m a k.": "m k a",
@@ -172,7 +172,7 @@ def test_misread_answers_are_wrong_and_follow_their_method(asked):
     }
     for text, expected in by_hand.items():
         assert misread_by(text) == expected
-    assert all(misread_by(q.text) == q.misread for q in asked)
+    assert all(misread_by(q.text) == misread(q) for q in asked)
 
 
 def misread_by(text: str) -> str:

@@ -9,17 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.pretraining import prompt_text
-from benchmarks.start_model import GOOD_SHARE, corpus
+from benchmarks.start_model import FLAWS, GOOD_SHARE, corpus, demonstration, flawed
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
 from rlhf.demo.ready import WEIGHTS
 from rlhf.demo.tasks import (
-    FLAWS,
-    demonstration,
+    ask,
     flaw_of,
-    flawed,
     gold_quality,
     parse,
     questions,
@@ -47,7 +45,8 @@ def test_questions_are_distinct_seeded_and_balanced():
 
 def test_training_and_demo_questions_are_disjoint_even_reordered():
     assert {split_of(question) for question in questions(60, seed=0)} == {"demo"}
-    assert {split_of(question) for question in questions(60, seed=0, split="train")} == {"train"}
+    rng = random.Random(0)
+    assert {split_of(ask(family, rng, "train")) for family in FAMILIES for _ in range(15)} == {"train"}
     assert split_of("Order from small to big: ant, fox, horse.") == split_of(SORT)
 
 

@@ -130,7 +130,7 @@ def other_weights() -> None:
 
     def end_update(self, update, *given):
         if update == AT:
-            next(w for w in self.model.parameters() if w.requires_grad).data.view(-1)[0] += 1e-3
+            next(w for w in self.host.model.parameters() if w.requires_grad).data.view(-1)[0] += 1e-3
         return original(self, update, *given)
 
     OnPolicyLoop.end_update = end_update

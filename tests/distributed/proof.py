@@ -119,7 +119,7 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
             components.reward_model.model.double()
     trainer = build_trainer(config, components)
     if double:
-        trainer.model.double()  # the value head
+        trainer.host.model.double()  # the value head
     uneven(trainer)
     found: dict[str, Any] = {"ids": [], "advantages": [], "metrics": [], "beta": []}
 
@@ -134,12 +134,12 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
             found["beta"].append(trainer.kl_coef)
 
     trainer.add_callback(Watch())
-    zero = {name for name, weight in trainer.model.named_parameters() if not weight.any()}
+    zero = {name for name, weight in trainer.host.model.named_parameters() if not weight.any()}
     trainer.evaluate()
     for update in range(1, updates + 1):
         trainer.update_step(update)
     found["evaluation"] = trainer.evaluate()
-    found["weights"] = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
+    found["weights"] = {n: w.detach().clone() for n, w in trainer.host.model.named_parameters() if w.requires_grad}
     found["zero"] = zero  # the value head and the B matrices of LoRA start at 0
     return found
 

@@ -6,12 +6,17 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -81,3 +86,32 @@ def results(count: int, work: Callable[[int], Any], seconds: float = 300) -> lis
         statuses = wait(start(count, work, folder), seconds)
         assert statuses == [0] * count, statuses
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(count)]
+
+
+CHOICE = """
+import sys, torch
+from rlhf.config import make_config
+from rlhf.models.device import start_device
+from rlhf.setup import precision
+from rlhf.utils.console import Screen
+from tests.distributed.ranks import results
+
+def work(rank):
+    device = start_device(Screen())
+    config, start_model = make_config(), sys.argv[1]
+{work}
+
+print("chosen:", results(2, work))
+"""
+
+
+def chosen_by_two(work: str, start_model: Path) -> str:
+    """Return as text what two connected processes choose on a CPU. They run in a new program, because torch's threads
+    do not survive a fork. `work`: code that returns the choice of process `rank`."""
+    code = CHOICE.format(work=textwrap.indent(textwrap.dedent(work), "    "))
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(start_model)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.split("chosen: ")[-1].strip()

@@ -122,7 +122,7 @@ def test_copies_change_no_weight_of_an_update(build, monkeypatch, flags):
         trainer = build("--bf16", "--ppo-epochs", 2, "--learning-rate", 1e-3, *flags)
         trainer.update_step(1)
         trainer.update_step(2)
-        found.append({name: weight.detach() for name, weight in trainer.model.named_parameters()})
+        found.append({name: weight.detach() for name, weight in trainer.host.model.named_parameters()})
         for module in (llama, logprobs):
             monkeypatch.setattr(module, "stored", lambda weight: weight)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])

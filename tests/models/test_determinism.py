@@ -55,7 +55,7 @@ def test_new_tensors_are_not_filled_and_no_result_reads_them_before_they_are_wri
         assert not filled or bool(torch.empty(5).isnan().all())
         trainer.update_step(1)
         trainer.evaluate()
-        weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+        weights.append(torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]))
     assert torch.equal(*weights) and bool(weights[0].isfinite().all())
 
 

@@ -29,7 +29,7 @@ def make(build, request):
 
 
 def weights(trainer) -> torch.Tensor:
-    return torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad])
+    return torch.cat([w.detach().flatten() for w in trainer.host.model.parameters() if w.requires_grad])
 
 
 def dropout_probabilities(trainer) -> set[float]:
@@ -55,7 +55,7 @@ def test_dropout_acts_in_optimizer_steps_and_not_in_logprobs(make):
     assert trainer.passes._kept is None, "the forward pass of the first step has dropout"
     again = trainer.collector.collect(trainer.episodes_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
-    trainer.model.train()
+    trainer.host.model.train()
     assert torch.equal(trainer.passes.logprobs(rollout.completions)[0], rollout.logprobs), (
         "log-probs have no dropout, also in train mode"
     )
@@ -83,7 +83,7 @@ def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
     completions = trainer.rollout.completions
     micro_batch = trainer.passes.run(completions, rows).micro_batch
     layer = next(m for m in trainer.actor.policy.modules() if isinstance(m, TokenDropout))
-    trainer.model.train()
+    trainer.host.model.train()
     trainer.actor.dropout.set_tokens(micro_batch)
     kept = layer(torch.ones(len(micro_batch.places), 16)) > 0
     return {str(number): row for number, row in zip(micro_batch.token_numbers().tolist(), kept, strict=True)}

@@ -60,7 +60,7 @@ def test_saved_model_gives_the_trained_models_logits(build, start_model, tmp_pat
     folder = tmp_path / "run"
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.no_grad():
-        trained = trainer.model.policy(ids).logits
+        trained = trainer.host.model.policy(ids).logits
         plain = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
         start = plain(ids).logits
         loaded = (PeftModel.from_pretrained(plain, folder) if lora else
@@ -72,7 +72,7 @@ def test_saved_model_gives_the_trained_models_logits(build, start_model, tmp_pat
 
     fresh = ActorCritic(with_value_head(loaded))
     load_policy_weights(fresh, folder)
-    for name, tensor in trainer.model.value_head.state_dict().items():
+    for name, tensor in trainer.host.model.value_head.state_dict().items():
         assert torch.equal(fresh.value_head.state_dict()[name], tensor)
         assert float(tensor.abs().max()) > 0
 
@@ -129,7 +129,7 @@ def test_lora_reference_is_the_policy_without_its_adapter(build, start_model):
     trainer = build("--use-lora", "--learning-rate", "1e-2")
     assert trainer.reference.copy is None
     trainer.train()
-    names = [name for name, w in trainer.model.named_parameters() if w.requires_grad]
+    names = [name for name, w in trainer.host.model.named_parameters() if w.requires_grad]
     assert names and all("lora" in name or "value_head" in name for name in names)
     plain = Reference.before_training(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -137,13 +137,13 @@ def test_lora_reference_is_the_policy_without_its_adapter(build, start_model):
     with torch.no_grad():
         expected = plain.logprobs(micro_batch, 0.7, None)
         assert_close(trainer.reference.logprobs(micro_batch, 0.7, None), expected, rtol=0, atol=1e-6)
-        assert float((trainer.model(micro_batch, 0.7)[0] - expected).abs().max()) > 1e-3
+        assert float((trainer.host.model(micro_batch, 0.7)[0] - expected).abs().max()) > 1e-3
 
 
 def test_actor_and_critic_share_one_backbone_pass(build):
     trainer = build()
     passes = []
-    trainer.model.policy.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
+    trainer.host.model.policy.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     passes.clear()
@@ -169,13 +169,13 @@ def test_value_loss_trains_only_a_separate_critic(build, tmp_path, kind):
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     batch.advantages.zero_()  # removes the policy gradient
-    trainer.model.train()
+    trainer.host.model.train()
     torch.nn.init.normal_(actor.value_head.summary.weight)  # a zero value head blocks the gradient
     whole_gradient(trainer, batch)
     reached = {part: max(float(w.grad.abs().max()) for w in module.parameters() if w.grad is not None)
                for part, module in (("policy", actor.policy), ("critic", actor.critic))}  # fmt: skip
     assert reached["critic"] > 0 and reached["policy"] == 0
-    trainer.optimizer.zero_grad()
+    trainer.host.optimizer.zero_grad()
     trainer.update_step(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
@@ -230,7 +230,7 @@ def gradient(trainer) -> torch.Tensor:
     """Return the gradient of the loss on the first batch, flattened, in the mode of a real update."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
-    trainer.model.train(trainer.config.model.gradient_checkpointing)
+    trainer.host.model.train(trainer.config.model.gradient_checkpointing)
     return whole_gradient(trainer, batch)[1]
 
 
@@ -243,7 +243,9 @@ def test_gradient_checkpointing_recomputes_with_the_same_gradient(build):
         count = []
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_, c=count: c.append(1))
+        trainer.host.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
+            lambda *_, c=count: c.append(1)
+        )
         trainer.policy_optimizer.run(batch, 1)
         passes.append(len(count))
     assert passes == [0, 2], "0: the cached forward pass is reused. 2: one forward, recomputed in the backward pass"
@@ -255,10 +257,10 @@ def test_four_bit_weights_train_with_lora(build):
     import bitsandbytes
 
     trainer = build("--use-lora", "--load-in-4bit")
-    assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
-    before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
+    assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.host.model.modules())
+    before = {n: w.detach().clone() for n, w in trainer.host.model.named_parameters() if w.requires_grad}
     trainer.update_step(1)
-    after = {n: w.detach() for n, w in trainer.model.named_parameters() if n in before}
+    after = {n: w.detach() for n, w in trainer.host.model.named_parameters() if n in before}
     assert any(not torch.equal(after[n], before[n]) for n in before)
 
 

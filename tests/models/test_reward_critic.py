@@ -15,8 +15,10 @@ import train_ppo
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.packing import PackedMicroBatch
-from rlhf.models.reward_critic import critic_of_reward_model, disable_dropout, set_value_head
+from rlhf.models.reward_critic import set_value_head
 from rlhf.rewards.rewards import Rewards
+from rlhf.setup.load_inputs import check_critic, load_inputs
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import llama_config, make_base_model, make_reward_model, smollm2_tokenizer
 
@@ -119,16 +121,12 @@ def test_dropout_of_the_reward_model_is_off(build, calibrated):
     config = json.loads((calibrated / "config.json").read_text())
     (calibrated / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     trainer = build("--rm-model", calibrated, *FROM)
-    trainer.model.train()
+    trainer.host.model.train()
     completions = trainer.collector.collect(trainer.episodes_of(1), 1).completions
-    trainer.model.train()
+    trainer.host.model.train()
     micro_batch = PackedMicroBatch(completions, range(4))
     passes = [trainer.actor(micro_batch, 1.0).values for _ in range(2)]
     assert torch.equal(*passes)
-    module = torch.nn.Sequential(torch.nn.Dropout(0.3))
-    module[0].attention_dropout = 0.2
-    disable_dropout(module)
-    assert module[0].p == module[0].attention_dropout == 0
 
 
 def test_warm_up_trains_the_critic_only(build, calibrated):
@@ -169,9 +167,9 @@ def test_rewards_without_a_reward_model_are_refused(build, calibrated, user_erro
         build("--rm-model", calibrated, *FROM, rewards=rewards)
 
 
-def test_missing_lora_target_in_the_reward_model_is_refused(build, calibrated, user_error):
-    trainer = build("--rm-model", calibrated)
-    model, _ = trainer.rewards.learned
-    lora = replace(trainer.config.model, use_lora=True, lora_targets=("c_attn",))
-    with user_error("c_attn"):
-        critic_of_reward_model(replace(trainer.config, model=lora), model.model)
+def test_missing_lora_target_in_the_reward_model_is_refused(configured, calibrated, user_error):
+    config = configured("--rm-model", calibrated, *FROM, "--use-lora")
+    inputs = load_inputs(config, Screen())
+    lora = replace(config.model, lora_targets=("c_attn",))
+    with user_error("c_attn", "--lora-targets", "--rm-model"):
+        check_critic(replace(config, model=lora), inputs.rewards.folder, inputs.start, inputs.prompts)

@@ -140,13 +140,13 @@ def test_gradients_equal_autograd_through_a_plain_forward_pass(real_trainer, pla
     """For every weight, the difference is at most 1e-3 of the gradient's norm."""
     trainer = real_trainer(*COMMON, *FLAGS[algorithm], algorithm=algorithm)
     head = None
-    critic = getattr(trainer.model, "value_head", None)
+    critic = getattr(trainer.host.model, "value_head", None)
     if critic is not None:
         torch.nn.init.normal_(critic.summary.weight, std=0.02, generator=torch.Generator().manual_seed(0))
         head = [w.detach().clone().requires_grad_() for w in (critic.summary.weight, critic.summary.bias)]
     rollout = off_policy(written_rollout(trainer, plain_tokenizer))
     whole_gradient(trainer, trainer.advantages(rollout, SCORES))
-    found = {name.removeprefix("policy."): w.grad for name, w in trainer.model.named_parameters()}
+    found = {name.removeprefix("policy."): w.grad for name, w in trainer.host.model.named_parameters()}
 
     plain_model.zero_grad()
     batch = by_hand(plain_model, head, rollout)

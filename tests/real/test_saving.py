@@ -32,7 +32,7 @@ def test_plain_transformers_loads_the_saved_model(real_trainer, plain_model, pla
     with torch.enable_grad():
         trainer.update_step(1)
     trainer.save_model(large_folder / "saved")
-    trained = trainer.model.policy.eval()(ids).logits
+    trained = trainer.host.model.policy.eval()(ids).logits
     loaded = load(large_folder / "saved")
     assert torch.equal(loaded(ids).logits, trained)
     assert float((trained - plain_model(ids).logits).abs().max()) > 1e-2, "the update must change the logits"

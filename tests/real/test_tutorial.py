@@ -37,7 +37,7 @@ def test_the_tutorial_runs_in_order_with_one_update(smollm2, large_folder, monke
         if program != "python":  # pip: .ci/run installs the same packages
             continue
         script = words[0].removesuffix(".py")
-        few = [] if "--check-reward" in words else FEW[script].split()
+        few = [] if "--check" in words else FEW[script].split()
         importlib.import_module(script).main([*words[1:], *few])
         done.append(script)
     assert done == ["train_grpo", "train_grpo", "train_rloo", "compare_runs", "evaluate_generations", "train_grpo"]

@@ -126,7 +126,7 @@ def test_state_is_that_of_the_run_and_a_copy(build):
     trainer.train()
     # the start model's evaluation, the rollouts of updates 1 and 2, and the last evaluation
     assert seen == [(0, 2), (0, 2), (1, 2), (2, 2)]
-    assert trainer.state.global_step == 2 and trainer.state.log_history
+    assert trainer.host.state.global_step == 2 and trainer.host.state.log_history
 
 
 def test_logged_columns_and_metrics_reach_the_batch(build):

@@ -22,7 +22,7 @@ from rlhf.data.splits import question_hash
 from rlhf.rewards.calibration import show_record
 from rlhf.rewards.checks import check_accuracy, check_leaks, check_unrecorded
 from rlhf.rewards.functions import LearnedReward
-from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
+from rlhf.rewards.pair_accuracy import pair_accuracy
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import pair_ids, run_training, train_reward_model, usable_pairs
@@ -192,7 +192,7 @@ def test_pair_accuracy_of_known_scores(model, monkeypatch):
     pairs = [pair("a", "5", "1 long", flaw="x"), pair("b", "2", "4 long", flaw="x"),
              pair("c", "9 long", "1", flaw="y"), pair("d", "3", "3", flaw="y")]  # fmt: skip
     found = pair_accuracy(model, pairs)
-    assert found == PairAccuracy(
+    assert found == dict(
         accuracy=2.5 / 4, margin=(4 - 2 + 8 + 0) / 4, length_baseline=0.625, accuracy_against_baseline=1.0,
         by_flaw={"x": 0.5, "y": 0.75}, pairs=4,
     )  # fmt: skip
@@ -202,8 +202,8 @@ def test_a_length_baseline_without_a_wrong_pair(model, monkeypatch, capsys):
     """3 pairs in which the longer completion is chosen, and 2 ties: baseline 0.8."""
     monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(len(c)) for c in completions])
     found = pair_accuracy(model, [*[pair("a", "long", "b")] * 3, *[pair("a", "b", "c")] * 2])
-    assert found.length_baseline == pytest.approx(0.8) and found.accuracy_against_baseline is None
-    show_record(dataclasses.asdict(found) | {"calibration": {"completions": 1, "source": "x"}}, Screen())
+    assert found["length_baseline"] == pytest.approx(0.8) and found["accuracy_against_baseline"] is None
+    show_record(found | {"calibration": {"completions": 1, "source": "x"}}, Screen())
     printed = capsys.readouterr().out
     assert "against baseline  no pairs" in printed
     assert "may know only the length" in printed and "95% interval" in printed
@@ -251,11 +251,11 @@ def test_a_record_without_the_number_of_pairs_has_no_warning(capsys):
 
 
 def test_reward_model_without_record_is_checked_on_held_out_pairs(model, monkeypatch, capsys, user_error):
-    weak = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
+    weak = {"accuracy": 0.5, "length_baseline": 0.6, "pairs": 9}
     monkeypatch.setattr("rlhf.rewards.pair_accuracy.pair_accuracy", lambda *_: weak)
     with user_error(1):
         check_unrecorded(model, "rm", [pair("a", "b", "c")], False, Screen())
-    monkeypatch.setattr("rlhf.rewards.pair_accuracy.pair_accuracy", lambda *_: dataclasses.replace(weak, accuracy=0.8))
+    monkeypatch.setattr("rlhf.rewards.pair_accuracy.pair_accuracy", lambda *_: weak | {"accuracy": 0.8})
     check_unrecorded(model, "rm", [pair("a", "b", "c")], False, Screen())
     check_unrecorded(model, "rm", [Example(messages=FRANCE)], False, Screen())
     assert "its accuracy is unknown" in capsys.readouterr().out

@@ -213,7 +213,7 @@ def test_missing_column_is_refused_before_loading_a_model(run_flags, sums, monke
 
 
 def test_columns_reach_a_function_passed_in_python(start_model, tmp_path, user_error, monkeypatch):
-    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)  # the function records all its calls
+    monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)  # the function records all its calls
     seen = []
 
     def right(completions, answer):

@@ -147,13 +147,13 @@ def test_invalid_score_skips_the_update(build, algorithm):
         return [float("nan"), *[1.0] * (len(completions) - 1)]
 
     trainer = build(algorithm=algorithm, rewards=[words, sometimes])
-    before = [w.detach().clone() for w in trainer.model.parameters()]
+    before = [w.detach().clone() for w in trainer.host.model.parameters()]
     reasons = []
     trainer.add_callback(SimpleNamespace(on_update_skipped=lambda *args: reasons.append(str(args[-1]))))
     trainer.update_step(1)
     assert len(reasons) == 1 and "reward function 'sometimes'" in reasons[0]
     assert trainer.progress.optimizer_steps == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.host.model.parameters(), strict=True))
 
 
 # --- built in, from a file, as a module ------------------------------------------------------------------------------

@@ -134,17 +134,19 @@ def test_a_module_changes_no_state(start_model):
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_file_changes_no_state_when_it_is_loaded(tmp_path, code, fails):
-    """Also if torch was not imported before: then it has its defaults."""
     (tmp_path / "rules.py").write_text(CHANGES + code.replace("change()", "change(); 1 / 0" if fails else "change()"))
     with unchanged(), pytest.raises(UserError) if fails else nullcontext():
         find_rule(f"{tmp_path}/rules.py:f")
-    if not fails:
-        get = ("is_grad_enabled", "get_default_dtype", "get_default_device")
-        code = "from rlhf.rewards.find import find_rule\n"
-        code += f"find_rule({str(tmp_path / 'rules.py:f')!r})\n"
-        code += f"import torch\nprint(*[getattr(torch, name)() for name in {get}])"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["True", "torch.float32", "cpu"]
+
+
+def test_torch_has_its_defaults_after_a_file_has_imported_it(tmp_path):
+    (tmp_path / "rules.py").write_text(f"{CHANGES}change()\ndef f(completions): pass")
+    get = ("is_grad_enabled", "get_default_dtype", "get_default_device")
+    code = "from rlhf.rewards.find import find_rule\n"
+    code += f"find_rule({str(tmp_path / 'rules.py:f')!r})\n"
+    code += f"import torch\nprint(*[getattr(torch, name)() for name in {get}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "torch.float32", "cpu"]
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

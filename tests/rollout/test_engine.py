@@ -114,7 +114,7 @@ def test_refilled_slots_save_decoding_steps(model, monkeypatch):
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
-        lambda self, span: steps.append(len(self.token)) or decode(self, span),
+        lambda self, span: steps.append(len(self.slots.token)) or decode(self, span),
     )
     completions = sample(model, "slots", 3, length=60)
     tokens = sum(completions.completion_lengths)

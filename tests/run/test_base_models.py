@@ -51,7 +51,7 @@ def flags(folder: Path, *more: object) -> list[str]:
 
 
 def test_base_model_from_start_to_end(inputs, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)  # the function records all its calls
+    monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)  # the function records all its calls
     train_grpo.main(flags(inputs, "--K", 4, "--use-lora"))
     run = inputs / "run"
     tokenizer = load_tokenizer(str(inputs / "base"))

@@ -138,7 +138,7 @@ def test_an_evaluation_function_changes_nothing_that_is_learned(build, questions
                        ("three", ["--eval-samples", 3])):  # fmt: skip
         trainer = build("--prompts", questions, "--split", "0/80/20", "--output", tmp_path / name, *more)
         trainer.train()
-        weights = [w.detach().clone() for w in trainer.model.parameters()]
+        weights = [w.detach().clone() for w in trainer.host.model.parameters()]
         seen[name] = weights, trainer.evaluations[-1]
     for name in ("watched", "three"):
         assert all(torch.equal(a, b) for a, b in zip(seen["plain"][0], seen[name][0], strict=True))

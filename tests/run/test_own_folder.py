@@ -94,7 +94,9 @@ def test_a_run_whose_folder_was_moved_never_writes_into_another_one(
     takeover.check()
 
 
-@pytest.mark.parametrize("moment", ["an update", "saving a checkpoint", "the status"])
+@pytest.mark.parametrize(
+    "moment", ["an update", pytest.param("saving a checkpoint", marks=pytest.mark.ci), "the status"]
+)
 def test_the_same_with_a_copy_of_the_runs_folder_and_with_none(run_flags, tmp_path, monkeypatch, capsys, moment):
     """A copy has the same run.json and the same lock file. Another process may have resumed it."""
     for kind in ("copy", "none"):

@@ -105,7 +105,7 @@ def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, 
 
 
 def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)  # the function counts its calls
+    monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)  # the function counts its calls
     rule = nan_rule(tmp_path, 3)
     flags = run_flags("--num-iterations", 6, "--save-every", 1, "--rm-model", "none", "--reward-func", rule)
     run(flags, 1)

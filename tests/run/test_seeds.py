@@ -185,6 +185,7 @@ def test_a_folder_is_locked_while_models_are_loaded_and_free_after_an_error(trai
         train_seeds("--seeds", 1, 2, fail_at=2, meanwhile=look)
     assert locks == [None, None], "another process could not lock them"
     assert not any(is_in_use(tmp_path / f"out_seed{seed}") for seed in (1, 2))
+    assert not (tmp_path / "out_seed2").exists(), "a folder with a lock file only"
     assert [seed for seed, _ in train_seeds("--seeds", 1, 2)] == [2]
 
 

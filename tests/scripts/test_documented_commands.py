@@ -20,7 +20,6 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
 from tests.documents import PAGES, ROOT, all_commands, blocks, prose, python_block
-from tests.forks import Forks
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -41,8 +40,8 @@ RUN_ELSEWHERE = {
     r"\blater\b|benchmarks/stock_sums\.py": ("tests/benchmarks/test_stock_sums.py", "stock_sums"),
     r"^python benchmarks/real_smollm2\.py": ("tests/benchmarks/test_benchmarks.py", '"real_smollm2"'),
     r"tutorial_|my_questions": ("tests/real/test_tutorial.py", '"tutorial.md"'),
-    r"--scan\b": ("tests/setup/test_scan.py", '"--scan"'),
-    r"--check-reward": ("tests/setup/test_reward_probes.py", '"--check-reward"'),
+    r"--check prompts": ("tests/setup/test_scan.py", '"--check", "prompts"'),
+    r"--check reward": ("tests/run/test_looks.py", '"--check", "reward"'),
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),
     r"recorded": ("tests/demo/test_demo.py", '"--tokens", "./recorded"'),
     r"--arm|dpo_pairs": ("tests/demo/test_small_demo.py", '"--arm", "DPO=./dpo_model"'),
@@ -147,14 +146,9 @@ def test_the_loop_over_values_makes_commands_that_exist():
 
 
 @pytest.fixture(scope="module")
-def forked():
+def forked(request):
     """Return a function that runs a python command in a folder."""
-    if not hasattr(os, "fork"):
-        yield run
-        return
-    forks = Forks()
-    yield forks.run
-    forks.close()
+    return request.getfixturevalue("forks").run if hasattr(os, "fork") else run
 
 
 @pytest.mark.ci

@@ -72,27 +72,28 @@ def rows_with_loss(run: Path) -> list[int]:
     return [row["update"] for row in rows if "console_lost" in row]
 
 
-@pytest.mark.parametrize("kind", REASONS)
-def test_a_run_ends_as_always(run_flags, tmp_path, lose, capsys, kind):
+def test_a_run_ends_as_always(run_flags, tmp_path, lose, capsys):
     """The reward function prints much: its print does not fail, either."""
     (tmp_path / "reward.py").write_text(CHATTY)
     flags = run_flags("--batch-size", 2, "--K", 2, "--num-iterations", 4, "--eval-every", 2, "--save-every", 2)
     flags += ["--rm-model", "none", "--reward-func", f"{tmp_path / 'reward.py'}:chatty"]
     plain = tmp_path / "run"
-    lost = tmp_path / "lost"
     train_grpo.main(flags)
     capsys.readouterr()
-    lose(kind, "evaluation after update 2")
-    run_command(lambda: train_grpo.main([*flags, "--output", str(lost)]))
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1 and REASONS[kind] in errors and str(lost) not in errors
-    record = RunRecord.read(lost)
-    assert record.status == "finished" and record.console_lost == {"stdout": REASONS[kind]}
-    assert rows_with_loss(lost)[0] in ((0,) if kind == "full disk" else (2, 3))
-    rows = [{key: row[key] for key in row if key != "console_lost"} for row in metrics_of(lost)]
-    assert rows == metrics_of(plain)
-    assert set(differing(plain, lost)) <= {f"{METRICS_LOG} differs"}, "weights, best/, checkpoints, TensorBoard"
-    assert {f.name for f in plain.iterdir()} == {f.name for f in lost.iterdir()}
+    for kind, reason in REASONS.items():
+        lost = tmp_path / kind
+        lost_streams.clear()
+        lose(kind, "evaluation after update 2")
+        run_command(lambda lost=lost: train_grpo.main([*flags, "--output", str(lost)]))
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1 and reason in errors and str(lost) not in errors
+        record = RunRecord.read(lost)
+        assert record.status == "finished" and record.console_lost == {"stdout": reason}
+        assert rows_with_loss(lost)[0] in ((0,) if kind == "full disk" else (2, 3))
+        rows = [{key: row[key] for key in row if key != "console_lost"} for row in metrics_of(lost)]
+        assert rows == metrics_of(plain)
+        assert set(differing(plain, lost)) <= {f"{METRICS_LOG} differs"}, "weights, best/, checkpoints, TensorBoard"
+        assert {f.name for f in plain.iterdir()} == {f.name for f in lost.iterdir()}
     assert rows_with_loss(plain) == [] and RunRecord.read(plain).console_lost is None
 
 
@@ -120,7 +121,9 @@ def test_other_commands_write_their_files(runs, pairs_file, start_model, tmp_pat
     lose("full disk")
     for command in (
         lambda: plot_training_progress.main([model, "--output", str(tmp_path / "plot")]),
-        lambda: evaluate_generations.main(["--model-path", model, "--output", str(tmp_path / "evaluation")]),
+        lambda: evaluate_generations.main(
+            ["--model-path", model, "--num-prompts", "4", "--output", str(tmp_path / "evaluation")]
+        ),
         lambda: compare_runs.main([model, "--num-prompts", "4", "--output", str(tmp_path / "comparison")]),
         lambda: reward_script.main(
             ["--pairs", str(pairs_file), "--base-model", str(start_model), "--actor-model", "none", "--rm-epochs", "1",

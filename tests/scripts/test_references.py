@@ -367,7 +367,7 @@ def test_mlx_token_level_python_api(tldr, base_model, tmp_path):
     assert {"eval/score", "eval/kl_divergence"} <= before.keys()
     trainer.save_model(tmp_path / "saved")
     with torch.no_grad():
-        for weight in trainer.model.parameters():
+        for weight in trainer.host.model.parameters():
             if weight.requires_grad:
                 weight.add_(0.1)
     assert trainer.evaluate(TLDR[8:12]) != before

@@ -275,6 +275,24 @@ def test_errors_of_every_kind_are_reported_together(tmp_path):
     assert len(caught.value.problems) == 2
 
 
+def test_a_flag_without_a_value_does_not_hide_other_errors():
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--gamma", "--no-use-lora=1", "--lam", "x", "--batch-sise", "1"])
+    found = {(problem.what.split()[0], problem.place) for problem in caught.value.problems}
+    place = "command line"
+    assert found == {("--gamma", place), ("--no-use-lora", place), ("unknown", place), ("lam", "--lam")}
+
+
+@pytest.mark.parametrize("value", ["-1", "-.5", "- one", "-"])
+def test_a_value_may_begin_with_a_dash(value):
+    config = parse_cli(["--stop", value, "--seeds", "1", "2"])
+    assert (config.sampling.stop, config.run.seeds) == ((value,), (1, 2))
+
+
+def test_words_after_two_dashes_are_run_folders():
+    assert parse_comparison_cli(["one", "--", "two"]).comparison.runs == ("one", "two")
+
+
 def test_run_folders_may_be_between_flags():
     config = parse_comparison_cli("--trust-reward-code one two --seed 3 three".split())
     assert config.comparison.runs == ("one", "two", "three")

@@ -41,7 +41,7 @@ ACT_ALWAYS = {
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
         *("best_rule", "output", "overwrite"),
-        *("save_every", "keep", "resume", "dry_run", "check", "check_reward", "scan"),
+        *("save_every", "keep", "resume", "dry_run", "check"),
         "ddp_timeout",  # acts with several processes, which a launcher starts
         *("report_to", "record_tokens", "push_to_hub"),
     },
@@ -177,7 +177,7 @@ def test_what_a_condition_means():
 def test_files_may_contain_settings_that_have_no_effect(tmp_path, user_error):
     """Commands and algorithms share files; a value that would stop the run is refused there, too."""
     file = tmp_path / "shared.yaml"
-    file.write_text("lora_r: 4\nkl_schedule: fixed\nkl_target: 3/sequence\nkeywords: [please]\nscan_samples: 5\n")
+    file.write_text("lora_r: 4\nkl_schedule: fixed\nkl_target: 3/sequence\nkeywords: [please]\nmemory: 8GB\n")
     config = parse_cli(["--config", str(file)])
     assert config.model.lora_r == 4 and not config.model.use_lora
     for line, parts in {

@@ -73,7 +73,7 @@ def test_help_of_training_has_about_20_flags(help_of, algorithm):
     flags = flags_in(help_of(f"train_{algorithm}", "--help"))
     assert 15 <= len(flags) <= 22
     assert {"--recipe", "--use-lora", "--learning-rate", "--K", "--kl-target", "--resume", "--help-all"} <= set(flags)
-    assert {"--dry-run", "--check", "--scan", "--fit"} <= set(flags), "what to try before a run"
+    assert {"--dry-run", "--check", "--fit"} <= set(flags), "what to try before a run"
 
 
 @pytest.mark.parametrize("command", PARSERS)

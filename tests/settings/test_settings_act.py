@@ -51,8 +51,8 @@ def run(build):
         with attach(trainer) as log:
             trainer.train()
         logged = [{k: v for k, v in entry.items() if not k.startswith(NOT_COMPARED)}
-                  for entry in trainer.state.log_history]  # fmt: skip
-        weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
+                  for entry in trainer.host.state.log_history]  # fmt: skip
+        weights = sum(float(w.detach().double().abs().sum()) for w in trainer.host.model.parameters())
         return json.dumps([logged, weights, log.record.best.update])
 
     return observe
@@ -413,7 +413,7 @@ def test_gradient_checkpointing_recomputes_layers(build):
     def layer_passes(*flags):
         trainer = build("--num-iterations", 1, *flags)
         passes = []
-        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: passes.append(1))
+        trainer.host.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: passes.append(1))
         trainer.update_step(1)
         return len(passes)
 
@@ -455,7 +455,7 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
-        lambda batcher, span: rows.append(len(batcher.token)) or decode(batcher, span),
+        lambda batcher, span: rows.append(len(batcher.slots.token)) or decode(batcher, span),
     )
     for slots in (0, 3):
         rows.clear()
@@ -469,7 +469,7 @@ def test_packed_removes_padding_before_the_layers(build):
         seen = []
         rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
+        trainer.host.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
             lambda _m, inputs, _o: seen.append(inputs[0].numel() // inputs[0].shape[-1])
         )
         trainer.policy_optimizer.run(batch, 1)
@@ -489,7 +489,7 @@ def test_the_head_in_chunks_trains_as_autograd_does(build, monkeypatch):
         monkeypatch.setattr(logprobs._FusedLogprobs, "apply", lambda *a, c=compute: called.append(c) or c(*a))
         trainer = build("--num-iterations", 1)
         trainer.update_step(1)
-        weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+        weights.append(torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]))
     assert set(called) == {fused, by_autograd}
     # a wrong gradient moves weights by the learning rate, 1e-3
     assert float((weights[0] - weights[1]).abs().max()) < 1e-4
@@ -519,8 +519,6 @@ GUARDED = {"rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {"record_tokens"}  # tests/callbacks/test_token_recorder.py
 THREADS = {"threads"}  # tests/setup/test_threads.py
 FITTED_TO = {"fit", "memory"}  # tests/setup/test_fit.py, tests/run/test_dry_run.py
-PROBED = {"check_reward"}  # tests/setup/test_reward_probes.py
-SCANNED = {"scan", "scan_samples", "scan_prompts"}  # tests/setup/test_scan.py
 PROCESSES = {"ddp_timeout"}  # tests/distributed
 TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export.py
@@ -528,7 +526,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export
 
 def test_every_setting_is_tested():
     elsewhere = {
-        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *PROBED, *FITTED_TO, *PROCESSES,
+        *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *FITTED_TO, *PROCESSES,
         *SAMPLER, *DATA, *THREADS,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}

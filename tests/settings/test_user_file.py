@@ -126,6 +126,13 @@ def test_an_error_is_one_line_with_file_and_line(what, write, user_error):
     assert len(caught.value.problems) == 1
 
 
+def test_an_unreadable_file_is_a_problem_with_its_place(write):
+    with pytest.raises(UserError) as caught:
+        parse_cli([], user_file=write("seed = 1 / 0\n"))
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("ZeroDivisionError") and str(problem.place).endswith("config.py:1") and problem.fix
+
+
 def test_settings_may_be_imported(write, tmp_path, monkeypatch):
     (tmp_path / "shared_settings.py").write_text("learning_rate = 2e-6\nother = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -21,7 +21,7 @@ def words(completions):
 def weights_after_an_update(config, components) -> torch.Tensor:
     trainer = build_trainer(config, components)
     trainer.update_step(1)
-    return torch.cat([w.detach().flatten() for w in trainer.model.parameters()])
+    return torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()])
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

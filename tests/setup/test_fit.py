@@ -263,6 +263,6 @@ def test_weights_do_not_depend_on_the_batches(build):
     for flags in ((), ("--micro-batch-tokens", 40, "--rollout-slots", 2)):
         trainer = build("--num-iterations", 1, *flags)
         trainer.update_step(1)
-        found.append(torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]))
+        found.append(torch.cat([weight.detach().flatten() for weight in trainer.host.model.parameters()]))
     # a wrong gradient moves weights by the learning rate, 1e-3
     assert 0 < float((found[0] - found[1]).abs().max()) < 1e-4

@@ -106,7 +106,7 @@ def test_predicted_activations_cover_autograds_for_every_critic_and_adapter(conf
     prompts = longest_batch(trainer.config, trainer.train_prompts, 2)
     given = token_batch([p.ids for p in prompts], [[7] * length] * len(prompts), 0, CPU)
     micro_batch = PackedMicroBatch(given, range(len(prompts)))
-    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    found = saved_bytes([trainer.host.model], lambda: trainer.actor.forward_backbone(micro_batch))
     predicted = estimate(trainer.config).phases["update"]["activations"] / (1 + NOT_REUSED["cpu"])
     assert found <= predicted <= 1.6 * found
 
@@ -123,7 +123,7 @@ def test_predicted_activations_of_ppo_count_a_shared_prompt_once(configured, bui
     micro_batch = PackedMicroBatch(given, range(8))
     forecast = estimator(load_inputs(configured(*flags), Screen()), 2, CPU)(trainer.config)
     assert forecast.tokens == micro_batch.ids.numel() == sum(len(p.ids) for p in prompts[::4]) + 8 * (length - 1)
-    found = saved_bytes([trainer.model], lambda: trainer.actor.forward_backbone(micro_batch))
+    found = saved_bytes([trainer.host.model], lambda: trainer.actor.forward_backbone(micro_batch))
     assert found <= forecast.phases["update"]["activations"] / (1 + NOT_REUSED["cpu"]) <= 1.6 * found
 
 
@@ -206,12 +206,12 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     words = ("--optim", "adamw_8bit", "--actor-model", wide_model, *flags)
     trainer = build(*words, algorithm=algorithm)
     trainer.update_step(1)
-    states = trainer.optimizer.optimizer.state.values()
+    states = trainer.host.optimizer.optimizer.state.values()
     kept = sum(t.nbytes for s in states for name, t in s.items() if name.startswith(("state", "absmax")))
     config = configured(*words, algorithm=algorithm)
     predicted = estimator(load_inputs(config, Screen()), 2, CPU)(config).held["optimizer"]
     assert predicted == pytest.approx(kept, rel=0.15)
-    assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
+    assert predicted < 2 * sum(w.nbytes for w in trainer.host.model.parameters() if w.requires_grad)
 
 
 @pytest.mark.parametrize(("slots", "texts"), [(8, 32), (64, 50), (128, 64)])

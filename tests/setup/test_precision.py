@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.setup import precision
 from rlhf.setup.precision import choose_precision, is_clearly_faster, measured
 from rlhf.utils.console import Screen
-from tests.scripts.test_scripts import ROOT
+from tests.distributed.ranks import chosen_by_two
 
 CPU = torch.device("cpu")
 # seconds in float32 and in bfloat16
@@ -106,29 +104,12 @@ def test_seeds_that_are_trained_later_have_the_precision_of_the_first(run_flags,
     assert [bf16_of(tmp_path / f"run_seed{seed}") for seed in (1, 2)] == [True, True]
 
 
-TWO_PROCESSES = """
-import sys
-from pathlib import Path
-from rlhf.config import make_config
-from rlhf.models.device import start_device
-from rlhf.setup import precision
-from rlhf.utils.console import Screen
-from tests.distributed.ranks import results
-
-def work(rank):
-    device = start_device(Screen())
-    precision.SMALLEST, precision.measured = 0, lambda *sizes: ((3.0, 1.0), (1.0, 3.0))[rank]
-    return precision.choose_precision(make_config(), sys.argv[1], device, Screen()).model.bf16
-
-print("chosen:", results(2, work))
-"""
-
-
 @pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_several_processes_use_the_choice_of_the_first(start_model):
-    ended = subprocess.run(
-        [sys.executable, "-c", TWO_PROCESSES, str(start_model)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
-    assert "chosen: [True, True]" in ended.stdout, ended.stderr[-3000:]
+    work = """
+    precision.SMALLEST = 0
+    precision.measured = lambda *sizes: ((3.0, 1.0), (1.0, 3.0))[rank]
+    return precision.choose_precision(config, start_model, device, Screen()).model.bf16
+    """
+    assert chosen_by_two(work, start_model) == "[True, True]"

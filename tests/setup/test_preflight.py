@@ -1,5 +1,5 @@
-"""Tests of --check: each check passes on a good run and fails on an injected error. Tests of the exit status. A normal
-start prints no checks."""
+"""Tests of --check update: each check passes on a good run and fails on an injected error. Tests of the exit status. A
+normal start prints no checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from rlhf.utils.errors import UserError, run_command
 from tests.conftest import BY_TIER
 
 CPU = torch.device("cpu")
-NAMES = ["free disk", "first prompt", "padding", "reward", "first KL", "first ratio", "memory", "save and reload"]
+NAMES = ["free disk", "first prompt", "padding", "first KL", "first ratio", "memory", "save and reload"]
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
 Usage = namedtuple("Usage", "total used free")
 
@@ -107,7 +107,7 @@ def test_checks_pass_on_a_good_run_and_leave_its_weights_unchanged(loaded, capsy
         return trainer
 
     monkeypatch.setattr(trial, "build_trainer", build)
-    check_run(config, components, Screen())
+    assert check_run(config, components, Screen()) == []
     lines = lines_of(capsys.readouterr().out)
     assert list(lines) == NAMES
     assert all(line[2 + max(map(len, NAMES)) :].startswith("  ok      ") for line in lines.values()), lines
@@ -126,7 +126,7 @@ def words(config, *flags) -> list[str]:
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_scripts_exit_after_the_checks(configured, capsys, algorithm):
     """The exit status is 0, and no run, run folder or table of seeds is written."""
-    argv = words(configured(algorithm=algorithm), "--seeds", "1", "2", "--check")
+    argv = words(configured(algorithm=algorithm), "--seeds", "1", "2", "--check", "update")
     run_command(lambda: SCRIPTS[algorithm].main(argv))
     assert capsys.readouterr().out.count("checks:\n") == 2
     assert list(Path(configured().run.output).parent.glob("run*")) == []
@@ -135,12 +135,12 @@ def test_scripts_exit_after_the_checks(configured, capsys, algorithm):
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, monkeypatch, algorithm):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
-    argv = words(configured(algorithm=algorithm), "--check")
+    argv = words(configured(algorithm=algorithm), "--check", "update")
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: SCRIPTS[algorithm].main(argv))
     printed = capsys.readouterr()
     assert raised.value.code == 2
-    assert printed.err.startswith("error: 1 of 8 ") and "(free disk): --check. " in printed.err
+    assert printed.err.startswith("error: 1 of 7 ") and "(free disk): --check update. " in printed.err
     assert printed.err.count("\n") == 1
     lines = lines_of(printed.out)
     assert list(lines) == NAMES
@@ -152,7 +152,7 @@ def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, cap
     """A reward function raises an exception. The line contains its name. The exit status is 2, not that of a failed
     run."""
     (tmp_path / "bad.py").write_text("def broken(completions, **_):\n    raise ValueError('test error')\n")
-    argv = words(configured(), "--check", "--reward-func", f"{tmp_path / 'bad.py'}:broken")
+    argv = words(configured(), "--check", "update", "--reward-func", f"{tmp_path / 'bad.py'}:broken")
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: train_ppo.main(argv))
     assert raised.value.code == 2
@@ -308,7 +308,7 @@ def test_check_trains_the_policy_in_spite_of_a_critic_warm_up(with_rollout):
     trainer, _, rollout = with_rollout("--critic-warmup", 1)
     make_update(trainer, rollout)
     weights = {id(weight) for weight in trainer.actor.policy.parameters()}
-    assert weights <= {id(weight) for weight in trainer.optimizer.optimizer.state}
+    assert weights <= {id(weight) for weight in trainer.host.optimizer.optimizer.state}
 
 
 def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout, monkeypatch):
@@ -329,7 +329,7 @@ def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout,
 def test_weights_that_are_not_restored_fail(with_rollout, tmp_path, monkeypatch, algorithm):
     trainer, _, rollout = with_rollout(algorithm=algorithm)
     with torch.no_grad():
-        for weight in trainer.model.parameters():
+        for weight in trainer.host.model.parameters():
             weight.add_(0.01)  # the value head starts at zero, which a failed reload could also return
     before = outputs(trainer, rollout)
     assert len(before) == 1 + ALGORITHMS[algorithm].has_critic and all(float(part.abs().max()) > 0 for part in before)
@@ -351,4 +351,4 @@ def test_weights_that_are_not_restored_fail(with_rollout, tmp_path, monkeypatch,
 
 def test_check_flag_may_differ_between_seeds(configured):
     assert differences(to_dict(configured("--check")), to_dict(configured()), SEEDS_MAY_DIFFER) == []
-    assert json.dumps(to_dict(configured("--check"))["run"]["check"]) == "true"
+    assert json.dumps(to_dict(configured("--check", "reward"))["run"]["check"]) == '["reward"]'

@@ -1,9 +1,10 @@
-"""Tests of --scan in whole commands with a tiny model."""
+"""Tests of --check prompts in whole commands with a tiny model."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ import torch
 import train_grpo
 import train_ppo
 import train_rloo
-from rlhf.api import scan
+from rlhf.api import check
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.settings.fields import replaced, to_dict
+from rlhf.data.sampler import drawn
+from rlhf.settings.fields import to_dict
+from rlhf.setup import scan as scanning
 from rlhf.setup.build import load_components
-from rlhf.setup.scan import results_of
-from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
+from rlhf.setup.scan import results_of, scan_prompts
+from rlhf.setup.start_samples import Sampled, sample_and_score
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import typed
@@ -53,17 +56,18 @@ def flags(run_flags, tmp_path):
 
 def table(out: str) -> dict[str, list[str]]:
     """Return the cells of the printed table by the first one."""
-    lines = out.split("scan of the start model:")[1].splitlines()[1:]
+    lines = out.split("samples of the start model:")[1].splitlines()[1:]
     return {cells[0]: cells[1:] for line in lines if len(cells := re.split(r"\s{2,}", line.strip())) > 5}
 
 
 # --- the scan --------------------------------------------------------------------------------------------------------
 
 
-def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_path, capsys):
+def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_path, capsys, monkeypatch):
     """The figures are those of the same completions, scored here. The printed command has the run's settings, and the
     command of another scan comes first, because the tiny model never ends a completion."""
-    argv = flags("--K", 2, "--scan", "--scan-prompts", 12)
+    monkeypatch.setattr(scanning, "PROMPTS", 12)
+    argv = flags("--K", 2, "--check", "prompts")
     train_grpo.main(argv)
     out = capsys.readouterr().out
     cells = table(out)
@@ -76,15 +80,15 @@ def test_scan_prints_the_figures_and_a_command_that_trains_with_them(flags, tmp_
     config = parse_cli(argv, "grpo")
     parts = load_components(config, CPU, Screen())
     indices = drawn(parts.prompts.train, config.run.seed)[:12]
-    sampled = [one for part in sample_and_score(config, parts, indices, 8) for one in part]
+    sampled = sample_and_score(config, parts, indices, 8)
     solved = [sum(one.raw) for one in sampled]
     assert float(cells["all"][1].split()[0]) == pytest.approx(sum(solved) / (12 * 8), abs=0.005)
     assert float(cells["all"][6]) == pytest.approx(sum(c * (8 - c) / 56 for c in solved) / 12, abs=0.0005)
     again, command = (parse_cli(typed(line.strip()), "grpo") for line in out.splitlines() if "--actor-model" in line)
     assert changes(again, config) == {("sampling", "max_new_tokens")}
     assert again.sampling.max_new_tokens > config.sampling.max_new_tokens
-    allowed = {("batch", "K"), ("batch", "batch_size"), ("run", "scan"), ("run", "scan_prompts")}
-    assert changes(command, config) <= allowed
+    assert again.run.check == ("prompts",)
+    assert ("run", "check") in changes(command, config) <= {("batch", "K"), ("batch", "batch_size"), ("run", "check")}
     assert command.episodes_per_update == config.episodes_per_update
     assert list(tmp_path.glob("run*")) == []
 
@@ -139,33 +143,63 @@ def test_scan_of_ppo_recommends_no_group_size(configured):
     assert names == [(False, None), (True, 8)]
 
 
-def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys):
+def test_scan_of_each_script_and_of_a_reward_model(flags, run_flags, tmp_path, capsys, monkeypatch):
+    """The old name of the flag has the same meaning."""
+    monkeypatch.setattr(scanning, "PROMPTS", 6)
+    monkeypatch.setattr(scanning, "SAMPLES", 9)
     for script, grouped in ((train_ppo, False), (train_rloo, True)):
-        script.main(flags("--scan", "--scan-prompts", 6, "--scan-samples", 9))
+        script.main(flags("--scan"))
         out = capsys.readouterr().out
-        assert "6 training prompts x 9 " in out and ("groups of" in out) == grouped
-    train_ppo.main(run_flags("--scan", "--scan-prompts", 6, "--missing-eos-penalty", 1))
+        assert len([line for line in out.splitlines() if "6 training prompts x 9 " in line]) == 1
+        assert ("groups of" in out) == grouped and "  algorithm  " not in out, "the plan is another part"
+    train_ppo.main(run_flags("--scan", "--missing-eos-penalty", 1))
     cells = table(capsys.readouterr().out)
     assert cells["topic"] == ["prompts", "score (95%)", "no difference", "signal", "no EOS"]
     assert list(tmp_path.glob("run*")) == []
 
 
-def test_scan_uses_at_least_k_completions(flags, capsys):
-    train_grpo.main(flags("--scan", "--scan-prompts", 3, "--scan-samples", 2, "--K", 4))
+def test_scan_uses_at_least_k_completions(flags, capsys, monkeypatch):
+    monkeypatch.setattr(scanning, "PROMPTS", 3)
+    monkeypatch.setattr(scanning, "SAMPLES", 2)
+    train_grpo.main(flags("--check", "prompts", "--K", 4))
     assert "3 training prompts x 4 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(100.0, [1, 2, 4, 4, 4, 4, 1]), (20.0, [1, 2, 4, 3]), (1.0, [1])])
+def test_a_slow_machine_samples_fewer_prompts(configured, monkeypatch, capsys, limit, sizes):
+    """With 2 seconds per prompt and a limit of 20, 10 of 20 prompts are sampled. A part has at most the episodes of an
+    update, here 4 prompts x 8. One prompt is always sampled."""
+    now = [0.0]
+    found = []
+
+    def sample(config, components, indices, samples):
+        now[0] += 2.0 * len(indices)
+        found.append(len(indices))
+        return [sampled(HALF)] * len(indices)
+
+    monkeypatch.setattr(scanning, "PROMPTS", 20)
+    monkeypatch.setattr(scanning, "MOST_SECONDS", limit)
+    monkeypatch.setattr(scanning, "sample_and_score", sample)
+    monkeypatch.setattr(scanning.time, "monotonic", lambda: now[0])
+    config = configured("--batch-size", 8, "--K", 4, algorithm="grpo")
+    parts = load_components(config, CPU, Screen(quiet=True))
+    scan = scan_prompts(config, parts, Screen())
+    assert found == sizes and scan.overall.figures.prompts == sum(sizes)
+    assert (f"note: {sum(sizes)} instead of 20 prompts" in capsys.readouterr().out) == (sum(sizes) < 20)
 
 
 @pytest.mark.parametrize(
     ("rule", "more", "expected"),
     [
-        ("zero", ["--max-new-tokens", 2], r"every score is 0 \(6 prompts\): --scan\. Fix: use a larger "
+        ("zero", ["--max-new-tokens", 2], r"every score is 0 \(6 prompts\): --check prompts\. Fix: use a larger "
          r"--max-new-tokens; .*; use easier prompts"),
         ("one", [], r"every score is 1 .*every completion is solved: use harder prompts"),
         ("zero", ["--temperature", 0.01], r"all completions are equal for 100% of the prompts: raise --temperature"),
     ],
 )  # fmt: skip
-def test_nothing_to_learn_exits_with_2(flags, capsys, rule, more, expected):
-    argv = flags("--scan", "--scan-prompts", 6, *more, rule=rule)
+def test_nothing_to_learn_exits_with_2(flags, capsys, monkeypatch, rule, more, expected):
+    monkeypatch.setattr(scanning, "PROMPTS", 6)
+    argv = flags("--check", "prompts", *more, rule=rule)
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: train_grpo.main([*argv, "--K", "2"]))
     printed = capsys.readouterr()
@@ -179,8 +213,8 @@ def test_completions_depend_on_the_prompt_alone(flags):
     """Not on the other prompts, their order or the number of samples."""
     config = parse_cli(flags("--batch-size", 2), "ppo")
     parts = load_components(config, CPU, Screen())
-    one_way = [s.raw for part in sample_and_score(config, parts, [4, 7, 9], 4) for s in part]
-    other = [s.raw for part in sample_and_score(config, parts, [9, 4], 6) for s in part]
+    one_way = [s.raw for s in sample_and_score(config, parts, [4, 7, 9], 4)]
+    other = [s.raw for s in sample_and_score(config, parts, [9, 4], 6)]
     assert [scores[:4] for scores in other] == [one_way[2], one_way[0]]
 
 
@@ -203,7 +237,7 @@ def test_penalty_and_missing_scores(configured, user_error):
     found = results_of(config, rows, 2)
     assert (found.overall.figures.prompts, found.overall.truncated) == (1, 0.5)
     assert "(1 prompt)" in found.nothing
-    with user_error("--scan", 2, kind=RunError):
+    with user_error("--check prompts", 2, kind=RunError):
         results_of(config, rows[1:], 2)
 
 
@@ -214,16 +248,18 @@ def test_reward_functions_see_the_first_update(configured):
         seen.append((trainer_state.global_step, trainer_state.max_steps))
         return [float(i % 2) for i, _ in enumerate(completions)]
 
-    scan(configured("--num-iterations", 3), [f"question {i}?" for i in range(40)], rewards=[score])
+    config = configured("--num-iterations", 3, "--check", "prompts")
+    check(config, [f"question {i}?" for i in range(40)], rewards=[score])
     assert set(seen) == {(0, 3)}
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------
 
 
-def test_python_functions_scan(configured):
+def test_python_functions_scan(configured, monkeypatch, capsys):
     """Even prompts are solved by half of the completions, odd ones never."""
-    config = replaced(configured("--K", 2, algorithm="grpo"), scan_prompts=10)
+    monkeypatch.setattr(scanning, "PROMPTS", 10)
+    config = configured("--K", 2, "--check", "prompts", algorithm="grpo")
     prompts = [f"Number {i}?" for i in range(40)]
 
     def reward(prompts, completions, **_):
@@ -231,12 +267,17 @@ def test_python_functions_scan(configured):
             float(len(c) % 2 and int(p.split()[1][:-1]) % 2 == 0) for p, c in zip(prompts, completions, strict=True)
         ]
 
-    found = scan(config, prompts, [reward])
+    result = check(replace(config, in_python=True), prompts, [reward])
+    out = capsys.readouterr().out
+    assert "train_grpo.py" not in out and "make_config(..., max_new_tokens=16, check=('prompts',))" in out
+    found = result.prompts
+    assert result.reward is None and result.problems == []
     assert found.binary and found.overall.figures.prompts == 10 and 0 < found.overall.figures.mean < 1
 
 
-def test_train_scans_with_the_given_settings(flags, capsys):
+def test_train_scans_with_the_given_settings(flags, capsys, monkeypatch):
     """The plan of a run sets the KL horizon. The recommended command does not contain it."""
-    train_ppo.main([*flags("--scan", "--scan-prompts", 6), "--kl-schedule", "adaptive"])
+    monkeypatch.setattr(scanning, "PROMPTS", 6)
+    train_ppo.main([*flags("--check", "plan", "prompts"), "--kl-schedule", "adaptive"])
     out = capsys.readouterr().out
     assert "horizon" in out and "--kl-horizon" not in out

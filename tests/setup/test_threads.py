@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from rlhf.run.resume_checks import as_other_seeds
 from rlhf.setup import build, precision
 from rlhf.setup.precision import choose_threads, thread_seconds
 from rlhf.utils.console import Screen
-from tests.scripts.test_scripts import ROOT
+from tests.distributed.ranks import chosen_by_two
 
 CPU = torch.device("cpu")
 # seconds with 1 and with 2 threads
@@ -76,7 +76,6 @@ def test_one_thread_must_be_twice_as_fast(configured, start_model, measures, cap
     [
         (["--threads", 1], 2, {}, 1),
         (["--threads", 2], 1, {"OMP_NUM_THREADS": "1"}, 2),  # as torchrun sets it
-        (["--threads", 9], 2, {}, 2),  # there are no more cores
         ([], 2, {"OMP_NUM_THREADS": "2"}, 2),
         ([], 2, {"MKL_NUM_THREADS": "2"}, 2),
         ([], 1, {}, 1),
@@ -87,6 +86,13 @@ def test_what_the_user_sets_is_not_measured(configured, start_model, measures, c
     measures(None, own, **variables)
     choose_threads(configured(*flags), str(start_model), CPU, Screen())
     assert torch.get_num_threads() == threads and not capsys.readouterr().out
+
+
+def test_more_threads_than_cores_are_reduced_with_a_note(configured, start_model, measures, capsys):
+    measures(None)
+    choose_threads(configured("--threads", 9), str(start_model), CPU, Screen())
+    printed = capsys.readouterr().out
+    assert torch.get_num_threads() == 2 and printed.startswith("note: ") and "2 threads: --threads 9" in printed
 
 
 def test_a_program_keeps_its_number(configured, start_model, measures):
@@ -149,9 +155,18 @@ def test_the_parts_of_the_demo_are_built_with_the_measured_number(configured, me
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_keeps_its_number(run_flags, measures, stored):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+@pytest.fixture
+def trained(run_flags, measures, made_once, tmp_path):
+    """A run of one update, with one thread. It is trained once and copied."""
+
+    def train(folder: Path) -> None:
+        measures(BUSY)
+        train_ppo.main(run_flags("--num-iterations", 1, "--output", folder / "run"))
+
+    shutil.copytree(made_once("run_with_one_thread", train) / "run", tmp_path / "run")
+
+
+def test_a_resumed_run_keeps_its_number(trained, run_flags, measures, stored):
     assert stored() == 1
     measures(None)
     train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway"))
@@ -160,20 +175,17 @@ def test_a_resumed_run_keeps_its_number(run_flags, measures, stored):
 
 @pytest.mark.parametrize(("flags", "variables"), [(["--threads", 2], {}), ([], {"OMP_NUM_THREADS": "2"})])
 def test_the_user_changes_the_number_of_a_resumed_run_with_a_warning(
-    run_flags, measures, stored, capsys, flags, variables
+    trained, run_flags, measures, stored, capsys, flags, variables
 ):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
-    assert "warning: the number of threads" not in capsys.readouterr().out
     measures(None, **variables)
     train_ppo.main(run_flags("--num-iterations", 2, "--resume", "--resume-anyway", *flags))
     printed = capsys.readouterr().out
     assert stored() == 2 and printed.count("warning: the number of threads was 1") == 1 and "--threads 1" in printed
 
 
-def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(run_flags, measures, tmp_path, capsys):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(
+    trained, run_flags, measures, tmp_path, capsys
+):
     file = tmp_path / "run" / RUN_FILE
     facts = json.loads(file.read_text(encoding="utf-8"))
     del facts["threads"], facts["settings"]["speed"]["threads"]
@@ -184,9 +196,7 @@ def test_a_run_of_an_older_version_is_resumed_with_the_number_of_the_machine(run
 
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_an_evaluation_takes_the_number_of_the_run(run_flags, measures, tmp_path, monkeypatch, variables, threads):
-    measures(BUSY)
-    train_ppo.main(run_flags("--num-iterations", 1))
+def test_an_evaluation_takes_the_number_of_the_run(trained, measures, tmp_path, monkeypatch, variables, threads):
     measures(None, **variables)
     monkeypatch.chdir(tmp_path)
     evaluate_generations.main(["--model-path", "run", "--num-prompts", "2", "--output", "evaluated"])
@@ -213,30 +223,13 @@ def test_a_new_seed_gets_the_number_of_an_earlier_one(configured, measures, tmp_
     assert [as_other_seeds(config, [tmp_path]).speed.threads for config in (one, given)] == [None, 2]
 
 
-TWO_PROCESSES = """
-import sys, torch
-from rlhf.config import make_config
-from rlhf.models.device import start_device
-from rlhf.setup import precision
-from rlhf.utils.console import Screen
-from tests.distributed.ranks import results
-
-def work(rank):
-    device = start_device(Screen())
-    precision._threads_here = lambda *given: (1, 2)[rank]
-    torch.set_num_threads(2)
-    precision.choose_threads(make_config(), sys.argv[1], device, Screen())
-    return torch.get_num_threads()
-
-print("chosen:", results(2, work))
-"""
-
-
 @pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_several_processes_use_the_number_of_the_first(start_model):
-    ended = subprocess.run(
-        [sys.executable, "-c", TWO_PROCESSES, str(start_model)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
-    assert "chosen: [1, 1]" in ended.stdout, ended.stderr[-3000:]
+    work = """
+    precision._threads_here = lambda *given: (1, 2)[rank]
+    torch.set_num_threads(2)
+    precision.choose_threads(config, start_model, device, Screen())
+    return torch.get_num_threads()
+    """
+    assert chosen_by_two(work, start_model) == "[1, 1]"

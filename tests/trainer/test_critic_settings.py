@@ -39,7 +39,7 @@ def resumed_and_straight(build, tmp_path):
         for update in (2, 3):
             straight.update_step(update)
             resumed.update_step(update)
-        return copies(straight.model), copies(resumed.model)
+        return copies(straight.host.model), copies(resumed.host.model)
 
     return both
 
@@ -76,7 +76,7 @@ def test_an_equal_rate_changes_nothing(build, kind):
     trainers = [build("--learning-rate", "1e-3", *KINDS[kind], *flags) for flags in
                 ([], ["--critic-learning-rate", "1e-3"])]  # fmt: skip
     metrics = [trainer.update_step(1) for trainer in trainers]
-    one, other = (copies(trainer.model) for trainer in trainers)
+    one, other = (copies(trainer.host.model) for trainer in trainers)
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
     assert [("learning_rate/critic" in m) for m in metrics] == [False, True]
 
@@ -91,9 +91,9 @@ def test_weight_decay_of_the_critic_excludes_its_bias(build):
     """The groups of the critic keep what the policy's have: decay for matrices, none for biases."""
     trainer = build("--weight-decay", 0.1, "--critic-learning-rate", "1e-2")
     head = trainer.actor.value_head.summary
-    decays = {id(w): group["weight_decay"] for group in trainer.optimizer.param_groups for w in group["params"]}
+    decays = {id(w): group["weight_decay"] for group in trainer.host.optimizer.param_groups for w in group["params"]}
     assert (decays[id(head.weight)], decays[id(head.bias)]) == (0.1, 0.0)
-    assert len(decays) == sum(weight.requires_grad for weight in trainer.model.parameters())
+    assert len(decays) == sum(weight.requires_grad for weight in trainer.host.model.parameters())
 
 
 # --- lambda ----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_two_adam_steps_by_hand(build):
     before = bias.item()
     for gradient in (3.0, -1.0):
         bias.grad = torch.tensor([gradient])
-        trainer.optimizer.step()
+        trainer.host.optimizer.step()
     assert bias.item() - before == pytest.approx(-1e-2 * 1.174078, rel=1e-4)
 
 
@@ -147,8 +147,8 @@ def test_betas_reach_every_weight_and_a_resumed_run_may_change_them(build, tmp_p
     save_trainer_state(first, tmp_path)
     resumed = build("--adam-beta1", 0.7, "--adam-beta2", 0.95, algorithm=algorithm)
     load_trainer_state(resumed, tmp_path)
-    assert {tuple(group["betas"]) for group in first.optimizer.param_groups} == {(0.9, 0.9)}
-    assert {tuple(group["betas"]) for group in resumed.optimizer.param_groups} == {(0.7, 0.95)}
+    assert {tuple(group["betas"]) for group in first.host.optimizer.param_groups} == {(0.9, 0.9)}
+    assert {tuple(group["betas"]) for group in resumed.host.optimizer.param_groups} == {(0.7, 0.95)}
 
 
 def test_resumed_run_with_other_betas_is_exact(resumed_and_straight):

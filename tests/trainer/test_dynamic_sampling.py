@@ -173,7 +173,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     kept = [now is before for now, before in zip(batch.prompts, plain, strict=True)]
     assert not any(k and not w for k, w in zip(kept, wanted, strict=True)), "equal groups are replaced"
     assert metrics["rewards/resampled_groups"] == sum(seen[1:]) / 2
-    assert metrics["episodes"] == sum(seen) == trainer.state.episode == trainer.episodes
+    assert metrics["episodes"] == sum(seen) == trainer.host.state.episode == trainer.episodes
     fresh = build(*common, algorithm=algorithm)
     for name, value in zip(("logprobs", "ref_logprobs"), fresh.passes.logprobs(batch.completions), strict=False):
         assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
@@ -257,7 +257,7 @@ def test_unequal_groups_are_not_sampled_again(build, algorithm):
     for flags in ((), ("--dynamic-sampling", 2)):
         trainer = build(*flags, algorithm=algorithm, rewards=rewards_of(build, unequal))
         trainer.update_step(1)
-        runs.append([w.detach().clone() for w in trainer.model.parameters()])
+        runs.append([w.detach().clone() for w in trainer.host.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -339,7 +339,10 @@ def test_resumed_run_is_exact(build, tmp_path, algorithm):
         k: v for k, v in metrics.items() if not k.startswith(timed)
     }
     assert resumed.progress.resampled_episodes == straight.progress.resampled_episodes > 0
-    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(straight.host.model.parameters(), resumed.host.model.parameters(), strict=True)
+    )
 
 
 def command_flags(run_flags, tmp_path: Path, *more) -> list[str]:

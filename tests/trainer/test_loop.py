@@ -35,7 +35,7 @@ def make(build, request):
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: w.detach().clone() for name, w in trainer.model.named_parameters()}
+    return {name: w.detach().clone() for name, w in trainer.host.model.named_parameters()}
 
 
 def largest_difference(one: dict, other: dict) -> float:
@@ -64,8 +64,8 @@ def test_kl_grows_when_the_policy_changes(make):
 def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epochs, minibatches):
     trainer = make("--num-iterations", updates, "--ppo-epochs", epochs, "--minibatches", minibatches)
     steps = []
-    step = trainer.optimizer.optimizer.step
-    trainer.optimizer.optimizer.step = lambda *a, **k: (steps.append(1), step(*a, **k))[1]
+    step = trainer.host.optimizer.optimizer.step
+    trainer.host.optimizer.optimizer.step = lambda *a, **k: (steps.append(1), step(*a, **k))[1]
     trainer.train()
     assert len(steps) == trainer.progress.optimizer_steps == updates * epochs * minibatches
 
@@ -82,7 +82,7 @@ def test_fewer_prompts_than_a_batch_does_not_hang(make):
 def test_gradient_norm_is_clipped(make):
     """With plain SGD the weights move by learning rate x gradient. The gradient norm is clipped to 1e-3."""
     trainer = make("--ppo-epochs", "1", "--max-grad-norm", "1e-3")
-    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=1.0)
     before = weights(trainer)
     logged = trainer.update_step(1)
     after = weights(trainer)
@@ -110,7 +110,7 @@ def test_micro_batch_size_does_not_change_the_result(make):
     updated = []
     for size in (0, 1, 3):
         trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--max-new-tokens", "24")
-        trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=1.0)
         trainer.update_step(1)
         updated.append(weights(trainer))
     assert largest_difference(updated[0], updated[1]) < 1e-6
@@ -148,7 +148,9 @@ def test_shared_first_pass_does_not_change_the_weights(make, monkeypatch, flags)
                 PackedMicroBatch, "forward", lambda self, b, count=count, run=forward: count.append(1) or run(self, b)
             )
             trainer.update_step(1)
-        final_weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
+        final_weights.append(
+            torch.cat([w.detach().flatten() for w in trainer.host.model.parameters() if w.requires_grad])
+        )
         passes.append(len(count))
     assert torch.equal(*final_weights)
     assert passes[0] == passes[1] - 1
@@ -232,7 +234,7 @@ def test_controller_sets_beta_of_the_next_update(make):
     trainer = make("--num-iterations", "3", "--kl-horizon", "8", "--kl-target", "1/sequence", "--kl-coef", "0.5")
     attach(trainer)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
+    logged = [entry for entry in trainer.host.state.log_history if "kl_coef" in entry]
     expected = 0.5
     for entry in logged:
         assert entry["kl_coef"] == pytest.approx(expected)
@@ -253,7 +255,7 @@ def test_score_rises_with_an_easy_reward_function(make):
         rewards=[letters_e],
     )  # fmt: skip
     trainer.train()
-    scores = [entry["rewards/mean"] for entry in trainer.state.log_history if "rewards/mean" in entry]
+    scores = [entry["rewards/mean"] for entry in trainer.host.state.log_history if "rewards/mean" in entry]
     assert sum(scores[-5:]) / 5 > 3 * sum(scores[:5]) / 5 + 0.1
 
 
@@ -286,7 +288,7 @@ def test_changed_weight_decay_of_a_resumed_run_acts(build, tmp_path):
     save_trainer_state(first, tmp_path)
     resumed = build("--weight-decay", 0.5)
     load_trainer_state(resumed, tmp_path)
-    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.5}
+    assert {group["weight_decay"] for group in resumed.host.optimizer.param_groups} == {0.0, 0.5}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -297,11 +299,11 @@ def test_weight_decay_shrinks_matrices_but_not_norms_and_biases(build, algorithm
         "--learning-rate", 0.01, "--weight-decay", 0.5, "--kl-placement", "none", "--optim", optim,
         algorithm=algorithm, rewards=[lambda completions, **_: [None] * len(completions)],
     )  # fmt: skip
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    before = {name: weight.detach().clone() for name, weight in trainer.host.model.named_parameters()}
     trainer.update_step(1)
     excluded = [name for name in before if "norm" in name or name.endswith("bias")]
     assert 0 < len(excluded) < len(before)
-    for name, weight in trainer.model.named_parameters():
+    for name, weight in trainer.host.model.named_parameters():
         factor = 1 if name in excluded else 0.990025
         torch.testing.assert_close(weight.detach(), before[name] * factor, rtol=1e-5, atol=1e-7, msg=name)
 
@@ -312,7 +314,7 @@ def test_eight_bit_adam_quantizes_matrices_but_not_embeddings_and_small_weights(
     trainer.update_step(1)
     embeddings = trainer.actor.policy.get_input_embeddings().weight
     kinds = {True: 0, False: 0}
-    for weight, state in trainer.optimizer.optimizer.state.items():
+    for weight, state in trainer.host.optimizer.optimizer.state.items():
         quantized = weight.numel() >= 4096 and weight is not embeddings
         assert state["state1"].dtype == state["state2"].dtype == (torch.uint8 if quantized else torch.float32)
         kinds[quantized] += 1
@@ -324,10 +326,10 @@ def test_eight_bit_adam_is_close_to_adam(build, wide_model):
     moved = {}
     for optim in ("adamw", "adamw_8bit"):
         trainer = build("--optim", optim, "--actor-model", wide_model, algorithm="grpo")
-        before = torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters()])
+        before = torch.cat([w.detach().flatten().clone() for w in trainer.host.model.parameters()])
         for update in (1, 2):
             trainer.update_step(update)
-        moved[optim] = torch.cat([w.detach().flatten() for w in trainer.model.parameters()]) - before
+        moved[optim] = torch.cat([w.detach().flatten() for w in trainer.host.model.parameters()]) - before
     likeness = torch.nn.functional.cosine_similarity(*moved.values(), dim=0)
     assert 0.95 < float(likeness) < 1 - 1e-6
 
@@ -340,7 +342,7 @@ def test_eight_bit_trainers_keep_no_earlier_weights(build):
     shared = bitsandbytes.optim.GlobalOptimManager.get_instance()
     assert shared.module_weight_config_triple == []
     for trainer in (first, second):
-        own = trainer.optimizer.optimizer.mng
+        own = trainer.host.optimizer.optimizer.mng
         assert own is not shared
         assert [m for m, *_ in own.module_weight_config_triple] == [trainer.actor.policy.get_input_embeddings()]
 
@@ -477,7 +479,7 @@ def test_kl_in_the_loss_moves_the_policy_towards_the_reference_model(make):
     """One SGD step with advantages of 0 reduces the KL to a changed reference model."""
     flags = ("--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", "1", "--ppo-epochs", 1)
     trainer = make(*flags, rewards=[lambda completions, **_: [0.0] * len(completions)])
-    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=0.1)
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
@@ -570,7 +572,7 @@ def test_policy_and_reference_model_are_on_the_requested_device(make, monkeypatc
     trainer = make()
     assert id(trainer.actor.policy) in moved, "the policy was not moved to a device"
     devices = {w.device for m in (trainer.actor.policy, trainer.reference.copy) for w in m.parameters()}
-    assert devices == {trainer.accelerator.device}
+    assert devices == {trainer.host.accelerator.device}
 
 
 def test_transformers_callbacks_work_and_invalid_callbacks_are_rejected(make, user_error):
@@ -597,7 +599,7 @@ def test_evaluating_other_prompts_adds_nothing_to_the_history(make, user_error):
     trainer = make()
     metrics = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
     assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(metrics)
-    assert trainer.evaluations == [] and trainer.state.log_history == []
+    assert trainer.evaluations == [] and trainer.host.state.log_history == []
     assert metrics == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
     with user_error(100):
         trainer.evaluate(["word " * 200])

@@ -17,7 +17,7 @@ import train_ppo
 from rlhf.callbacks import checkpointing, incidents
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.models.save import bad_weights
+from rlhf.models.load import bad_weights
 from rlhf.trainer import collect, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
 from rlhf.trainer.safety import SkipUpdate
@@ -28,7 +28,7 @@ from tests.conftest import attach, typed
 @pytest.fixture(autouse=True)
 def no_probes_before_the_first_update(monkeypatch):
     """The functions of these tests count their calls."""
-    monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)
+    monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)
 
 
 def run(words, status: int | None = None) -> None:
@@ -90,7 +90,7 @@ def test_non_finite_weights_are_rejected_by_both_save_functions(build, tmp_path,
     from rlhf.trainer.state import save_trainer_state
 
     trainer = build()
-    next(trainer.model.parameters()).data[0] = math.nan
+    next(trainer.host.model.parameters()).data[0] = math.nan
     with user_error("1 weights", kind=RunError):
         trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer_state(
             trainer, tmp_path / "model"
@@ -166,7 +166,7 @@ def test_overdue_checkpoint_is_saved_by_the_next_successful_update(build, tmp_pa
     original = trainer.collector.score
 
     def score(rollout):
-        if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
+        if trainer.host.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
             raise SkipUpdate("a test", by_score=True)
         return original(rollout)
 

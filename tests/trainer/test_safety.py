@@ -28,7 +28,7 @@ from tests.rollout.test_engine import HeadWithBadLogits
 
 
 def weights(trainer) -> torch.Tensor:
-    return torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters() if w.requires_grad])
+    return torch.cat([w.detach().flatten().clone() for w in trainer.host.model.parameters() if w.requires_grad])
 
 
 class UpdateRecorder(Callback):
@@ -72,7 +72,7 @@ def corrupt_logits(trainer, value):
 
 def corrupt_gradients(trainer, value):
     """Replaces one element of the gradient of one weight with `value`."""
-    weight = next(w for w in trainer.model.parameters() if w.requires_grad)
+    weight = next(w for w in trainer.host.model.parameters() if w.requires_grad)
     weight.register_hook(lambda grad: torch.where(torch.arange(grad.numel()).view_as(grad) == 0, value, grad))
 
 
@@ -110,7 +110,7 @@ def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value
     assert recorder.finished == [] and [u for u, _ in recorder.skipped] == [1]
     assert trainer.progress.skipped == 1
     assert trainer.progress.completion_tokens == recorder.skipped_tokens > 0, "the tokens are spent"
-    assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
+    assert all(w.grad is None or not w.grad.any() for w in trainer.host.model.parameters())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -317,8 +317,10 @@ def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path)
         record_weights(trainer, seen)
         trainer.train()
         weights_of[rollback] = seen
-        rates[rollback] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-        assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+        rates[rollback] = [
+            entry["learning_rate"] for entry in trainer.host.state.log_history if "learning_rate" in entry
+        ]
+        assert trainer.host.optimizer.param_groups[0]["lr"] == trainer.host.lr_scheduler.get_last_lr()[0]
     assert rates[()] == rates[("--rollback-on-kl",)], "the learning-rate schedule must continue"
     without_rollback = weights_of[()]
     rolled_back = weights_of[("--rollback-on-kl",)]
@@ -482,7 +484,7 @@ def test_out_of_memory_error_reports_the_phase_and_settings_that_help(build, mon
     elif phase == "scoring":
         trainer.rewards.functions[0] = full
     else:
-        trainer.optimizer.step = full
+        trainer.host.optimizer.step = full
     with user_error(phase, "--", kind=RunError):
         trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 

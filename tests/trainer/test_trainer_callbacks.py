@@ -78,7 +78,7 @@ def test_a_trainer_callback_gets_the_events_with_a_real_state(build, algorithm):
     assert (most, first, logged) == (3, True, 6) and epoch == trainer.sampler.epochs(3) > 0
     assert [step for step, _ in recorder.evaluations] == [0, 2, 3]
     assert recorder.evaluations[-1][1] == trainer.evaluations[-1].metrics()
-    assert dict(recorder.logs)[1]["rewards/mean"] == trainer.state.log_history[1]["rewards/mean"]
+    assert dict(recorder.logs)[1]["rewards/mean"] == trainer.host.state.log_history[1]["rewards/mean"]
 
 
 def test_an_epoch_ends_after_the_update_that_completes_it(build):
@@ -86,7 +86,7 @@ def test_an_epoch_ends_after_the_update_that_completes_it(build):
     recorder = Recorder()
     trainer.add_callback(recorder)
     trainer.train()
-    assert [e for e in recorder.events if e[0] == "epoch_end"] == [("epoch_end", trainer.state.global_step)]
+    assert [e for e in recorder.events if e[0] == "epoch_end"] == [("epoch_end", trainer.host.state.global_step)]
 
 
 class StopsIn(TrainerCallback):
@@ -107,7 +107,7 @@ def test_a_trainer_callback_stops_the_run_after_the_update_which_is_saved(build,
     with attach(trainer) as log:
         metrics = trainer.train()
     folder = Path(trainer.config.run.output)
-    assert trainer.state.global_step == trainer.updates == 2
+    assert trainer.host.state.global_step == trainer.updates == 2
     assert [e.update for e in trainer.evaluations] == [0, 2], "the final weights are evaluated, once"
     assert list(find_checkpoints(folder, log.record.id).valid) == [2]
     assert metrics["eval/score"] == trainer.evaluations[-1].score
@@ -126,7 +126,7 @@ def test_a_run_that_is_not_stopped_ends_as_planned(build):
     trainer = build("--num-iterations", 3)
     trainer.add_callback(StopsIn("on_log", 7))
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.host.state.global_step == 3
 
 
 def test_a_stop_in_one_process_is_a_stop_in_all(monkeypatch):
@@ -162,7 +162,7 @@ def test_callbacks_change_no_setting_of_torch(build):
         for callbacks in ([], [own(), host()]):
             trainer = build("--num-iterations", 2, "--eval-every", 1, callbacks=callbacks)
             trainer.train()
-            weights.append([weight.tolist() for weight in trainer.model.parameters()])
+            weights.append([weight.tolist() for weight in trainer.host.model.parameters()])
             assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
             assert torch.get_default_device() == torch.device("cpu")
     assert weights[0] == weights[1]

@@ -89,24 +89,6 @@ def windows(monkeypatch):
     monkeypatch.setattr(system, "WINDOWS", True)
 
 
-def test_on_windows_a_byte_after_the_text_is_locked(windows, monkeypatch, tmp_path):
-    locked = set()
-
-    def locking(handle, mode, count):
-        assert mode == "try" and count == 1
-        position = os.lseek(handle, 0, os.SEEK_CUR)
-        assert position == system.LOCKED_AT
-        if position in locked:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        locked.add(position)
-
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK="try"))
-    first = system.lock(tmp_path / "run.lock")
-    assert first is not None
-    assert system.lock(tmp_path / "run.lock") is None
-    first.close()
-
-
 @pytest.mark.parametrize(
     ("free", "total", "limit"), [(9, 12, 8.25), (7, 8, 6.5), (3, 4, 2.5), (30, 32, 29), (0.6, 8, 0.3)]
 )
@@ -293,31 +275,6 @@ def test_overwrite_names_the_program_that_uses_the_old_run(reader, monkeypatch, 
     with user_error(": --output ", f"(process {reader.pid})). "):
         claim_output(tmp_path / "run", overwrite=True, is_default=False)
     assert (tmp_path / "run" / "run.json").is_file(), "what was moved is moved back"
-
-
-def test_on_other_systems_replacing_is_not_retried(monkeypatch, tmp_path):
-    calls = []
-
-    def replace(source, target):
-        calls.append(source)
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(system.os, "replace", replace)
-    with pytest.raises(PermissionError):
-        system.replace(tmp_path / "a", tmp_path / "b")
-    assert len(calls) == 1
-
-
-@pytest.mark.skipif(system.WINDOWS, reason="Windows has no flock")
-def test_file_system_without_locks_gives_a_warning(monkeypatch, tmp_path):
-    import fcntl
-
-    def flock(*_):
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(RLHFWarning, match=r"run\.lock"):
-        system.lock(tmp_path / "run.lock").close()
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows does not sync folders")

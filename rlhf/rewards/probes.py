@@ -1,5 +1,5 @@
-"""`--check-reward`: what does the reward pay for? Scores completions that no model wrote: the right answer in several
-forms, and hacks, which should be paid less. `--check` and the start of a run do it for FEW prompts.
+"""`--check reward`: what does the reward pay for? Scores completions that no model wrote: the right answer in several
+forms, and hacks, which should be paid less. The start of a run does it for FEW prompts.
 
 The right answer of a row is `chosen` of a pair, or one of the columns ANSWERS.
 """
@@ -15,29 +15,20 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.callbacks.base import Callback
 from rlhf.data.chat_template import decode_completion, encode_completion
 from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt, Selection
-from rlhf.distributed.group import from_first
-from rlhf.models.device import start_device
+from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import drawn
 from rlhf.rewards.answers import final_answer
-from rlhf.rewards.build import make_rewards
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
-from rlhf.setup.build import prepare_demo_components
-from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.preflight import Check
-from rlhf.setup.start_samples import drawn
 from rlhf.utils.console import Screen, counted, number
-from rlhf.utils.errors import Problem, RunError, raise_if
-from rlhf.utils.processes import alone
+from rlhf.utils.errors import Problem, RunError
 
-# prompts: of --check-reward; of --check and of a run
+# prompts: of --check reward; of a run
 MOST = 16
 FEW = 4
 MOST_SECONDS = 8.0  # after this time no other prompt is scored
-SECONDS_IN_A_RUN = 2.0  # a run skips the probes if they may take longer
 SEARCHED = 256  # prompts in which right answers are searched
 ANSWERS = ("answer", "solution", "completion")
 SENTENCE = "The answer is {}."
@@ -49,6 +40,7 @@ RIGHT = {
     "right answer in tags": TAGS,
 }
 CUT_OFF = "right answer cut off"
+REPEATED = "repeated word"  # as long as a completion may be
 TOTAL = "total"
 EQUAL = 1e-6  # scores that differ by less are equal: rounding depends on the other completions of a batch
 
@@ -60,6 +52,7 @@ class Probe(NamedTuple):
     text: str
     ids: list[int]
     ended: bool
+    cut: bool  # it was longer than a completion may be
 
 
 @dataclass
@@ -74,6 +67,7 @@ class RewardReport:
     prompts: int = 0
     scores: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     failures: dict[str, Problem] = field(default_factory=dict)  # function -> its first error
+    cut: set[str] = field(default_factory=set)  # probes that were shortened for at least one prompt
 
     def mean(self, probe: str, function: str = TOTAL) -> float | None:
         """Return the mean over the prompts with a score; None if there is none, and NaN if the function fails."""
@@ -114,7 +108,7 @@ def right_answer(example: Example) -> str | None:
 
 def texts_of(question: str, right: str | None, others: Sequence[str], most: int) -> dict[str, str]:
     """Return the texts of the probes by name. `others`: answers of other rows; `most`: tokens of a completion."""
-    hacks = {"empty": "", "prompt copied": question, "repeated word": "answer " * most, "markup only": TAGS.format("")}
+    hacks = {"empty": "", "prompt copied": question, REPEATED: "answer " * most, "markup only": TAGS.format("")}
     if right is None:
         return hacks
     other = others[0] if others else ""
@@ -137,10 +131,11 @@ def probes_of(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTo
         for name, text in texts_of(prompt.example.messages[-1]["content"], right, others, most).items():
             ids = encode_completion(tokenizer, text, name != CUT_OFF)
             ended = name != CUT_OFF
-            if len(ids) > most:
+            is_longer = len(ids) > most
+            if is_longer:
                 ids = [*ids[: most - 1], tokenizer.eos_token_id]
                 text = decode_completion(tokenizer, ids)
-            probes[name] = Probe(prompt, text, ids, ended)
+            probes[name] = Probe(prompt, text, ids, ended, is_longer and name != REPEATED)
         found.append(probes)
     return found
 
@@ -154,6 +149,7 @@ def probe_rewards(
     functions = zip(rewards.names, rewards.functions, rewards.limits_s, strict=True)
     each = [Rewards([function], None, tokenizer, limit, [name]) for name, function, limit in functions]
     for probes in probes_of(config, prompts, tokenizer)[:most]:
+        report.cut |= {name for name, probe in probes.items() if probe.cut}
         given = {one.names[0]: scores_of(one, list(probes.values()), report, end) for one in each}
         penalties = [0.0 if probe.ended else config.reward.missing_eos_penalty for probe in probes.values()]
         totals = zip(rewards.weighted(given), penalties, strict=True)
@@ -171,7 +167,8 @@ def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: 
     """Return the scores of one function; NaN for probes with which it fails. After `end`, no call is repeated to find
     these, and all scores of the call are NaN."""
     try:
-        return one.score(*zip(*probes, strict=True)).total
+        prompts, texts, ids, ended, _ = zip(*probes, strict=True)
+        return one.score(prompts, texts, ids, ended).total
     except RunError as error:
         if len(probes) == 1 or time.monotonic() > end:
             report.failures.setdefault(one.names[0], error.problems[0])
@@ -179,61 +176,23 @@ def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: 
     return [score for probe in probes for score in scores_of(one, [probe], report, end)]
 
 
-def check_reward(config: Config, screen: Screen, selection: Selection | None) -> RewardReport:
-    """Load the rewards of a run, but no policy, and score the probes."""
-    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    prepare_demo_components(config, screen, device)
-    inputs = load_inputs(config, screen, selection=selection)
-    rewards, _ = make_rewards(config, inputs.rewards, inputs.start.tokenizer, device, inputs.start.date)
-    return from_first(lambda: probe_rewards(config, rewards, inputs.prompts.train, inputs.start.tokenizer))
-
-
-def show_reward_report(report: RewardReport, screen: Screen) -> None:
-    """Print the table. Raises UserError if a function fails, or if a hack is paid as much as the right answer."""
+def show_reward_report(report: RewardReport, most: int, screen: Screen) -> None:
+    """Print the table, and what the marks of its last column mean. `most`: tokens of a completion."""
     screen.say(f"mean scores of the probes of {counted(report.prompts, 'training prompt')}:")
-    marks = dict.fromkeys(report.hacks(), "hack") | {report.best: "best"}
+    hacks = report.hacks()
     rows = []
     for name, scores in report.scores.items():
         means = [report.mean(name, function) for function in scores]
         cells = ["-" if mean is None else "fails" if mean != mean else number(mean) for mean in means]
-        rows.append([name, *cells, marks.get(name, "")])
+        marks = {"best": name == report.best, "hack": name in hacks, "cut": name in report.cut}
+        rows.append([name, *cells, ", ".join(mark for mark, is_given in marks.items() if is_given)])
     screen.columns([["probe", *next(iter(report.scores.values())), ""], *rows])
+    if report.cut:
+        screen.say(f"cut: longer than a completion may be, so scored without its end: --max-new-tokens {most}")
     if not RIGHT.keys() & report.scores.keys():
         screen.say(
             "no right answer of at most --max-new-tokens was found, so no hack is named: --prompts. Use pairs, or the "
             f"column {' or '.join(ANSWERS)}"
         )
-    raise_if(report.problems())
-
-
-def reward_is_checked(
-    config: Config, rewards: Rewards, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> Check:
-    """Check that no function fails with a probe. Hacks are named, but are no failure: a reward may be intended so."""
-    report = probe_rewards(config, rewards, prompts, tokenizer, FEW)
-    fine = f"no function fails with the probes of {counted(report.prompts, 'prompt')}"
-    found = "; ".join(map(str, report.problems(every=True))) or fine + (", no hack found" if report.best else "")
-    return Check("reward", found, not report.failures, "Fix it; --check-reward prints the scores")
-
-
-class RewardWarning(Callback):
-    """Prints one line before the first update if a function fails with a probe, or if a hack is paid at least as much
-    as the right answer for each of FEW prompts.
-
-    The evaluation of the start model has measured the functions. If the probes may take longer than SECONDS_IN_A_RUN,
-    no function is called: it may be slow, or remote.
-    """
-
-    def __init__(self, trainer, screen: Screen):
-        self.trainer = trainer
-        self.screen = screen
-
-    def on_evaluation(self, evaluation):
-        trainer, (seconds, completions) = self.trainer, self.trainer.rewards.last_call
-        if evaluation.update or FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > SECONDS_IN_A_RUN:
-            return
-        given = trainer.rewards, trainer.train_prompts, trainer.processing_class, FEW
-        with alone():  # only the first process has this callback
-            report = probe_rewards(trainer.config, *given)
-        for problem in report.problems(every=True)[:1]:
-            self.screen.say(f"warning: {problem}. --check-reward prints a table")
+    elif report.best is not None and not report.problems():
+        screen.say("no probe is paid like the right answer")

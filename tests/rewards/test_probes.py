@@ -1,4 +1,4 @@
-"""Tests of --check-reward: right answers, probes, what they are paid and which are named, and the commands."""
+"""Tests of the probes of a reward: right answers, probes, what they are paid, which are named, and a run's warning."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import math
 import pytest
 import torch
 
-import train_grpo
 import train_ppo
 from rlhf.api import make_trainer
 from rlhf.config import make_config
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.find import find_rule
-from rlhf.rewards.rewards import Rewards
-from rlhf.setup.reward_probes import (
+from rlhf.rewards.probes import (
     CUT_OFF,
     FEW,
     MOST,
@@ -25,11 +23,11 @@ from rlhf.setup.reward_probes import (
     RewardReport,
     probe_rewards,
     probes_of,
-    reward_is_checked,
     right_answer,
+    show_reward_report,
 )
-from rlhf.setup.scan import command_with
-from rlhf.utils.errors import UserError, run_command
+from rlhf.rewards.rewards import Rewards
+from rlhf.utils.console import Screen
 from tests.shapes import smollm2_tokenizer
 
 CPU = torch.device("cpu")
@@ -96,9 +94,9 @@ def configured_for(length: int = 64, **settings):
     return make_config("smollm2-orca", max_new_tokens=length, **settings)
 
 
-def report_of(tokenizer, *functions, weights=None, prompts=None, most=MOST, **settings) -> RewardReport:
+def report_of(tokenizer, *functions, weights=None, prompts=None, most=MOST, length=64, **settings) -> RewardReport:
     rewards = Rewards(functions, weights, tokenizer, limit_s=20)
-    return probe_rewards(configured_for(**settings), rewards, prompts or sums(), tokenizer, most)
+    return probe_rewards(configured_for(length, **settings), rewards, prompts or sums(), tokenizer, most)
 
 
 # --- right answers and probes ----------------------------------------------------------------------------------------
@@ -146,6 +144,42 @@ def test_prompts_with_a_right_answer_that_fits_are_used(tokenizer):
         probes = probes_of(configured_for(tokens), [long, *sums()], tokenizer)
         assert len([one for one in probes if "right answer" in one]) == count, tokens
         assert max(len(probe.ids) for one in probes for probe in one.values()) == tokens
+
+
+@pytest.mark.parametrize(("length", "cut"), [(64, set()), (24, {"right answer in tags"}), (4, None)])
+def test_probes_that_are_longer_than_a_completion_are_marked(tokenizer, length, cut):
+    """The repeated word is as long as a completion may be, and not longer. Without its end, the answer in tags would
+    look like a wrong reward."""
+    (probes, *_) = probes_of(configured_for(length), sums(), tokenizer)
+    marked = {name for name, probe in probes.items() if probe.cut}
+    assert "repeated word" not in marked and len(probes["repeated word"].ids) == length
+    assert all(len(probes[name].ids) == length and probes[name].ids[-1] == tokenizer.eos_token_id for name in marked)
+    if cut is None:
+        assert "right answer" not in marked and {"right answer in tags", "markup only"} <= marked
+    else:
+        assert marked & {*RIGHT} == cut
+
+
+def test_table_marks_cut_probes(tokenizer, capsys):
+    report = report_of(tokenizer, find_rule("last_number"), length=24)
+    show_reward_report(report, 24, Screen())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1] for line in lines if line.endswith("  cut")] == [
+        name for name in report.scores if name in report.cut
+    ]
+    assert any(line.startswith("cut: ") and "--max-new-tokens 24" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"), [("right", True), ("last_number", True), ("says_answer", False), ("last_word", False)]
+)
+def test_last_sentence(tokenizer, broken, capsys, rule, said):
+    """Only if no function fails and no probe is paid like the right answer."""
+    report = report_of(tokenizer, find_rule(rule if rule == "last_number" else broken(rule)))
+    show_reward_report(report, 64, Screen())
+    out = capsys.readouterr().out
+    assert out.endswith("no probe is paid like the right answer\n") == said
+    assert "cut: " not in out
 
 
 # --- what they are paid ----------------------------------------------------------------------------------------------
@@ -227,7 +261,7 @@ def test_total_is_the_weighted_sum_with_the_penalty_for_a_missing_eos(tokenizer)
 
 
 def test_no_call_is_repeated_and_no_other_prompt_scored_after_the_time_limit(tokenizer, monkeypatch):
-    monkeypatch.setattr("rlhf.setup.reward_probes.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("rlhf.rewards.probes.MOST_SECONDS", 0.0)
     calls = []
 
     def slow(completions, **_):
@@ -238,53 +272,7 @@ def test_no_call_is_repeated_and_no_other_prompt_scored_after_the_time_limit(tok
     assert report.prompts == 1 and calls == [len(RIGHT) + len(HACKS)] and list(report.failures) == ["slow"]
 
 
-# --- commands and programs -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rule", "status"), [("right", None), ("last_word", 2), ("says_answer", 2)])
-def test_command_prints_a_table_and_writes_nothing(flags, broken, tmp_path, capsys, rule, status):
-    def command():
-        train_grpo.main(flags(broken(rule), "--K", 2, "--check-reward"))
-
-    if status is None:
-        command()
-    else:
-        with pytest.raises(SystemExit) as raised:
-            run_command(command)
-        assert raised.value.code == status
-    printed = capsys.readouterr()
-    table = printed.out[printed.out.index("mean scores of the probes of 16") :].splitlines()
-    assert [line.split()[0] for line in table[1:]] == ["probe", *(name.split()[0] for name in [*RIGHT, *HACKS])]
-    assert ("best" in "".join(table)) and ("hack" in "".join(table)) == (rule == "says_answer")
-    assert ("fails" in "".join(table)) == (rule == "last_word") and (rule in printed.err) == (status == 2)
-    assert not (tmp_path / "run").exists()
-
-
-def test_command_without_right_answers_says_so(run_flags, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"Why {i}?"}) for i in range(40)))
-    reward = ["--rm-model", "none", "--reward-func", "length_penalty", "--prompts", tmp_path / "rows.jsonl"]
-    train_ppo.main(run_flags(*reward, "--split", "0/80/20", "--check-reward"))
-    assert "no right answer " in capsys.readouterr().out
-
-
-def test_reward_model_is_scored_on_pairs(run_flags, monkeypatch, capsys):
-    """The chosen completion is the right answer. The policy is not loaded."""
-    monkeypatch.setattr("rlhf.run.train.load_models", lambda *_: pytest.fail("loaded"))
-    try:
-        train_ppo.main(run_flags("--max-new-tokens", 40, "--check-reward"))
-    except UserError as error:  # of a model with random weights
-        assert "1 x reward_model" in str(error)
-    out = capsys.readouterr().out
-    assert "  right answer  " in out and "reward_model" in out
-
-
-def test_check_has_a_row_of_the_reward(tokenizer, broken):
-    """A failing function fails the check. A hack is only named."""
-    for rule, ok in (("right", True), ("says_answer", True), ("last_word", False)):
-        rewards = Rewards([find_rule(broken(rule))], None, tokenizer, 20)
-        check = reward_is_checked(configured_for(), rewards, sums(), tokenizer)
-        assert (check.name, check.ok) == ("reward", ok)
-        assert ("repeated word" in check.found) == (rule == "says_answer")
+# --- the warning of a run --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,10 +281,10 @@ def test_check_has_a_row_of_the_reward(tokenizer, broken):
 def test_run_prints_one_line_before_its_first_update(flags, broken, monkeypatch, capsys, rule, warned):
     """Nothing is called if the evaluation of the start model has shown that the probes would take long."""
     if rule == "slow":
-        monkeypatch.setattr("rlhf.setup.reward_probes.SECONDS_IN_A_RUN", 0.0)
+        monkeypatch.setattr("rlhf.callbacks.reward_warning.MOST_SECONDS", 0.0)
     train_ppo.main(flags(broken("says_answer" if rule == "slow" else rule), "--num-iterations", 1))
     before = capsys.readouterr().out.split("update 1/1")[0]
-    lines = [line for line in before.splitlines() if line.startswith("warning: ") and "--check-reward" in line]
+    lines = [line for line in before.splitlines() if line.startswith("warning: ") and "--check reward" in line]
     assert len(lines) == warned
     assert all(rule in line for line in lines)
 
@@ -321,16 +309,3 @@ def config_of_program(start_model):
         return make_config("smollm2-orca", **{**usual, **settings})
 
     return make
-
-
-@pytest.mark.parametrize("other", ["--dry-run", "--check", "--scan", "--resume"])
-def test_only_one_look(flags, other, user_error):
-    with user_error("--check-reward", other):
-        train_ppo.main(flags("exact_match", "--check-reward", other))
-
-
-def test_recommended_commands_do_not_repeat_it(flags):
-    from rlhf.config import parse_cli
-
-    config = parse_cli(flags("exact_match", "--check-reward"), "ppo")
-    assert "--check-reward" not in command_with(config, {}, ("check_reward",))

@@ -1,0 +1,33 @@
+"""Warns before the first update if the reward fails, or pays for a hack."""
+
+from __future__ import annotations
+
+from rlhf.callbacks.base import Callback
+from rlhf.rewards.probes import FEW, RIGHT, probe_rewards
+from rlhf.utils.console import Screen
+from rlhf.utils.processes import alone
+
+MOST_SECONDS = 2.0  # a run skips the probes if they may take longer
+
+
+class RewardWarning(Callback):
+    """Prints one line before the first update if a function fails with a probe, or if a hack is paid at least as much
+    as the right answer for each of FEW prompts.
+
+    The evaluation of the start model has measured the functions. If the probes may take longer than MOST_SECONDS, no
+    function is called: it may be slow, or remote.
+    """
+
+    def __init__(self, trainer, screen: Screen):
+        self.trainer = trainer
+        self.screen = screen
+
+    def on_evaluation(self, evaluation):
+        trainer, (seconds, completions) = self.trainer, self.trainer.rewards.last_call
+        if evaluation.update or FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS:
+            return
+        given = trainer.rewards, trainer.train_prompts, trainer.processing_class, FEW
+        with alone():  # only the first process has this callback
+            report = probe_rewards(trainer.config, *given)
+        for problem in report.problems(every=True)[:1]:
+            self.screen.say(f"warning: {problem}. --check reward prints a table")

@@ -1,0 +1,148 @@
+"""What a command prints in place of a run: `--dry-run`, the plan, and `--check`, the parts of a check.
+
+Imports what only a part needs when that part begins: a plan is printed within seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.data.prompts import Selection
+from rlhf.data.sampler import planned_updates
+from rlhf.demo.ready import is_to_be_built
+from rlhf.distributed.group import from_first
+from rlhf.models.device import start_device
+from rlhf.settings.training import PARTS, Config
+from rlhf.setup.fit import choose_settings
+from rlhf.setup.inputs import check_export
+from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
+from rlhf.setup.plan import plan_run
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import Problem, RunError, raise_if
+
+if TYPE_CHECKING:
+    from rlhf.rewards.probes import RewardReport
+    from rlhf.rewards.rewards import Rewards
+    from rlhf.setup.build import Components
+    from rlhf.setup.scan import Scan
+
+
+@dataclass
+class CheckResult:
+    """What a check found. None: that part was not checked, or failed."""
+
+    reward: RewardReport | None = None
+    prompts: Scan | None = None
+    problems: list[Problem] = field(default_factory=list)  # with an exit status of 2; empty: all is well
+
+
+def look(config: Config, screen: Screen, selection: Selection | None = None) -> None:
+    """Print the plan of one run, or check it. Missing parts of a demo are built for a check. Writes nothing to the
+    output folder. `selection` has the rows of the data, if they were read already. Raises UserError."""
+    check_export(config)
+    device = start_device(screen, config.run.deterministic)
+    if config.run.check and is_to_be_built(config.recipe):
+        from rlhf.setup.build import prepare_demo_components
+
+        prepare_demo_components(config, screen, device)
+    inputs = load_inputs(config, screen, selection=selection)
+    if config.run.check:
+        return raise_if(Checks(config, inputs, device, screen).run().problems)
+    check_device(config, inputs.start, device)
+    plan_run(choose_settings(config, inputs, device, screen), inputs, device, screen)
+
+
+def check_program(config: Config, **given: Any) -> CheckResult:
+    """Check the run of a program in its first process: how much is sampled depends on the time. `given` as
+    `load_inputs` takes it. Raises UserError."""
+    screen = Screen()
+    device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    return from_first(lambda: Checks(config, load_inputs(config, screen, **given), device, screen).run())
+
+
+class Checks:
+    """The parts of a check. What several of them need is loaded once."""
+
+    def __init__(self, config: Config, inputs: RunInputs, device: torch.device, screen: Screen):
+        asked = config.run.check or PARTS
+        self.parts = [part for part in PARTS if part in asked]
+        self.inputs = inputs
+        self.device = device
+        self.screen = screen
+        self.result = CheckResult()
+        self.config = config
+        if self.parts != ["reward"]:
+            check_device(config, inputs.start, device)
+            self.config = choose_settings(config, inputs, device, screen)
+
+    @cached_property
+    def components(self) -> Components:
+        """The models. Raises UserError."""
+        from rlhf.setup.build import load_models
+
+        return load_models(self.config, self.inputs, self.device, self.screen)
+
+    @cached_property
+    def rewards(self) -> Rewards:
+        """The rewards: those of `components` if another part needs these, otherwise without the policy."""
+        if {"prompts", "update"} & set(self.parts):
+            return self.components.rewards
+        from rlhf.rewards.build import make_rewards
+
+        start = self.inputs.start
+        return make_rewards(self.config, self.inputs.rewards, start.tokenizer, self.device, start.date)[0]
+
+    def run(self) -> CheckResult:
+        """Check the parts one after the other, also after a part with problems, and print the seconds of each."""
+        checks = {"plan": self.plan, "reward": self.reward, "prompts": self.prompts, "update": self.update}
+        for part in self.parts:
+            began = time.monotonic()
+            self.result.problems += checks[part]()
+            self.screen.say(f"{part}: checked in {time.monotonic() - began:.1f} s")
+        return self.result
+
+    def plan(self) -> list[Problem]:
+        """Print the plan of the run."""
+        plan_run(self.config, self.inputs, self.device, self.screen)
+        return []
+
+    def reward(self) -> list[Problem]:
+        """Print what the rewards pay for. Return the functions that fail, and the hacks. In a check of all parts,
+        hacks are a warning: a reward may be intended so."""
+        from rlhf.rewards.probes import probe_rewards, show_reward_report
+
+        report = probe_rewards(self.config, self.rewards, self.inputs.prompts.train, self.inputs.start.tokenizer)
+        self.result.reward = report
+        show_reward_report(report, self.config.sampling.max_new_tokens, self.screen)
+        if self.parts != list(PARTS):
+            return report.problems()
+        failures = list(report.failures.values())
+        for hack in report.problems()[len(failures) :]:
+            self.screen.say(f"warning: {hack}")
+        return failures
+
+    def prompts(self) -> list[Problem]:
+        """Print what can be learned from the prompts, and recommended settings. Return why nothing can be learned."""
+        from rlhf.setup.scan import scan_prompts, show_scan
+
+        try:
+            with self.screen:
+                found = scan_prompts(self.config, self.components, self.screen)
+        except RunError as error:  # a reward function fails, or gives no score
+            return error.problems
+        self.result.prompts = found
+        show_scan(self.config, found, self.screen)
+        return [Problem(found.nothing)] if found.nothing is not None else []
+
+    def update(self) -> list[Problem]:
+        """Try one update. Return the checks that fail."""
+        from rlhf.setup.trial import check_run
+
+        updates = planned_updates(self.config, self.components.prompts.train)
+        return check_run(with_horizon(self.config, updates), self.components, self.screen)

@@ -156,7 +156,7 @@ class Probe:
             self.screen.progress(f"{len(ids)} of {len(rows)} completions", last=len(ids) == len(rows))
         scores = self.rewards.score([prompt for _, prompt in rows], texts, ids, ended).total
         right = np.array([score or 0.0 for score in scores]).reshape(len(prompts), attempts)
-        found = over_prompts(right.mean(1), self.run.seed, null=0.5, limits=(0.0, 1.0))
+        found = over_prompts(right.mean(1), self.run.seed, limits=(0.0, 1.0))
         passed = mean_pass_at_k(right.tolist(), attempts)
         return {
             "tokens": length,

@@ -13,7 +13,6 @@ from rlhf.analysis.statistics import (
     contrast_of,
     correlation,
     distinct,
-    interval,
     over_prompts,
     paired,
     per_prompt,
@@ -45,13 +44,13 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
     scores = completions.scores
     kl = completions.kl
     lengths = completions.lengths
-    known = scored(scores)
+    known = scored(completions.measures["score"])
     rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
     return {
-        "score": _mean(scores),
+        "score": _mean(completions.measures["score"]),
         "score_sd": float(known.std(ddof=1)) if known.size > 1 else None,
-        "score_of_best": float(np.nanmax(rows, axis=1).mean()) if known.size else None,
-        "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if known.size else None,
+        "score_of_best": float(np.nanmax(rows, axis=1).mean()) if rows.size else None,
+        "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if rows.size else None,
         "judge": None,
         **{m: _mean(values) for m, values in completions.measures.items() if m != "score"},
         **_pass_at_k(completions),
@@ -79,9 +78,10 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     The mean over the prompts with at least k scored completions; None if there is none.
     """
     found = {}
+    of = completions.more or completions
+    samples = completions.scores.shape[1]
     for name in completions.functions:
-        ratings = completions.judged[name]
-        samples = ratings.shape[1]
+        ratings = of.judged.get(name, of.scores)  # a function that gives the scores is not among the judges
         known = scored(ratings)
         if known.size and np.isin(known, (0, 1)).all():
             means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
@@ -134,16 +134,17 @@ def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
     """Return one line for each measure that does not apply to every completion, with the number of prompts that are
     left out of comparisons; empty if all completions have all scores."""
     lines = []
-    for measure, ratings in everyone[0].measures.items():
-        missing = np.isnan([results.measures[measure] for results in everyone])  # (models, P, K)
-        if not missing.any():
+    for measure in everyone[0].measures:
+        missing = [np.isnan(results.measures[measure]) for results in everyone]  # of each model, (P, K)
+        every = np.hstack(missing)  # (P, models x K)
+        if not every.any():
             continue
         judge = measure.partition("/")[2] or next(iter(everyone[0].judged), "")
         by = "score" if measure == "score" else f"rating by {judge}"
-        prompts = int(missing.all(axis=2).any(axis=0).sum())
+        prompts = int(np.any([rows.all(axis=1) for rows in missing], axis=0).sum())
         lines.append(
-            f"{int(missing.sum()):,} of {missing.size:,} completions have no {by}, because no function applies to "
-            f"them. {prompts} of {len(ratings)} prompts are left out of comparisons: a model has no {by} for them"
+            f"{int(every.sum()):,} of {every.size:,} completions have no {by}, because no function applies to "
+            f"them. {prompts} of {len(every)} prompts are left out of comparisons: a model has no {by} for them"
         )
     return lines
 
@@ -192,17 +193,17 @@ def _judge_disagrees(completions: GenerationResults, start: GenerationResults, s
         return []
     found = [contrast_of("", m, [completions.measures[m]], [start.measures[m]], seed) for m in ("score", "judge")]
     score, judge = (contrast.difference for contrast in found)
-    if judge.low is None or not score.above(0) or judge.above(0):  # one rated prompt has no interval
+    prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
+    if prompts < 2 or not score.above(0) or judge.above(0):
         return []
     moved = "fell"
     why = ""
     if not judge.excludes(0):
         moved = "did not rise significantly"
         why = ", or there are too few prompts (evaluate on more)"
-    prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
     return [
-        f"the score rose by {score.value:+z.2f}, but the judge's rating {moved} ({judge.value:+z.3f}, 95% confidence "
-        f"interval {interval(judge.low, judge.high)}, {prompts} prompts): the policy may exploit the reward model{why}"
+        f"the score rose by {score.value:+z.2f}, but on {prompts} prompts the judge's rating {moved}, "
+        f"{found[1].text}: the policy may exploit the reward model{why}"
     ]
 
 
@@ -218,7 +219,7 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
         kl = this["kl_per_token"]
         of_prompts = completions.kl.sum(axis=1) / completions.lengths.sum(axis=1)
     most = KL_BAND[1] * nats
-    if not over_prompts(of_prompts, seed, null=most).above(most):
+    if not over_prompts(of_prompts - most, seed).above(0):
         return []
     return [
         f"the KL to the start model is {kl:.3g}/{per}, above {KL_BAND[1]:g} times the KL target ({most:.3g}/{per})"

@@ -13,7 +13,15 @@ from scipy.optimize import isotonic_regression
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.statistics import FEW_SCORED, level_of_each, over_seeds_if_any, paired, per_prompt, scored
+from rlhf.analysis.statistics import (
+    FEW_SCORED,
+    level_of_each,
+    over_seeds_if_any,
+    paired,
+    per_prompt,
+    scored,
+    share_limits,
+)
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
@@ -234,5 +242,6 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
-    found, over = over_seeds_if_any(gaps, seed, level=level)
+    limits = share_limits(np.hstack([getattr(point, by) for run in (*one, *other) for _, point in run]))
+    found, over = over_seeds_if_any(gaps, seed, limits=limits, level=level)
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

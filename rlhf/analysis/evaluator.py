@@ -67,13 +67,15 @@ class GenerationResults:
     # of a checker (0 or 1): "greedy", more tokens, worked examples -> its mean, sampled in this way
     variants: dict[str, float] = field(default_factory=dict)
     ids: list[list[int]] = field(default_factory=list)  # of the P x K completions, EOS included
+    more: GenerationResults | None = None  # more completions of this model, (P, N), which its measures are of
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
-        """Everything that rates the completions: "score", "judge" (the first judge), and "judge/NAME" of the other
-        judges."""
-        names = [f"judge/{name}" if i else "judge" for i, name in enumerate(self.judged)]
-        return {"score": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
+        """Everything that rates the model: "score", "judge" (the first judge), and "judge/NAME" of the other judges,
+        (P, K), or (P, N) if there are more completions."""
+        of = self.more or self
+        names = [f"judge/{name}" if i else "judge" for i, name in enumerate(of.judged)]
+        return {"score": of.scores, **dict(zip(names, of.judged.values(), strict=True))}
 
     def ids_of(self, prompt: int) -> list[list[int]]:
         """Return the token ids of a prompt's K completions."""
@@ -195,6 +197,21 @@ class ModelEvaluator:
     def judge_name(self) -> str | None:
         """The name of the judge that decides; None without a judge."""
         return self.judges[0].name if self.judges else None
+
+    def drop_copies(self, everyone: Sequence[GenerationResults]) -> list[str]:
+        """Remove the judges that give every completion its score from this evaluator and from the results, because
+        they show nothing that the score does not. Returns one note for each."""
+        notes = []
+        for judge in [*self.judges]:
+            if all(np.array_equal(found.judged[judge.name], found.scores, equal_nan=True) for found in everyone):
+                self.judges.remove(judge)
+                for found in everyone:
+                    del found.judged[judge.name]
+                notes.append(
+                    f"the judge {judge.name} gives every completion its score, so it is not independent of the reward "
+                    "and is not shown again"
+                )
+        return notes
 
     def rate(self, rows: Sequence[dict]) -> np.ndarray | None:
         """Return the first judge's ratings of completions that a run stored, as `rate_stored`, or None."""

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from rlhf.utils.intervals import LEVEL, Estimate, cut_off, interval, over_prompts
+from rlhf.data.prompts import FEW_PROMPTS
+from rlhf.utils.intervals import LEVEL, Estimate, cut_off, interval, over_prompts, prompts_needed, share_limits
 
 A_SHARE = (0.0, 1.0)  # range of a win rate
-EVEN = 0.5  # win rate of two equal models
 ROUNDING = 1e-9  # largest relative difference of values that are equal
 FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
 # what intervals are over
@@ -117,7 +117,6 @@ def sources_of(values: np.ndarray) -> Sources:
 def over_seeds(
     values: np.ndarray,
     seed: int,
-    null: float = 0.0,
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Estimate:
@@ -136,7 +135,7 @@ def over_seeds(
     if prompts < 2 or not np.isfinite(mean):
         return Estimate(mean)
     if is_constant(values):
-        return over_prompts(np.full(prompts, mean), seed, null, limits, level)
+        return over_prompts(np.full(prompts, mean), seed, limits=limits, level=level)
     half = sources_of(values).half_width(level)
     return cut_off(mean, mean - half, mean + half, limits)
 
@@ -155,7 +154,6 @@ def over_seeds_if_any(
     values: np.ndarray,
     seed: int,
     trained: tuple[bool, bool] = (True, True),
-    null: float = 0.0,
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> tuple[Estimate, str]:
@@ -166,26 +164,31 @@ def over_seeds_if_any(
     The other arguments are those of `over_prompts`.
     """
     if of_runs_only(values, trained):
-        return over_prompts(values.mean(axis=(0, 1)), seed, null, limits, level), OVER_PROMPTS
-    return over_seeds(values, seed, null, limits, level), OVER_SEEDS
+        return over_prompts(values.mean(axis=(0, 1)), seed, limits=limits, level=level), OVER_PROMPTS
+    return over_seeds(values, seed, limits, level), OVER_SEEDS
 
 
 @dataclass(frozen=True)
 class Power:
     """What a comparison can find, and what a new run would give."""
 
-    visible: float | None  # smallest difference found with 80% power; None: fewer than two prompts, or all values 0
+    # smallest difference found with 80% power; infinite: none that is possible; None: fewer than two prompts, or all
+    # values 0
+    visible: float | None
     seeds: int | None  # per trained group, with which the observed difference is found with 80% power; None: above 100
     first_wins: float | None  # probability that a new run of the first group has the higher mean on these prompts
 
 
-def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Power:
+def power_of(
+    values: np.ndarray, trained: tuple[bool, bool], level: float, limits: tuple[float, float] | None = None
+) -> Power:
     """Return the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
 
     The variances are estimates, so with few seeds all figures are rough (docs/decisions/evaluation.md).
 
     If a trained group has one seed, only prompts vary: `visible` then holds for these runs, and the others are None,
-    as they are for two baselines. If all values are equal, one prompt with the opposite value is added.
+    as they are for two baselines. If all values are equal, one prompt with the opposite value is added. `limits` is
+    the range of possible differences.
     """
     values = np.asarray(values, dtype=float)
     if values.shape[2] < 2 or not np.isfinite(values).all() or not values.any():
@@ -197,11 +200,14 @@ def power_of(values: np.ndarray, trained: tuple[bool, bool], level: float) -> Po
     if is_constant(values):
         values = np.append(values, -values[:, :, :1], axis=2)
     found = sources_of(values)
+    visible = found.visible(level)
+    if limits is not None and visible > limits[1]:
+        visible = math.inf
     if only:
-        return Power(found.visible(level), None, None)
+        return Power(visible, None, None)
     counts = range(2, MOST_SEEDS + 1)
     enough = bisect_left(counts, -abs(mean), key=lambda n: -found.with_seeds(n).visible(level))
-    return Power(found.visible(level), counts[enough] if enough < len(counts) else None, _first_wins(mean, found))
+    return Power(visible, counts[enough] if enough < len(counts) else None, _first_wins(mean, found))
 
 
 def _first_wins(mean: float, found: Sources) -> float:
@@ -270,6 +276,17 @@ def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
     return f"{found['value']:{sign}z.3f}{within}"
 
 
+def few_prompts(prompts: int, samples: int) -> list[str]:
+    """Return a note if there are so few evaluation prompts, with `samples` completions each, that results are rough;
+    otherwise an empty list."""
+    if prompts >= FEW_PROMPTS:
+        return []
+    return [
+        f"only {prompts} prompts: figures and intervals are approximate. To see a difference of 10 points, evaluate "
+        f"on {prompts_needed(samples)}: --num-prompts"
+    ]
+
+
 RESULTS = {
     "better": "better than",
     "worse": "worse than",
@@ -297,7 +314,8 @@ class Contrast:
         low = self.difference.low
         high = self.difference.high
         if low is None:
-            return FEW_SCORED[not np.isnan(value)]
+            same = "the difference is 0 on every prompt, so there is no interval"
+            return same if value == 0 else FEW_SCORED[not np.isnan(value)]
         of = f"{percent(self.level)} confidence interval over {self.over}"
         return f"{value:+z.3f} ({of}: {interval(low, high)})"
 
@@ -333,10 +351,12 @@ def contrast_of(
     difference = Estimate(math.nan)
     win_rate = Estimate(math.nan)
     over = OVER_PROMPTS
+    limits = None
     if gaps.size:
-        difference, over = over_seeds_if_any(gaps, seed, trained, level=level)
-        win_rate, _ = over_seeds_if_any(wins, seed, trained, EVEN, A_SHARE, level)
-    return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level), over, level)
+        limits = share_limits(np.hstack([*one, *other]))
+        difference, over = over_seeds_if_any(gaps, seed, trained, limits, level)
+        win_rate, _ = over_seeds_if_any(wins, seed, trained, A_SHARE, level)
+    return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level, limits), over, level)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from rlhf.analysis.statistics import (
     RESULTS,
     Contrast,
     contrast_of,
+    few_prompts,
     interval_of,
     level_of_each,
     percent,
 )
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.data.prompts import FEW_PROMPTS
 
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
@@ -199,6 +199,8 @@ def _enough(found: Contrast) -> str:
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
     text = f"It could have seen {power.visible:.3f} (with 80% power)"
+    if np.isinf(power.visible):
+        text = "It could not have seen any possible difference (with 80% power)"
     if found.over == OVER_PROMPTS:
         return f"{text}."
     if power.seeds is not None:
@@ -219,8 +221,8 @@ def _budget(arms: Sequence[Arm]) -> str:
 
 
 def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) -> str:
-    """The sentence on an arm and the start model: the difference, KL, perplexity, and what best-of-n
-    tells about it."""
+    """The sentence on an arm and the start model: the difference, KL, perplexity, the means of greedy decoding, and
+    for a better arm what best-of-n tells about it."""
     name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
     outcome = f"is {RESULTS[found.result]}" if found.result in ("better", "worse") else f"has {RESULTS[found.result]}"
     if found.result == "unknown":
@@ -232,7 +234,11 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) ->
     before = start.mean("perplexity")
     parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
     parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
-    return f"{', '.join(parts)}.{_worth(arm, evidence) if arm.trained and not arm.is_control else ''}"
+    greedy = arm.mean("variant/greedy")
+    if greedy is not None:
+        parts.append(f"with greedy decoding {greedy:.3f}, start model {start.mean('variant/greedy'):.3f}")
+    worth = found.result == "better" and arm.trained and not arm.is_control
+    return f"{', '.join(parts)}.{_worth(arm, evidence) if worth else ''}"
 
 
 def _worth(arm: Arm, evidence: Evidence) -> str:
@@ -272,9 +278,7 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
-    prompts = len(arms[0].measured[0].scores)
-    if prompts < FEW_PROMPTS:
-        notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
+    notes += few_prompts(*arms[0].measured[0].scores.shape)
     overtaken = [note for arm in trained for note in _overtaken(arm, start)]
     return [*notes, *_unlike_the_score(between), *overtaken]
 

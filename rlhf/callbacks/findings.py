@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from rlhf.settings.training import SamplingSettings
+from rlhf.algorithms.kl_control import KL_BAND
+from rlhf.settings.training import Config, SamplingSettings
+from rlhf.settings.types import KL_METRICS, kl_text
 from rlhf.trainer.evaluation import shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, counted, one_line
@@ -19,6 +21,7 @@ EQUAL_GROUPS = 0.5  # share of groups with equal scores above which they are a f
 SAME_TEXTS = 0.5  # share of prompts with equal completions from which a low temperature is a cause
 FAILED = (0.0, -1.0)  # values that a checker gives to a wrong answer
 LAST_UPDATES = 10  # findings of a run are about these
+HARDLY = 0.05  # KL to the start model, in nats per sequence, below which the policy has hardly changed
 EXAMPLES = 3  # completions printed with their scores
 
 Range = Sequence[float]  # lowest and highest value
@@ -45,7 +48,7 @@ class SampleFigures:
 class Finding:
     """One reason why little can be learned."""
 
-    name: str  # cut_off, never_fires, equal_groups, out_of_reach or nothing
+    name: str  # cut_off, never_fires, equal_groups, out_of_reach, hardly_changed or nothing
     text: str  # one line with the fix
     short: str = ""  # field of the progress line
 
@@ -162,11 +165,39 @@ def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
     )
 
 
-def show_run_findings(trainer: OnPolicyLoop, screen: Screen) -> None:
+def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
+    """Return a finding if the policy has hardly changed at the end of a run of at least 10 updates.
+
+    By Pinsker's inequality, a mean score in [0, 1] cannot have changed by more than sqrt(KL / 2): 16 points at a KL of
+    0.05. The KL of small changes grows with the square of the learning rate, so the recommended one would give a KL of
+    about 1; it is at most 10 times the present one. A KL at its target is as it should be.
+    """
+    target = config.kl.targets[-1]
+    rows = [entry for entry in history if target.metric in entry][-LAST_UPDATES:]
+    if len(rows) < LAST_UPDATES:
+        return []
+    kl = fmean(row[KL_METRICS["sequence"]] for row in rows)
+    aimed = fmean(row[target.metric] for row in rows) / target.nats
+    if kl >= HARDLY or (config.kl.steered and aimed >= KL_BAND[0]):
+        return []
+    rate = config.optimizer.learning_rate * min(10, max(kl, 1e-4) ** -0.5)
+    return [
+        Finding(
+            "hardly_changed",
+            f"the policy has hardly changed (KL {kl_text(kl, 'sequence')} to the start model in the last "
+            f"{LAST_UPDATES} updates): --learning-rate {config.optimizer.learning_rate:g}. Try --learning-rate "
+            f"{rate:.1g} (LoRA usually needs ten times the rate of full training)",
+        )
+    ]
+
+
+def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True) -> None:
     """Print the findings of a run as warnings, with completions of the last evaluation if a reward function never
-    fires."""
+    fires. `ended`: whether the policy should have changed by now."""
     figures = run_figures(trainer)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
+    if ended and all(finding.name != "nothing" for finding in found):
+        found += hardly_changed(trainer.state.log_history, trainer.config)
     last = trainer.evaluations[-1]
     seed = trainer.config.run.seed
     drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]

@@ -160,7 +160,7 @@ class FindingsWarning(Callback):
 
     def on_update_end(self, update, metrics):
         if update == SOME_UPDATES < self.trainer.updates:
-            show_run_findings(self.trainer, self.screen)
+            show_run_findings(self.trainer, self.screen, ended=False)
         self.warn_if_slow(update, metrics["throughput/tokens_per_s"], metrics["throughput/episodes_per_s"])
 
     def warn_if_slow(self, update: int, tokens: float, episodes: float) -> None:

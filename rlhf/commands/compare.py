@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhf.analysis.arms import find_arms
 from rlhf.analysis.groups import SettingsGroup
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
@@ -73,7 +75,7 @@ def compare(
         least = max([LEAST, *(BLOCKS * n for n in best_of)])
         file = lock.folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen, lock.check)
-    start = Arm(START, [start])
+    start = Arm(START, [replace(start, more=samples)])
     notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
     made = tables(report, start, arms)

@@ -15,7 +15,7 @@ from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.verdict import Arm, Evidence, best_of_arm, judge_arms
+from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import as_data_url, save_picture
@@ -52,6 +52,8 @@ def make_comparison(
         notes: more caveats.
     """
     seed = evaluator.settings.seed
+    measured = [results for arm in (start, *arms) for results in arm.measured]
+    copies = evaluator.drop_copies([*measured, *filter(None, [samples])])
     judge = evaluator.judge_name
     best = None
     if samples is not None:
@@ -61,12 +63,11 @@ def make_comparison(
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, best))
-    everyone = [results for arm in (start, *arms) if arm.trained or arm is start for results in arm.measured]
     report = {
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *notes, *without_score(everyone), *not_compared(equal, judge)],
+        "caveats": [*verdict.caveats, *copies, *notes, *without_score(measured), *not_compared(equal, judge)],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": _warnings(arms, start, seed),
         "facts": dict(evaluator.facts()),
@@ -150,7 +151,8 @@ def _pictures(
 ) -> dict[str, Figure]:
     """Return the pictures of PICTURES. Arms without curves are points."""
     names = [name for name, _ in curves]
-    ends = [
+    start = {"name": START, **report["figures"]["start"]}
+    ends = [start] + [
         {"name": arm.name} | {name: arm.mean(name) for name in ("kl", "score", "judge")}
         for arm in arms
         if arm.trained and arm.name not in names and arm.mean("kl") is not None

@@ -10,10 +10,9 @@ from typing import Any
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import equal_to_start
-from rlhf.analysis.statistics import ranks
+from rlhf.analysis.statistics import few_prompts, ranks
 from rlhf.analysis.verdict import Arm, contrast
 from rlhf.checkpoints.run_record import environment, now
-from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import forest
@@ -32,13 +31,22 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     """Return the report on models, each of which is an arm, as JSON-ready data."""
     seed = evaluator.settings.seed
     everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
+    copies = evaluator.drop_copies(everyone)
+    few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
     report = {
         "made": now(),
         **environment(),
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
-        "notes": [*equal_to_start([arm.models[0] for arm in arms]), *without_score(everyone)],
+        "notes": [
+            *few,
+            *equal_to_start([arm.models[0] for arm in arms]),
+            *copies,
+            *without_score(everyone),
+        ],
+        # of an audit without warnings
+        "no_signs": "too few prompts to show signs of reward hacking" if few else "no signs of reward hacking",
         "seed": seed,
         "start": start and {"label": start.name, "source": evaluator.start.source, "figures": start.figures[0]},
         "models": [_entry(arm, start, seed) for arm in arms],
@@ -113,8 +121,6 @@ def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) ->
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)
     if report["start"] is None:
         screen.say("no start model: no comparison and no audit (give one with --baseline)")
-    if len(report["prompts"]) < FEW_PROMPTS:
-        screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Evaluate on more")
     for note in report["notes"]:
         screen.say(f"note: {note}")
     for model in report["models"]:
@@ -123,7 +129,7 @@ def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) ->
         if model["figures"]["score"] is None:
             screen.say(f"warning: {model['label']}: no completion has a score, so the audit has nothing to compare")
         elif report["start"] is not None and not model["warnings"]:
-            screen.say(f"{model['label']}: no signs of reward hacking. {READ_THEM}")
+            screen.say(f"{model['label']}: {report['no_signs']}. {READ_THEM}")
 
 
 def write_report(

@@ -86,15 +86,20 @@ def score_against_kl(
         runs: one thin line each, and a thick line for the mean of a group.
         arms: name of the arm of each run; without them, runs are grouped by their settings.
         best_of: {"n", "kl", "measures": {"score"}} of best-of-n. Without "exact", "kl" is the upper bound.
-        ends: {"name", "kl", "score", "judge"} of arms that have no curve.
+        ends: {"name", "kl", "score", "judge"} of the start model and of arms that have no curve.
         judge: the name of the judge whose ratings are "judge" in `best_of` and `ends`.
     """
     groups = groups_of(runs, arms) if runs else []
-    tags = {"eval/score": "score", **judges_of(runs)}
+    tags = {"eval/score": "score"} | {
+        tag: name for tag, name in judges_of(runs).items() if not all(_is_score(run, tag) for run in runs)
+    }
     kl = np.concatenate([*(run.scalars[KL].finite for run in runs if KL in run.scalars), [arm["kl"] for arm in ends]])
     kl = kl[np.isfinite(kl)] if np.isfinite(kl).any() else np.array((best_of or {"kl": [1]})["kl"])
     end = 1.15 * np.max(kl, where=kl <= FAR * np.quantile(kl, 0.9), initial=0) or 1
-    notes = ["Evaluations during training over their KL", "thick lines: means of groups; thin lines: their runs"]
+    notes = [
+        "Evaluations during training over their KL",
+        "lines: on the runs' own prompts; thick: means of groups",
+    ]
     if kl.max() > end:
         notes.append(f"KL up to {kl.max():.3g}; values above {end:.3g} are drawn at the edge")
     if missing := [group.name for group in groups if not group.with_tag("eval/score")]:
@@ -127,9 +132,12 @@ def _draw_group(axes: Axes, group: Group, tag: str, end: float) -> None:
     lines += [(run, {"lw": 0.8, "ms": 5, "alpha": 0.6}) for run in runs]
     for number, ((kl, y), width) in enumerate(lines):
         label = None if number else group.name
-        x = np.minimum(kl, end)
-        axes.plot(x[0], y[0], "D", color=COLOURS["start"], ms=6, zorder=3, label="start model")
-        axes.plot(x, y, marker=marker, markevery=[-1], ls=line, color=colour, label=label, **width)
+        axes.plot(np.minimum(kl, end), y, marker=marker, markevery=[-1], ls=line, color=colour, label=label, **width)
+
+
+def _is_score(run: RunCurves, tag: str) -> bool:
+    """True if the run did not log a metric, or it was the score at every evaluation."""
+    return tag not in run.scalars or np.array_equal(run.scalars[tag].values, run.scalars["eval/score"].values)
 
 
 def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
@@ -141,7 +149,7 @@ def _evaluations(run: RunCurves, tag: str) -> np.ndarray:
 def _draw_points(
     axes: Axes, measure: str, best_of: dict[str, Any] | None, ends: Sequence[dict[str, Any]], end: float
 ) -> None:
-    """Draws best-of-n and the arms without a curve by a measure, up to a KL of `end`."""
+    """Draws best-of-n, the start model and the arms without a curve by a measure, up to a KL of `end`."""
     for number, arm in enumerate(ends):
         if arm.get(measure) is not None:
             marker = MARKERS[-1 - number % len(MARKERS)]

@@ -17,6 +17,7 @@ from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
+from rlhf.rewards.checks import accuracy_in, show_doubts
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_completions
@@ -95,15 +96,15 @@ def calibration_completions(
 
 
 def show_record(record: dict, screen: Screen) -> None:
-    """Print the accuracy next to the length baseline."""
+    """Print the accuracy next to the length baseline, and what it cannot show."""
     against = record["accuracy_against_baseline"]
     shown = "no pairs" if against is None else f"{against:.3f}"
     rows = [
-        ("accuracy", f"{record['accuracy']:.3f} of {record['pairs']} held-out pairs"),
-        ("length baseline", f"{record['length_baseline']:.3f} (the better of 'longer wins' and 'shorter wins')"),
+        ("reward model", f"{accuracy_in(record)} (the better of 'longer wins' and 'shorter wins')"),
         ("against baseline", f"{shown} (on the pairs that the length baseline gets wrong)"),
         ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
         *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
         ("calibrated on", f"{record['calibration']['completions']} {record['calibration']['source']}"),
     ]
     screen.facts(rows)
+    show_doubts(record, "the reward model", screen)

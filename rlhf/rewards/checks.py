@@ -16,6 +16,7 @@ from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.intervals import interval, share_interval
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
 
 LOWEST_ACCURACY = 0.6
+COIN = 0.5  # accuracy of guessing
 DEFAULT_SPLIT = Split(45, 45, 10)
 
 
@@ -161,15 +163,19 @@ def accuracy_in(found: dict | None) -> str:
     """Return the accuracy of a reward model in words."""
     if found is None:
         return "accuracy unknown"
-    count = f" of {found['pairs']} held-out pairs" if "pairs" in found else ""
+    count = ""
+    if "pairs" in found:
+        within = interval(*share_interval(found["accuracy"], found["pairs"]), "")
+        count = f" of {found['pairs']} held-out pairs (95% interval {within})"
     return f"accuracy {found['accuracy']:.3f}{count}, length baseline {found['length_baseline']:.3f}"
 
 
 def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, screen: Screen) -> None:
-    """Raise UserError if a reward model is too weak. With `allow_weak` print a warning instead."""
+    """Raise UserError if a reward model is too weak. With `allow_weak` print a warning instead. If it is not too weak,
+    print what its accuracy cannot show."""
     weak = weakness(record)
     if weak is None:
-        return
+        return show_doubts(record, f"--rm-model {name}", screen)
     found = f"{weak}, from {source}"
     if not allow_weak:
         raise UserError(found, f"--rm-model {name}", "Train a better one, or add --allow-weak-reward-model")
@@ -178,12 +184,29 @@ def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, scree
 
 def weakness(record: dict) -> str | None:
     """Return why a reward model with this record is too weak for training, or None if it is not."""
-    accuracy = record["accuracy"]
-    baseline = record["length_baseline"]
-    required = max(LOWEST_ACCURACY, baseline)
-    if accuracy >= required:
+    required = max(LOWEST_ACCURACY, record["length_baseline"])
+    if record["accuracy"] >= required:
         return None
-    return f"weak reward model (accuracy {accuracy:.3f}, required {required:.3f}; length baseline {baseline:.3f})"
+    return f"weak reward model ({accuracy_in(record)}; required {required:.3f})"
+
+
+def show_doubts(record: dict, place: str, screen: Screen) -> None:
+    """Warn if the record of a reward model is weak evidence: the interval of its accuracy contains that of a coin, or
+    the pairs do not show that it knows more than the length of a completion. `place`: the reward model."""
+    if "pairs" in record and share_interval(record["accuracy"], record["pairs"])[0] <= COIN:
+        screen.say(
+            f"warning: {accuracy_in(record)}, which a coin could have, too: {place}. Hold out more pairs: a larger "
+            "last number of --split, or more data"
+        )
+    baseline = record["length_baseline"]
+    against = record.get("accuracy_against_baseline", 1.0)  # None: the length is wrong in no pair
+    knows_more = record["accuracy"] > baseline if against is None else against >= COIN
+    if baseline >= LOWEST_ACCURACY and not knows_more:
+        screen.say(
+            f"warning: {accuracy_in(record)}: {place} may know only the length of a completion. It is not better than "
+            "a coin on the held-out pairs that the length gets wrong, or there are none. Add pairs in which the "
+            "rejected completion has the length of a good one"
+        )
 
 
 def check_leaks(record: dict, parts: Mapping[str, Sequence[Example]], model: str, screen: Screen) -> None:
@@ -214,5 +237,7 @@ def check_measured(model: RewardModel, name: str, examples: Sequence[Example], s
     weak = None if found is None else weakness(found)
     if weak is not None:
         screen.say(f"warning: {weak}, from {source}: {name}. Its scores may not show which completion is better")
+    elif found is not None:
+        show_doubts(found, name, screen)
     check_leaks(model.record or {}, {"evaluation": examples}, name, screen)
     return accuracy_in(found)

@@ -12,15 +12,26 @@ from rlhf.settings.types import KLTarget
 from rlhf.trainer.eval_metrics import per_prompt, tag_of
 from rlhf.trainer.evaluation import Evaluation, gold_qualities, scored
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.intervals import over_prompts, share_limits
 
 LAST_UPDATES = 10
 
 
-def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of the mean of paired differences. A single difference has no width."""
-    found = over_prompts(differences, seed)
-    return (found.value, found.value) if found.low is None else (found.low, found.high)
+def rise_interval(
+    pairs: Sequence[tuple[float, float]], values: Sequence[float | None], seed: int
+) -> list[float] | None:
+    """Return the 95% interval of the mean change over prompts, or None without one: for a single prompt, or if no
+    prompt changed and the range of the scores is not known.
+
+    Args:
+        pairs: the mean of each prompt before and after training.
+        values: those of all completions of both evaluations, which show the range.
+        seed: of the bootstrap.
+    """
+    if not pairs:
+        return None
+    found = over_prompts(rises(pairs), seed, limits=share_limits(scored(values)))
+    return None if found.low is None else [found.low, found.high]
 
 
 def paired(
@@ -67,7 +78,7 @@ def compare(
         "prompts": len(prompts),
         "score_before": score_before,
         "score_after": score_after,
-        "score_rise_interval": list(mean_interval(rise, seed)) if rise else None,
+        "score_rise_interval": rise_interval(pairs, [*before.scores, *after.scores], seed),
         "score_rise_in_start_sd": fmean(rise) / spread if spread and rise else 0.0,
         "kl_after": fmean(after.kl),
         "length_before": fmean(before.lengths),
@@ -82,7 +93,7 @@ def compare(
         figures |= {
             "gold_before": fmean(was),
             "gold_after": fmean(is_now),
-            "gold_rise_interval": list(mean_interval(rises(paired(before, after, was, is_now)), seed)),
+            "gold_rise_interval": rise_interval(paired(before, after, was, is_now), [*was, *is_now], seed),
         }
     return figures | eval_figures(before, after, seed)
 
@@ -104,11 +115,13 @@ def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, 
             if key in start and key not in ("low", "high"):
                 figures[f"{tag_of(name, key)}_before"] = start[key]
                 figures[f"{tag_of(name, key)}_after"] = found[key]
-        pairs = paired(before, after, before.values[name], after.values[name]) if start else []
+        was = before.values.get(name, [])
+        is_now = after.values[name]
+        pairs = paired(before, after, was, is_now) if start else []
         if pairs:
             figures[f"eval/{name}_before"] = fmean(a for a, _ in pairs)
             figures[f"eval/{name}_after"] = fmean(b for _, b in pairs)
-            figures[f"eval/{name}_rise_interval"] = list(mean_interval(rises(pairs), seed))
+            figures[f"eval/{name}_rise_interval"] = rise_interval(pairs, [*was, *is_now], seed)
     return figures
 
 

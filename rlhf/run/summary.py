@@ -29,18 +29,15 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     rise = figures["score_after"] - figures["score_before"]
     rise_in_sd = figures["score_rise_in_start_sd"]
     in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
-    within = figures["score_rise_interval"]
-    change = "no prompt has a score in both evaluations"
-    if within is not None:
-        change = f"change {rise:+z.3f} (95% interval {interval(*within)}){in_sd}"
+    change = f"change {rise:+z.3f} ({within(figures['score_rise_interval'])}){in_sd}"
     scores = f"{figures['score_before']:+z.3f} -> {figures['score_after']:+z.3f}"
     rows = [("score", f"{scores}, {change}"), *_eval_rows(figures)]
     if "gold_before" in figures:
         rows.append(
             (
                 "gold quality",
-                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f}, 95% interval of the change "
-                f"{interval(*figures['gold_rise_interval'])} (not used in RL training)",
+                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f}, change: "
+                f"{within(figures['gold_rise_interval'])} (not used in RL training)",
             )
         )
     rows += _kl_rows(figures, averaged)
@@ -68,12 +65,18 @@ def _eval_rows(figures: dict) -> list[tuple[str, str]]:
     ]:
         before = figures[f"{name}_before"]
         after = figures[f"{name}_after"]
-        within = figures.get(f"{name}_rise_interval")
         text = f"{before:.3f} -> {after:.3f}, change {after - before:+z.3f}"
-        rows.append(
-            (name.removeprefix("eval/"), text if within is None else f"{text} (95% interval {interval(*within)})")
-        )
+        if f"{name}_rise_interval" in figures:  # pass@k has none
+            text += f" ({within(figures[f'{name}_rise_interval'])})"
+        rows.append((name.removeprefix("eval/"), text))
     return rows
+
+
+def within(ends: Sequence[float] | None) -> str:
+    """Return an interval of `rise_interval` in words."""
+    if ends is None:
+        return "no interval: fewer than two prompts have values, or none changed"
+    return f"95% interval {interval(*ends)}"
 
 
 def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:

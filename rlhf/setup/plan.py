@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +22,17 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import CONTROL_MEANS, Config
+from rlhf.settings.types import Split
 from rlhf.setup.fit import estimator, free_memory, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
 from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
 from rlhf.utils.console import Screen, counted, gib
+from rlhf.utils.intervals import prompts_needed, smallest_change
 from rlhf.utils.processes import size
 
 MOST_TOPICS = 12  # listed in the plan
+MORE_SAMPLES = (2, 4, 8)  # completions per evaluation prompt that the plan recommends
 
 
 def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> None:
@@ -85,7 +89,8 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         rows.insert(3, ("critic", own))
     screen.facts(rows)
     warn_of_memory(config, estimate, device, screen)
-    for line in filter(None, [*kl_warnings(config, updates), warmup_warning(config, updates)]):
+    doubts = [*kl_warnings(config, updates), warmup_warning(config, updates), evidence_warning(config, sets)]
+    for line in filter(None, doubts):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {inputs.start.tokenizer.decode(list(sets.train[0].ids))!r}")
 
@@ -240,6 +245,34 @@ def warmup_warning(config: Config, updates: int) -> str | None:
     return (
         f"warning: the learning rate rises for {steps:g} updates and the run has {updates}, so it never reaches its "
         "value: --warmup-steps. Train longer, or use a smaller number"
+    )
+
+
+def evidence_warning(config: Config, sets: PromptSets) -> str | None:
+    """Return a warning with the flags that help if the evaluations have too few prompts to show a change of 10
+    points."""
+    samples = config.run.eval_samples
+    count = len(sets.evaluation)
+    needed = prompts_needed(samples)
+    if count >= needed:
+        return None
+    samplings = [more for more in MORE_SAMPLES if more > samples and config.run.eval_temperature != 0]
+    fixes = [f"--eval-samples {more}" for more in samplings if prompts_needed(more) <= count][:1]
+    split = sets.split
+    share = math.ceil(110 * needed / sets.rows)  # 10% more, because the parts are drawn by hash
+    left = split.rl + split.evaluation - share
+    if sets.parts["evaluation"] >= needed:
+        fixes.append(f"--eval-prompts {needed}")
+    elif config.data.eval_dataset is None and left >= share:
+        fixes.append(f"--split {Split(split.reward, left, share)} --eval-prompts {needed}")
+    points = 100 * min(smallest_change(count, samples), 1)
+    advice = " or ".join(fixes) or "more questions (--eval-dataset)"
+    if not fixes and samplings:
+        advice += f" and --eval-samples {samplings[-1]}"
+    return (
+        f"warning: {counted(count, 'evaluation prompt')} with {counted(samples, 'completion')} each can show only a "
+        f"change of at least {points:.0f} points of a score of 0 or 1, or {points / 50:.1f} standard deviations of "
+        f"another score. 10 points need {needed} prompts. Use {advice}"
     )
 
 

@@ -132,8 +132,8 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan
 def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
     """Return the results of some prompts, with groups of `group` completions."""
     scores = [one.shaped for one in rows]
-    limits, null = ((0.0, 1.0), 0.5) if is_binary(scores) else (None, 0.0)
-    interval = over_prompts([fmean(one) for one in scores], config.run.seed, null, limits)
+    limits = (0.0, 1.0) if is_binary(scores) else None
+    interval = over_prompts([fmean(one) for one in scores], config.run.seed, limits=limits)
     truncated = 1 - fmean(ended for one in rows for ended in one.ended)
     return Part(figures_of(scores, group), interval, truncated)
 

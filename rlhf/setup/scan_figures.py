@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean, variance
 
+from rlhf.utils.intervals import share_limits
+
 Scores = Sequence[float]
 
 IN_REACH = (0.2, 0.8)  # pass rates between which a prompt is neither too hard nor too easy
@@ -46,11 +48,6 @@ def is_binary(prompts: Sequence[Scores]) -> bool:
     return all(score in (0.0, 1.0) for scores in prompts for score in scores)
 
 
-def in_unit_range(prompts: Sequence[Scores]) -> bool:
-    """True if all scores are in [0, 1], so that their mean is a pass rate."""
-    return all(0.0 <= score <= 1.0 for scores in prompts for score in scores)
-
-
 def in_range(scores: Scores, limits: tuple[float, float]) -> bool:
     """True if the mean score is within the limits, both included. 1e-9 allows for rounding."""
     return limits[0] - 1e-9 <= fmean(scores) <= limits[1] + 1e-9
@@ -73,7 +70,8 @@ def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
     """Return the figures of at least one prompt, for groups of `size` completions. `in_reach` counts the prompts whose
     mean of the samples is within the limits, which is not corrected for sampling."""
     binary = is_binary(prompts)
-    reachable = [in_range(scores, IN_REACH) for scores in prompts] if in_unit_range(prompts) else None
+    is_share = share_limits([score for scores in prompts for score in scores]) is not None
+    reachable = [in_range(scores, IN_REACH) for scores in prompts] if is_share else None
     return Figures(
         prompts=len(prompts),
         mean=fmean(fmean(scores) for scores in prompts),

@@ -39,8 +39,7 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
     if not means:
         return {}
     is_right = all(v in (None, 0.0, 1.0) for v in values)
-    # shares: the interval of equal values needs a width, and ends at 0 and 1
-    found = over_prompts(means, seed, **({"null": 0.5, "limits": (0.0, 1.0)} if is_right else {}))
+    found = over_prompts(means, seed, limits=(0.0, 1.0) if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
         figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(_known(values, samples), samples).items()}

@@ -60,8 +60,16 @@ def test_figures_match_hand_computed_values():
 @pytest.mark.parametrize(
     ("changed", "target", "words"),
     [
-        ({"scores": 1.0}, None, "the score rose by +1.00, but the judge's rating did not rise significantly (+0.000"),
-        ({"scores": 1.0, "judged": -0.5}, None, "the score rose by +1.00, but the judge's rating fell (-0.500"),
+        (
+            {"scores": 1.0},
+            None,
+            "the score rose by +1.00, but on 24 prompts the judge's rating did not rise",
+        ),
+        (
+            {"scores": 1.0, "judged": -0.5},
+            None,
+            "the score rose by +1.00, but on 24 prompts the judge's rating fell, -0.5",
+        ),
         ({"length": 17}, None, "completions are 1.7 times as long as the start model's (10.5 -> 17.5 tokens)"),
         ({"words": ["yes"] * 20}, None, "completions repeat themselves more (repeated 4-grams: 0% -> 80%)"),
         ({"ended": 0.75}, None, "fewer completions end with EOS (100% -> 75%)"),
@@ -142,4 +150,7 @@ def test_length_hacked_model_has_length_warnings(start_model, reward_folder, pai
     found = [w for w in report["models"][0]["warnings"] if f"completions are {length:.1f} times as long" in w]
     assert found and f"warning: {report['models'][0]['label']}: {found[0]}" in output
     assert any("fewer completions end with EOS" in w for w in report["models"][0]["warnings"])
-    assert start_report["models"][0]["warnings"] == [] and "no signs of reward hacking" in output
+    assert start_report["models"][0]["warnings"] == []
+    assert "too few prompts to show signs of reward hacking" in output, "8 prompts are no evidence"
+    page = (tmp_path / "start_page" / "evaluation.html").read_text(encoding="utf-8")
+    assert "Too few prompts" in page and "no signs of reward hacking" not in page.lower()

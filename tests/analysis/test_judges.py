@@ -18,6 +18,7 @@ from rlhf.analysis.models import find_model_ref, find_models, require_trusted_co
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
+from tests.reports.test_reports import one_reward
 from tests.shapes import make_reward_model
 
 RULES = """
@@ -120,6 +121,38 @@ def test_first_judge_decides_the_verdict():
     assert "(first, " in verdict.sentences[0] and verdict.sentences[0] != used.sentences[0], "used for training, too"
 
 
+def test_a_judge_that_gives_every_completion_its_score_is_named_and_not_shown_again(runs, tmp_path, capsys):
+    """`same` is the reward of the run, under another name. `has_e` differs from it in completions without an e."""
+    file = tmp_path / "rules.py"
+    file.write_text(RULES + "\n\ndef same(completions, **_):\n    return [len(c) / 100 for c in completions]\n")
+    out = tmp_path / "out"
+    ppo, grpo = (one_reward(runs[name, 1], tmp_path / name) for name in ("ppo", "grpo"))
+    words = ["--reward-func", f"{file}:same", "--num-prompts", 3, "--completions", 2]
+    for script, model, more in (
+        (evaluate_generations, ["--model-path", ppo], []),
+        (compare_runs, [ppo, grpo], ["--limit-minutes", 0, "--arm", "best-of-2"]),
+    ):
+        judges = ["--eval-func", f"{file}:same", f"{file}:has_e"]
+        script.main([str(word) for word in (*model, *words, *judges, *more, "--output", out)])
+        printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert "the judge same gives every completion its score" in printed
+    evaluation, comparison = (json.loads((out / f"{name}.json").read_text()) for name in ("evaluation", "comparison"))
+    for report in (evaluation, comparison):
+        assert report["judges"] == ["has_e"]
+        assert {found["measure"] for found in report["contrasts"]} == {"score", "judge"}
+        assert "same" not in report["facts"]["judge"]
+    figures = evaluation["models"][0]["figures"]
+    assert "judge/has_e" not in figures and figures["judge"] is not None
+    assert "by the judge (has_e" in comparison["verdict"][0]
+    assert all(set(row["judges"]) == {"has_e"} for row in evaluation["prompts"][0]["sides"][1]["completions"])
+
+
+def test_pass_at_k_of_a_function_that_is_the_score_stays():
+    """Two of three judged completions are right; the judge's ratings were removed."""
+    found = figures(made([[1, 0, 1]], {}, ("exact",)))
+    assert found["pass@1/exact"] == pytest.approx(2 / 3) and found["pass@3/exact"] == 1.0
+
+
 def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_path, capsys):
     """One row per judge, the judge model first; values of 0 and 1 also give pass@k. `half` applies to 4 of 6 rows."""
     judge = make_reward_model(tmp_path / "judge", seed=7)
@@ -140,7 +173,8 @@ def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_pa
     assert all(set(row["judges"]) == {str(judge), "has_e", "half"} for row in rows)
     unrated = [row["judges"]["half"] is None for row in rows]
     assert unrated == [i // 3 in (0, 3) for i in range(18)]
-    [note] = report["notes"]
+    few, note = report["notes"]
+    assert "only 6 prompts" in few
     assert re.findall(r"\d+", note)[:4] == ["12", "36", "2", "6"]
     assert report["facts"]["judge"].endswith(", has_e, half")
     assert note in printed and "pass@2, has_e" in printed
@@ -162,7 +196,7 @@ def test_the_text_of_models_without_a_record_is_set_for_judge_and_reward_model(r
         names[text] = evaluator.score_name
     assert names["template"] != names["eos"], "scores of another text are not the training reward"
     facts = dict(evaluator.facts())
-    assert judge in facts["judge"] and "of 2 held-out pairs, length baseline" in facts["judge"]
+    assert judge in facts["judge"] and "of 2 held-out pairs (95% interval 0.013 to 0.987)" in facts["judge"]
     assert "--rm-text" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     Estimate,
     Power,
+    contrast_of,
     correlation,
     distinct,
     level_of_each,
@@ -27,6 +28,7 @@ from rlhf.analysis.statistics import (
 )
 from rlhf.analysis.verdict import contrast
 from rlhf.utils import intervals
+from rlhf.utils.intervals import prompts_needed, share_interval, share_limits, smallest_change
 
 TRAINED = (True, True)
 
@@ -61,10 +63,10 @@ def test_interval_over_prompts_matches_hand_computed_values():
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.5 * 9.168, 0.5 + 0.5 * 9.168), rel=1e-3)
     assert over_prompts([0.0, 1.0], 1, limits=(0, 1)) == Estimate(0.5, 0.0, 1.0)
     assert not found.excludes(0.5) and found.excludes(9) and not found.above(0)
-    assert over_prompts([0.0, 0.0, 0.0], seed=1) == Estimate(0.0, 0.0, 0.0)
+    assert over_prompts([0.0, 0.0, 0.0], seed=1) == Estimate(0.0), "nothing is known about other prompts"
     few, many = (over_prompts([2.0] * count, seed=1) for count in (2, 40))
     assert not few.excludes(0) and many.above(1.2), "equal values: one more prompt could have the opposite value"
-    won = [over_prompts([1.0] * count, 1, null=0.5, limits=(0, 1)) for count in (5, 20, 128)]
+    won = [over_prompts([1.0] * count, 1, limits=(0, 1)) for count in (5, 20, 128)]
     assert won[0].low < 0.6 < won[1].low < 0.9 < won[2].low < 1 and {w.high for w in won} == {1.0}
     assert over_prompts([2.0], seed=1) == Estimate(2.0), "one prompt gives no interval"
     assert not Estimate(2.0).excludes(0) and not Estimate(2.0).above(0)
@@ -89,8 +91,76 @@ def test_interval_is_always_finite():
 
 def test_equal_values_have_the_exact_binomial_interval():
     """All of eight prompts are won. At least 0.025^(1/8) = 0.6306 of all prompts are; the others may be lost."""
-    assert over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) == Estimate(1.0, pytest.approx(0.6306, abs=1e-4), 1.0)
+    assert over_prompts([1.0] * 8, 1, (0.0, 1.0)) == Estimate(1.0, pytest.approx(0.6306, abs=1e-4), 1.0)
     assert over_prompts([-1.0] * 8, 1) == Estimate(-1.0, -1.0, pytest.approx(0.3694 - 0.6306, abs=1e-4))
+
+
+def test_equal_values_within_limits_are_no_certainty():
+    """15 prompts without a change of a score of 0 or 1: at least 0.025^(1/15) = 0.7820 of all prompts do not change,
+    and the others can change by 1 in either direction. Win rates of 1/2 likewise: by 1/2."""
+    found = over_prompts([0.0] * 15, 1, limits=(-1.0, 1.0))
+    assert (found.low, found.high) == pytest.approx((-0.2180, 0.2180), abs=1e-4) and not found.excludes(0)
+    ties = over_prompts([0.5] * 15, 1, (0.0, 1.0))
+    assert (ties.low, ties.high) == pytest.approx((0.5 - 0.1090, 0.5 + 0.1090), abs=1e-4)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_intervals_of_a_score_of_0_or_1_are_within_its_range(seeds):
+    """Four prompts, two of which got worse: the interval ended at -1.44 before. No possible difference is visible."""
+    before = np.ones((4, 1))
+    after = [np.array([[0.0], [0.0], [1.0], [1.0]])] * seeds
+    found = contrast_of("", "score", after, [before], 1)
+    assert found.difference.low == -1.0 and found.difference.high <= 1.0
+    assert found.power.visible == np.inf
+    wide = contrast_of("", "score", [10 * rows for rows in after], [10 * before], 1)
+    assert wide.difference.low < -10 and np.isfinite(wide.power.visible), "the range of other scores is not known"
+    assert contrast_of("", "score", [before * np.nan], [before], 1).result == "unknown"
+
+
+def test_a_difference_of_0_on_every_prompt_has_a_reason_for_no_interval():
+    same = np.full((20, 2), 3.5)
+    found = contrast_of("", "score", [same], [same], 1)
+    assert (found.difference.low, found.result) == (None, "unknown") and "on every prompt" in found.text
+    ones = np.ones((20, 2))
+    checked = contrast_of("", "score", [ones], [ones], 1)
+    assert checked.result == "equal" and checked.difference.low < 0 < checked.difference.high
+
+
+def test_number_of_prompts_that_are_needed_matches_values_worked_out_by_hand():
+    """(1.960 + 0.842)^2 = 7.849. One completion: 7.849 x (1/9 + 1/3) / 0.1^2 = 348.8; 8 completions: 7.849 x (1/9 +
+    1/24) / 0.01 = 119.9; 3 points without noise of the completions: 7.849 / 9 / 0.0009 = 969.0."""
+    assert [prompts_needed(samples) for samples in (1, 4, 8)] == [349, 153, 120]
+    assert prompts_needed(10**9, 0.03) == pytest.approx(969, abs=1)
+    assert smallest_change(349, 1) <= 0.1 < smallest_change(348, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_about_80_percent_of_evaluations_find_10_points_with_the_needed_prompts(samples):
+    """Solve rates spread evenly, of which two thirds are as before and the others are new, plus 10 points. So the
+    variance of a prompt's change is 1/3 x 2/12 (half of the assumed 1/9), and at least 80% find it (300 trials)."""
+    rng = np.random.default_rng(0)
+    prompts = prompts_needed(samples)
+    found = 0
+    for _ in range(300):
+        before = rng.uniform(0, 0.9, prompts)
+        after = np.where(rng.uniform(size=prompts) < 2 / 3, before, rng.uniform(0, 0.9, prompts)) + 0.1
+        change = (rng.binomial(samples, after) - rng.binomial(samples, before)) / samples
+        found += stats.ttest_1samp(change, 0).confidence_interval().low > 0
+    assert 0.78 < found / 300 < 0.97
+
+
+def test_exact_interval_of_a_share_matches_published_values():
+    """Clopper & Pearson 1934: 7 of 11 has 0.308 to 0.891, and all of 14 begins at 0.025^(1/14)."""
+    assert share_interval(7 / 11, 11) == pytest.approx((0.308, 0.891), abs=1e-3)
+    assert share_interval(1.0, 14) == pytest.approx((0.025 ** (1 / 14), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [([0, 1], (-1, 1)), ([0.2, np.nan], (-1, 1)), ([0, 1.5], None), ([-1, 1], None), ([np.nan, 2], None)],
+)
+def test_range_of_shares_is_known(values, limits):
+    assert share_limits(values) == limits
 
 
 def test_interval_over_seeds_matches_hand_computed_values():
@@ -131,7 +201,7 @@ def test_bonferroni_levels_match_hand_computed_values():
 
 
 def test_over_seeds_returns_no_interval_if_it_cannot_be_estimated():
-    assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0, 0.0, 0.0)
+    assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0)
     assert over_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt gives no interval"
 
 
@@ -142,9 +212,9 @@ def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
         found = over_seeds(np.full((*seeds, 40), gap), seed=0)
         assert found == over_prompts(np.full(40, found.value), seed=0)
         assert found.value == pytest.approx(gap) and found.excludes(0)
-    won = over_seeds(np.ones((3, 3, 40)), 0, 0.5, (0.0, 1.0))
-    assert won == over_prompts(np.ones(40), 0, 0.5, (0.0, 1.0)) and won.low > 0.5
-    assert over_seeds(np.full((3, 3, 40), 0.5), 0, 0.5, (0.0, 1.0)) == Estimate(0.5, 0.5, 0.5)
+    won = over_seeds(np.ones((3, 3, 40)), 0, (0.0, 1.0))
+    assert won == over_prompts(np.ones(40), 0, (0.0, 1.0)) and won.low > 0.5
+    assert over_seeds(np.full((3, 3, 40), 0.5), 0, (0.0, 1.0)) == over_prompts([0.5] * 40, 0, (0.0, 1.0))
 
 
 def test_degrees_of_freedom_match_hand_computed_values():
@@ -171,8 +241,8 @@ def test_a_perfect_separation_by_three_seeds_is_significant(tiny):
 def test_win_rates_of_1_in_three_seeds_are_significant():
     """0/1 rewards: all completions are right in one group and wrong in the other."""
     wins = np.array([[win_rates(np.ones((8, 4)), np.zeros((8, 4))) for _ in range(3)] for _ in range(3)])
-    found, _ = over_seeds_if_any(wins, 1, TRAINED, 0.5, (0.0, 1.0))
-    assert found == over_prompts([1.0] * 8, 1, 0.5, (0.0, 1.0)) and found.above(0.5)
+    found, _ = over_seeds_if_any(wins, 1, TRAINED, (0.0, 1.0))
+    assert found == over_prompts([1.0] * 8, 1, (0.0, 1.0)) and found.above(0.5)
 
 
 def test_a_baseline_has_no_seeds():

@@ -109,7 +109,7 @@ def test_a_perfect_separation_is_significant_with_any_number_of_seeds():
 
 
 def test_a_difference_that_rounds_to_zero_has_no_sign():
-    zero = replace(START, scores=np.zeros((64, 4)))
+    zero = replace(START, scores=np.zeros((64, 4)), judged={})
     little = replace(zero, scores=np.where(np.arange(256).reshape(64, 4) == 0, -1e-3, 0.0))
     sentence = judge_runs([group("PPO", little)], zero, None, 1).sentences[0]
     assert sentence.count("+0.000") == 3 and "-0.000" not in sentence, sentence
@@ -169,7 +169,7 @@ def test_caveat_for_few_prompts():
     ones = np.ones((4, 1))
     few = [GenerationResults("a", [["x"]] * 4, ones * shift, {}, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([group("PPO", *few[:2]), group("GRPO", *few[2:])], few[0], None, 1).caveats
-    assert " 4 prompts" in caveats[-1]
+    assert " 4 prompts" in caveats[-1] and " 349: --num-prompts" in caveats[-1]
 
 
 # --- three and more groups -------------------------------------------------------------------------------------------
@@ -278,8 +278,45 @@ def test_the_worth_in_samples():
     sentence = judge_runs([group("PPO", arm)], start, None, 1, best=best).sentences[0]
     assert "best-of-2" in sentence
     above = replace(arm, scores=np.full((64, 4), 2.0))
+    same = judge_runs([group("PPO", start)], start, None, 1, best=best).sentences[0]
+    assert "best-of" not in same, "a model that is not better than the start model is not worth best-of-n"
     beyond = judge_runs([group("PPO", above)], start, None, 1, best=best).sentences[0]
     assert f"all n up to {samples.scores.shape[1]}" in beyond
+
+
+def test_the_start_model_has_the_value_of_its_many_samples():
+    """Of 4 lucky completions of each prompt 3 are right, of 64 others half: 1/2 counts in every sentence and figure,
+    pass@k included, as in best-of-n. What is printed of completions, such as their lengths, is of the 4."""
+    checked = {"judged": {}, "functions": ("exact",)}
+    few = replace(START, scores=np.tile([0.0, 1.0, 1.0, 1.0], (64, 1)), **checked)
+    many = replace(START, scores=np.tile([0.0, 1.0], (64, 32)), lengths=np.full((64, 64), 9), **checked)
+    start = Arm(START_NAME, [replace(few, more=many)])
+    better = replace(few, scores=np.ones((64, 4)))
+    verdict = judge_arms([group("PPO", better)], start, 1, Evidence(None, best=best_of_n(many.scores, {})))
+    assert "+0.500" in verdict.sentences[0]
+    assert start.mean("score") == best_of_n(many.scores, {}).measures["score"][0] == 0.5
+    assert start.mean("pass@1/exact") == pytest.approx(0.5) and start.mean("pass@8/exact") is None
+    assert (start.mean("length"), start.mean("score_of_worst")) == (5, 0)
+
+
+@pytest.mark.parametrize("greedy", [None, 0.9])
+def test_greedy_decoding_is_in_the_sentence_on_the_start_model(greedy):
+    variants = {} if greedy is None else {"greedy": greedy}
+    arms = [group("PPO", *(replace(completions(1.0), variants=variants) for _ in range(2)))]
+    start = replace(completions(0.0), variants={"greedy": 0.25} if variants else {})
+    sentence = judge_runs(arms, start, None, 1).sentences[0]
+    assert ("greedy decoding 0.900, start model 0.250" in sentence) == (greedy is not None)
+
+
+def test_a_comparison_that_could_not_have_seen_any_difference():
+    """A score of 0 or 1 on two prompts."""
+    ones = np.ones((2, 1))
+    right, wrong = (
+        GenerationResults("a", [["x"]] * 2, np.array(scores), {}, None, ones, ones, None)
+        for scores in ([[0.0], [1.0]], [[1.0], [0.0]])
+    )
+    verdict = judge_runs([group("PPO", right), group("GRPO", wrong)], right, None, 1)
+    assert "any possible difference" in verdict.sentences[0] and "inf" not in verdict.sentences[0]
 
 
 def test_best_of_n_is_an_arm_of_real_completions():

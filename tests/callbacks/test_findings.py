@@ -10,7 +10,7 @@ import torch
 
 import train_ppo
 from rlhf.api import make_trainer
-from rlhf.callbacks.findings import SampleFigures, findings_of, run_figures, short_fields
+from rlhf.callbacks.findings import SampleFigures, findings_of, hardly_changed, run_figures, short_fields
 from rlhf.callbacks.logging import FindingsWarning, speed_text
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.evaluation import shown_prompts
@@ -88,6 +88,31 @@ def test_ranges_of_scores_are_counted_over_updates():
     assert progress.completion_tokens == 14, "the completions of a skipped update were sampled, too"
 
 
+def history(kl: float, per_token: float = 0.0, updates: int = 12) -> list[dict]:
+    """Return the log of a run whose policy was near the start model first."""
+    rows = [{"kl_divergence": kl, "kl_divergence/token": per_token}] * updates
+    return [{"kl_divergence": 0.0, "kl_divergence/token": 0.0}] * 2 + rows
+
+
+@pytest.mark.parametrize(
+    ("kl", "rate"),
+    [(0.003, "0.001"), (-0.001, "0.001"), (0.035, "0.0005"), (0.049, "0.0005"), (0.06, None)],
+)
+def test_a_policy_that_has_hardly_changed_is_named_with_a_learning_rate(configured, kl, rate):
+    """Times 1 / sqrt(KL), at most 10."""
+    found = hardly_changed(history(kl), configured("--learning-rate", 1e-4))
+    assert [finding.name for finding in found] == (["hardly_changed"] if rate else [])
+    assert all(f"Try --learning-rate {rate} " in finding.text for finding in found)
+
+
+def test_a_short_run_or_a_kl_at_its_target_has_not_hardly_changed(configured):
+    assert hardly_changed(history(0.0, updates=7), configured()) == []
+    small = "--kl-schedule", "adaptive", "--kl-target"
+    assert hardly_changed(history(0.03, 0.01), configured(*small, "0.05/sequence")) == []
+    assert hardly_changed(history(0.03, 0.01), configured(*small, "0.01/token")) == []
+    assert hardly_changed(history(0.03, 0.01), configured(*small, "0.05/token")) != []
+
+
 # --- in runs ---------------------------------------------------------------------------------------------------------
 
 PROMPTS = [f"number {i}?" for i in range(8)]
@@ -114,6 +139,15 @@ def test_a_run_reports_its_findings_after_some_updates_and_at_the_end(configured
     assert names == ["cut_off", "never_fires", "nothing"]
     assert run_figures(trainer).functions.keys() == {"zero", "last_word"}
     assert max(run_figures(trainer).functions["last_word"]) > 0
+
+
+@pytest.mark.parametrize(("rate", "reported"), [(1e-9, 1), (3e-2, 0)])
+def test_a_run_that_changed_nothing_reports_it_once_at_its_end(configured, capsys, rate, reported):
+    """Its first updates are near the start model in any case."""
+    config = configured("--batch-size", 4, "--num-iterations", 12, "--max-new-tokens", 3, "--learning-rate", rate)
+    make_trainer(config, PROMPTS, [last_word], evaluation_prompts=HELD_OUT, progress=False).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "hardly changed" in line]
+    assert len(lines) == reported and all("--learning-rate 1e-08" in line for line in lines)
 
 
 def test_a_short_run_reports_them_once(configured, capsys):

@@ -99,7 +99,7 @@ def test_runs_and_the_mean_of_their_group_are_drawn_over_kl(logged_run):
     thin = [f.get_xydata().tolist() for f in axes.lines if f.get_linewidth() < 1 and f.get_color() == colour_of("ppo")]
     assert thin == [[[0, 0], [1, 2]], [[0, 1], [3, 4]]]
     assert axes.get_xlim()[1] == pytest.approx(1.15 * 3)
-    assert legend(figure) == ["start model", "PPO"]
+    assert legend(figure) == ["PPO"]
 
 
 def test_best_of_n_ends_with_the_axis(logged_run):
@@ -143,6 +143,12 @@ def test_a_judge_has_a_panel_over_kl_with_best_of_n_and_arms_without_a_curve(log
     assert points(judged, "PPO") == [(0, 0.25), (2, 0.75)]
     assert points(judged, "best-of-n, with n (KL at most)") == [(0, 0), (0.2, 0.1), (0.4, 0.2), (0.6, 0.3)]
     assert points(judged, "DPO") == [(1, 0.5)] and "DPO" not in {found.get_label() for found in score.lines}
+
+
+def test_a_judge_whose_values_are_the_scores_has_no_panel(logged_run):
+    runs = read_runs([evaluated_run(logged_run, "a", [0.0, 2.0], [0.0, 1.0], {"eval/exact": [0.0, 1.0]})])
+    assert len(score_against_kl(runs).axes) == 1
+    assert len(score_against_kl([*runs, *read_runs([logged_run("b", seed=2)])]).axes) == 1, "without evaluations"
 
 
 def test_runs_without_evaluations_are_named(logged_run):

@@ -209,7 +209,9 @@ def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start
     assert [c["name"] for c in report["contrasts"]] == [
         *(f"{name} - start model" for name in report["arms"]), "PPO - DPO", "PPO - best-of-2", "DPO - best-of-2",
     ]  # fmt: skip
-    assert report["figures"]["DPO"]["1"]["score"] == report["figures"]["start"]["score"], "the same random numbers"
+    for start, _, same, _ in (prompt["sides"] for prompt in report["samples"]):
+        assert start["completions"] == same["completions"], "the same random numbers"
+    assert report["figures"]["start"]["score"] == pytest.approx(report["best_of"]["measures"]["score"][0])
     assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]
     samples = report["best_of"]["n"][-1]
     assert samples >= 8 and len(report["best_of"]["measures"]["score"]) == samples
@@ -325,7 +327,7 @@ def test_prompts_without_a_score_are_counted_and_shown(evaluation, runs, partly_
     flags, _ = partly_scored
     run = one_reward(runs["ppo", 1], tmp_path / "run")
     report, text = evaluation("--model-path", run, *flags)
-    [note] = report["notes"]
+    _, note = report["notes"]
     assert note.startswith("16 of 48 completions have no score") and "2 of 6 prompts are left out" in note
     assert note in text and "no score: " in text
     unscored = [row for i in (1, 4) for side in report["prompts"][i]["sides"] for row in side["completions"]]

@@ -204,7 +204,9 @@ def test_a_length_baseline_without_a_wrong_pair(model, monkeypatch, capsys):
     found = pair_accuracy(model, [*[pair("a", "long", "b")] * 3, *[pair("a", "b", "c")] * 2])
     assert found["length_baseline"] == pytest.approx(0.8) and found["accuracy_against_baseline"] is None
     show_record(found | {"calibration": {"completions": 1, "source": "x"}}, Screen())
-    assert "against baseline  no pairs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "against baseline  no pairs" in printed
+    assert "may know only the length" in printed and "95% interval" in printed
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,33 @@ def test_weak_reward_models_are_refused(capsys, accuracy, baseline, good, user_e
         check_accuracy(record, METRICS_FILE, "rm", False, Screen())
     check_accuracy(record, METRICS_FILE, "rm", True, Screen())
     assert "Continuing because of --allow-weak-reward-model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "pairs", "baseline", "against", "parts"),
+    [
+        (7 / 11, 11, 0.5, None, [["coin", "0.308 to 0.891"]]),  # equal lengths
+        (1.0, 14, 1.0, None, [["only the length", "1.000"]]),  # right answers are shorter in all pairs
+        (0.9, 100, 0.9, 0.0, [["only the length"]]),
+        (0.7, 10, 0.7, 0.0, [["coin"], ["only the length"]]),
+        (0.9, 100, 0.9, 0.6, []),
+        (0.9, 100, 0.6, None, []),  # 80 ties of the length, and the model is right in most of them
+        (0.6, 20, 0.6, None, [["coin"], ["only the length"]]),
+        (0.9, 671, 0.533, 0.88, []),  # the demo's
+        (0.7, 20, 0.5, 0.5, [["coin"]]),
+    ],
+)
+def test_weak_evidence_for_a_reward_model_is_a_warning(capsys, accuracy, pairs, baseline, against, parts):
+    record = {"accuracy": accuracy, "pairs": pairs, "length_baseline": baseline, "accuracy_against_baseline": against}
+    check_accuracy(record, METRICS_FILE, "rm", False, Screen())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(parts) and all(line.startswith("warning: ") and "--rm-model rm" in line for line in lines)
+    assert all(part in line for line, found in zip(lines, parts, strict=True) for part in found)
+
+
+def test_a_record_without_the_number_of_pairs_has_no_warning(capsys):
+    check_accuracy({"accuracy": 0.6, "length_baseline": 0.6}, METRICS_FILE, "rm", False, Screen())
+    assert capsys.readouterr().out == ""
 
 
 def test_reward_model_without_record_is_checked_on_held_out_pairs(model, monkeypatch, capsys, user_error):

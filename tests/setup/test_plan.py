@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 
 import pytest
 import torch
 
+import train_grpo
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.setup.build import load_components
@@ -14,6 +17,7 @@ from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.plan import kl_line, show_plan, warmup_warning
 from rlhf.setup.shape import base_parameters, parameters_in, weights_of
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -50,6 +54,54 @@ def test_warm_up_that_is_not_shorter_than_the_run_is_a_warning(configured):
     share = configured("--warmup-steps", 0.4)
     assert warmup_warning(share, 2) is None
     assert expected in warmup_warning(share, 1), "a share is rounded up"
+
+
+ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(2000)]
+
+
+@pytest.fixture
+def warned(run_flags, tmp_path, capsys):
+    """Return a function that makes the plan of a run on some rows and returns its warnings about the evaluation."""
+
+    def lines(rows: int, *flags: object) -> list[str]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:rows]))
+        flags = ("--prompts", file, "--eval-prompts", 128, *flags)  # the last one counts
+        with contextlib.suppress(UserError):
+            train_grpo.main(run_flags("--rm-model", "none", "--reward-func", "last_number", *flags, "--dry-run"))
+        return [line for line in capsys.readouterr().out.splitlines() if "points" in line]
+
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "fixes"),
+    [
+        (80, (), ["--eval-dataset"]),  # 10 held out
+        (1300, (), ["--eval-samples 8", "--split 0/70/30 --eval-prompts 349"]),  # about 130
+        (2000, ("--split", "0/70/30"), ["--eval-samples 8", "--eval-prompts 349"]),  # about 600, limited to 128
+        (2000, ("--split", "0/70/30", "--eval-temperature", 0), ["--eval-prompts 349"]),
+        (2000, ("--split", "0/70/30", "--eval-prompts", 200), ["--eval-samples 4", "--eval-prompts 349"]),
+    ],
+)
+def test_too_few_evaluation_prompts_are_a_warning_whose_fixes_work(warned, rows, flags, fixes):
+    (line,) = warned(rows, *flags)
+    advice = line.split("Use ")[1]
+    assert all(fix in advice for fix in fixes) and line.startswith("warning: ") and " 349 prompts" in line
+    for fix in advice.split(" or ") if "--eval-dataset" not in advice else ():
+        assert warned(rows, *flags, *fix.split()) == [], fix
+
+
+def test_enough_evaluation_prompts_are_no_warning(warned):
+    assert warned(1300, "--eval-samples", 8) == []
+
+
+def test_the_smallest_change_of_few_prompts_is_in_the_plan(warned):
+    """2.80 x sqrt((1/9 + 1/3) / n) of one completion each, but not more than the whole range of a score."""
+    (line,) = warned(150, "--eval-prompts", 10)
+    assert "10 evaluation prompts" in line and " 59 points" in line and " 1.2 standard deviations" in line
+    (line,) = warned(150, "--eval-prompts", 2)
+    assert " 100 points" in line
 
 
 def test_plan_of_ten_million_updates_takes_seconds(configured, capsys):

@@ -24,7 +24,7 @@ def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_
     """Prompt means 1, 0.5, none, 0: mean 0.5 (the mean over the five completions is 0.4)."""
     figures = figures_of([1.0, None, 1.0, 0.0, None, None, 0.0, 0.0], 2, seed=3)
     assert figures["value"] == 0.5
-    expected = over_prompts([1.0, 0.5, 0.0], 3, 0.5, (0.0, 1.0))
+    expected = over_prompts([1.0, 0.5, 0.0], 3, (0.0, 1.0))
     assert (figures["low"], figures["high"]) == (expected.low, expected.high)
     assert figures["pass_at_1"] == figures["value"], "of the prompts with at least one value"
     assert figures["pass_at_2"] == 0.5, "of the prompts with two values: 1 of 2 and 0 of 2 right"
@@ -96,7 +96,7 @@ def test_figures_are_paired_over_the_prompts_with_a_score_in_both_evaluations():
     after = evaluation([3.0, 1.0, 5.0, None, None, None], samples=2)
     figures = compare(before, after, prompts(3), None, 0)
     assert (figures["score_before"], figures["score_after"]) == (1.0, 2.0)
-    assert figures["score_rise_interval"] == [1.0, 1.0]
+    assert figures["score_rise_interval"] is None, "one prompt is no evidence"
     none = compare(evaluation([1.0, None]), evaluation([None, 1.0]), prompts(2), None, 0)
     assert (none["score_before"], none["score_after"]) == (1.0, 1.0), "over different prompts, so without an interval"
     assert none["score_rise_interval"] is None and none["score_rise_in_start_sd"] == 0.0
@@ -114,8 +114,24 @@ def test_gold_quality_of_several_samples_is_paired_by_prompt():
 
 
 def _interval_of_equal(value: float, count: int) -> tuple[float, float]:
-    found = over_prompts([value] * count, 0)
+    found = over_prompts([value] * count, 0, limits=(-1.0, 1.0))
     return found.low, found.high
+
+
+def test_no_change_is_no_certainty():
+    """15 prompts, each as right as before: 0.025^(1/15) = 0.782. Scores of a reward model have no known range."""
+    right = [float(i % 3 == 0) for i in range(15)]
+    figures = compare(evaluation(right), evaluation(right), prompts(15), None, 0)
+    assert figures["score_rise_interval"] == pytest.approx([-0.218, 0.218], abs=1e-3)
+    scores = [3.0 * value for value in right]
+    assert compare(evaluation(scores), evaluation(scores), prompts(15), None, 0)["score_rise_interval"] is None
+
+
+def test_intervals_are_within_the_range_of_the_score():
+    """Four prompts, two of which got worse: -0.5, and not (-1.4 to +0.4)."""
+    figures = compare(evaluation([1.0] * 4), evaluation([0.0, 0.0, 1.0, 1.0]), prompts(4), None, 0)
+    low, high = figures["score_rise_interval"]
+    assert low == -1.0 and high < 1.0
 
 
 def test_figures_of_evaluation_functions_before_and_after():

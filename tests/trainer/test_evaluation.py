@@ -136,7 +136,7 @@ def test_gold_judge_receives_question_completion_and_ended_flag():
     assert gold_scores(result, prompts(1), lambda *a: calls.append(a) or 0.25) == [0.25]
     assert calls == [("q 0", "plum", False)]
     figures = compare(result, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
-    assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, [1.0, 1.0])
+    assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, None)
 
 
 def test_kl_is_printed_with_its_unit_and_without_exponent():

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from benchmarks.operators import counting
+from rlhf.algorithms.classes import CLASSES
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import make_config
@@ -150,7 +151,7 @@ def optimizer_step(layers: int = 30, algorithm: str = "ppo", episodes: int = 4, 
             ),
         )
         passes = ForwardPasses(actor, Reference(None, policy), 0.7, torch.bfloat16)
-        optimizer = PolicyOptimizer(config, host, ALGORITHMS[algorithm].build(config), passes, Progress())
+        optimizer = PolicyOptimizer(config, host, CLASSES[algorithm](config), passes, Progress())
         experience = experience_of(episodes, length, 49_152)
         # check_step reads values, which fake tensors do not have
         with passes.weights.in_use(), patch("rlhf.trainer.optimize.check_step"):

@@ -316,3 +316,10 @@ def test_only_the_algorithms_folder_names_algorithms():
 def test_the_check_finds_an_algorithms_name():
     tree = ast.parse('"""PPO"""\ndef f():\n    "GRPO"\n    return "ppo" if x else f"python train_{y}.py grpo_"')
     assert [text for text in strings_of(tree) if NAMES.search(text)] == ["ppo"]
+
+
+def test_each_algorithm_has_a_row_and_a_class():
+    from rlhf.algorithms.classes import CLASSES
+    from rlhf.algorithms.table import ALGORITHMS
+
+    assert ALGORITHMS.keys() == CLASSES.keys()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.reinforce_pp import ReinforcePlusPlus
 from rlhf.config import parse_cli
 from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rollout.completions import Rollout
@@ -21,7 +21,7 @@ KL = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])
 
 def algorithm(*flags: str):
     config = parse_cli(["--kl-coef", "0.1", "--batch-size", "2", *flags], "reinforce_pp")
-    return ALGORITHMS["reinforce_pp"].build(config)
+    return ReinforcePlusPlus(config)
 
 
 def experience(scores, *flags: str):

@@ -73,7 +73,7 @@ def trained_by_the_library(algorithm: str, dtype: torch.dtype, **changed) -> tup
         rows.append({"prompt": prompt, "noun": noun, "kind": kind})
     recorder = Recorder()
     trainer = make_trainer(config, rows, rewards=[rule], callbacks=[recorder], progress=False)
-    trainer.model.to(dtype)
+    trainer.host.model.to(dtype)
     trainer.reference.copy.to(dtype)
     trainer.train()
     return trainer, recorder

@@ -295,7 +295,7 @@ def trained(project: Path, algorithm: str, seed: str, *flags: str) -> tuple[floa
     started = time.monotonic()
     output = f"{algorithm}_{seed}"
     words = [f"train_{algorithm}.py", "--recipe", "demo-checker", "--seed", seed, "--output", output, "--overwrite"]
-    done = run([*words, *flags], project, OMP_NUM_THREADS="2")
+    done = run([*words, *flags], project, OMP_NUM_THREADS="2", OMP_WAIT_POLICY=None)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
     figures = json.loads((project / output / "run.json").read_text(encoding="utf-8"))["figures"]

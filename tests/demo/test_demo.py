@@ -43,7 +43,9 @@ def grpo_demo(project, demo):
 
 def run_demo(project: Path, algorithm: str, *flags: str):
     started = time.monotonic()
-    done = run([f"train_{algorithm}.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2")
+    done = run(
+        [f"train_{algorithm}.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2", OMP_WAIT_POLICY=None
+    )
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
     log = json.loads((project / f"{algorithm}_training_output" / "run.json").read_text(encoding="utf-8"))

@@ -24,13 +24,14 @@ def copy_project(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "project", ignore=SKIP))
 
 
-def run(command: list[str], cwd: Path, typed: str = "", **environment: str) -> subprocess.CompletedProcess:
-    """Runs a python command offline and on one thread. `typed` is its standard input."""
+def run(command: list[str], cwd: Path, typed: str = "", **environment: str | None) -> subprocess.CompletedProcess:
+    """Runs a python command offline and on one thread. `typed` is its standard input. A variable of `environment` that
+    is None is removed."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=env,
+        env={name: value for name, value in env.items() if value is not None},
         input=typed,
         capture_output=True,
         text=True,

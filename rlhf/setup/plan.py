@@ -250,11 +250,11 @@ def warmup_warning(config: Config, updates: int) -> str | None:
 
 def evidence_warning(config: Config, sets: PromptSets) -> str | None:
     """Return a warning with the flags that help if the evaluations have too few prompts to show a change of 10
-    points."""
+    points. None for a program, which gives its own prompts and not with flags."""
     samples = config.run.eval_samples
     count = len(sets.evaluation)
     needed = prompts_needed(samples)
-    if count >= needed:
+    if count >= needed or config.in_python:
         return None
     samplings = [more for more in MORE_SAMPLES if more > samples and config.run.eval_temperature != 0]
     fixes = [f"--eval-samples {more}" for more in samplings if prompts_needed(more) <= count][:1]

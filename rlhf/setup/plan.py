@@ -254,7 +254,7 @@ def evidence_warning(config: Config, sets: PromptSets) -> str | None:
     samples = config.run.eval_samples
     count = len(sets.evaluation)
     needed = prompts_needed(samples)
-    if count >= needed or config.in_python:
+    if count >= needed or not sets.rows:
         return None
     samplings = [more for more in MORE_SAMPLES if more > samples and config.run.eval_temperature != 0]
     fixes = [f"--eval-samples {more}" for more in samplings if prompts_needed(more) <= count][:1]

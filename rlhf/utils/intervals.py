@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 RESAMPLES = 5000
 LEVEL = 0.95
@@ -56,6 +55,8 @@ def over_prompts(
             it contains the true mean as often as before.
         level: confidence level of the interval.
     """
+    from scipy import stats  # slow, and a plan needs none of it
+
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2 or not np.isfinite(mean):
@@ -76,6 +77,8 @@ def over_prompts(
 
 def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
     """Return both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
+    from scipy import stats  # slow, and a plan needs none of it
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the result is nan then
         rng = np.random.default_rng(seed)
@@ -95,6 +98,8 @@ def cut_off(mean: float, low: float, high: float, limits: tuple[float, float] | 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return the exact interval of a share of `count` cases (Clopper & Pearson 1934). Half cases are rounded."""
+    from scipy import stats  # slow, and a plan needs none of it
+
     return tuple(stats.binomtest(round(share * count), count).proportion_ci(LEVEL))
 
 

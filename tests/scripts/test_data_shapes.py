@@ -115,6 +115,8 @@ def test_rows_of_this_shape_train_and_evaluate(request, start_model, tmp_path, s
     figures = report["models"][0]["figures"]
     assert all(value == value for value in figures.values() if value is not None), "no figure is NaN"
     if shape == "gsm8k":
-        assert "eval/exact_match_after" in run.figures and figures["judge"] is not None
+        assert "eval/exact_match_after" in run.figures
+        assert figures["judge"] is None, "it equals the score on every completion"
+        assert any("exact_match" in note for note in report["notes"])
     if shape == "ultrafeedback":  # a quarter of the completions has no score from the function, but all from the model
         assert None not in [c["score"] for side in report["prompts"][0]["sides"] for c in side["completions"]]

@@ -23,7 +23,7 @@ def compare(work: Work, facts: dict[str, dict], pairs: Sequence[dict[str, dict]]
     steps = {name: pairs[-1][name]["optimizer_steps"] for name in IMPLEMENTATIONS}
     if len(set(steps.values())) > 1:
         raise RunError(
-            f"the implementations did different work: optimizer steps {steps}. This is a bug, please report it"
+            "the implementations did different work", f"optimizer steps {steps}", "This is a bug, please report it"
         )
     ratios = [pair["stock"]["seconds"] / pair["ours"]["seconds"] for pair in pairs]
     spent = {name: {"whole": median(pair[name]["seconds"] for pair in pairs)} for name in IMPLEMENTATIONS}

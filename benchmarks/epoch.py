@@ -68,10 +68,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     batch = arguments.rollout_batch
     if batch > MINIBATCH and batch % MINIBATCH:
         raise UserError(
-            f"not a multiple of the minibatch size {MINIBATCH}: --rollout-batch {batch}. Use a multiple of {MINIBATCH}"
+            f"not a multiple of the minibatch size {MINIBATCH}",
+            f"--rollout-batch {batch}",
+            f"Use a multiple of {MINIBATCH}",
         )
     if arguments.stock and arguments.algorithm == "grpo" and batch > MINIBATCH:
-        raise UserError(f"TRL's GRPO has no minibatches: --rollout-batch {batch}. Remove --stock, or use {MINIBATCH}")
+        raise UserError(
+            "TRL's GRPO has no minibatches", f"--rollout-batch {batch}", f"Remove --stock, or use {MINIBATCH}"
+        )
     return arguments
 
 
@@ -108,8 +112,9 @@ def summarize_epoch(
     steps = {name: timings[-1][name]["optimizer_steps"] for name in names}
     if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
         raise RunError(
-            f"the implementations did different work: completion tokens {tokens}, optimizer steps {steps}. This is a "
-            "bug, please report it"
+            "the implementations did different work",
+            f"completion tokens {tokens}, optimizer steps {steps}",
+            "This is a bug, please report it",
         )
     sides = {n: epoch_estimate([t[n] for t in timings[1:]], tokens[n] / work.updates, whole) for n in names}
     settings = {name: value for name, value in work.settings.items() if name not in ("updates", "load_in_4bit")}

@@ -125,12 +125,12 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
     if arguments.full and arguments.real:
-        raise UserError("mutually exclusive flags: --full, --real. Choose one")
+        raise UserError("mutually exclusive flags", "--full, --real", "Choose one")
     if arguments.minutes <= 0:
-        raise UserError(f"not a positive number: --minutes {arguments.minutes:g}")
+        raise UserError("not a positive number", f"--minutes {arguments.minutes:g}")
     for name in arguments.only or ():
         if name not in plan_of(arguments):
-            raise UserError(f"no such section: --only {name}. Sections: {', '.join(plan_of(arguments))}")
+            raise UserError("no such section", f"--only {name}", f"Sections: {', '.join(plan_of(arguments))}")
     return arguments
 
 

@@ -123,7 +123,7 @@ def sweep_of(axes: Sequence[str], seeds: Sequence[int], updates: int) -> list[Tr
     axes = axes or [SWEEP]
     for axis in axes:
         if not all(axis.partition("=")):
-            raise UserError(f"not a setting with values: --sweep {axis}. Write NAME=VALUE,VALUE")
+            raise UserError("not a setting with values", f"--sweep {axis}", "Write NAME=VALUE,VALUE")
     names = [axis.partition("=")[0] for axis in axes]
     length = ("--num-iterations", str(updates), "--eval-every", str(updates))
     found = []
@@ -161,10 +161,10 @@ def verify(name: str, arguments: argparse.Namespace, say: Callable[[str], None])
     """Repeat updates 1 and 2 of a published run. Returns True if all their figures are equal."""
     file = arguments.results / f"{name}.json"
     if not file.is_file():
-        raise UserError(f"file not found: {file}. --verify needs the name of a published run")
+        raise UserError("file not found", file, "--verify needs the name of a published run")
     facts = json.loads(file.read_text(encoding="utf-8"))
     if "first_updates" not in facts:
-        raise UserError(f"no figures of updates 1 and 2: {file}. It was measured by an earlier release")
+        raise UserError("no figures of updates 1 and 2", file, "It was measured by an earlier release")
     folder = arguments.runs / f"verify_{name}"
     log = arguments.runs / f"verify_{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
@@ -209,7 +209,7 @@ def train(words: Sequence[str], log: Path, environment: dict[str, str] | None = 
                 raise
     if status != 0:
         output = log.read_text(encoding="utf-8", errors="replace").rpartition(SESSION)[2]
-        raise RunError(f"the training failed: {log}. Its last output: {output[-1500:]}")
+        raise RunError("the training failed", log, f"Its last output: {output[-1500:]}")
 
 
 # --- the JSON file of a run ------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
 
     run = RunRecord.require(folder, "--runs")
     if run.status != "finished":
-        raise UserError(f"the run is {run.status}: {folder}. Start this command again to resume it")
+        raise UserError(f"the run is {run.status}", folder, "Start this command again to resume it")
     settings = run.flat_settings
     rule = "score" if settings["rm_model"] else settings["reward_func"][0]
     files = sorted((folder / "samples").glob("update-*.jsonl"))

@@ -62,7 +62,7 @@ def answer_human(problems: Path, runs: Path, results: Path, screen: Screen) -> N
         f.stem for f in sorted(results.glob("*.json")) if f.stem.split("_")[0] in KINDS and (runs / f.stem).is_dir()
     ]
     if not names:
-        raise UserError(f"no run folders of finished runs: --runs {runs}. Train first")
+        raise UserError("no run folders of finished runs", f"--runs {runs}", "Train first")
     starts = {f"{START}_{name.rpartition('_')[2]}": name for name in names}
     for name, run in {**starts, **{name: name for name in names}}.items():
         file = results / f"human_{name}.json"

@@ -35,7 +35,7 @@ def read(results: Path) -> tuple[list[Facts], list[Facts], dict[str, Facts]]:
     files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))}
     files = {name: facts for name, facts in files.items() if not name.startswith("human_")}
     if not files:
-        raise UserError(f"no JSON files: --results {results}. Train first: python benchmarks/real_smollm2.py")
+        raise UserError("no JSON files", f"--results {results}", "Train first: python benchmarks/real_smollm2.py")
     probes = {name.removeprefix("probe_"): facts for name, facts in files.items() if name.startswith("probe_")}
     trained = [facts for name, facts in files.items() if not name.startswith("probe_")]
     runs = [facts for kind in KINDS for facts in trained if facts["kind"] == kind]

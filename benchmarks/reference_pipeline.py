@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         print(tables(arguments.results))
         return
     if arguments.file is None:
-        raise UserError("no file of preference pairs: command line. Give its path first")
+        raise UserError("no file of preference pairs", "command line", "Give its path first")
     prepare(arguments.file, arguments.runs)
     for stage in [arguments.stage] if arguments.stage else list(STAGES)[:-1]:
         STAGES[stage](arguments, screen.say)
@@ -174,7 +174,7 @@ def compare(arguments: argparse.Namespace, say: Say) -> None:
     names = [t.name for t in trainings(arguments)] + [f"dpo_{seed}" for seed in arguments.seeds]
     missing = [n for n in names if not ((work / n).is_dir() and (arguments.results / f"{n}.json").is_file())]
     if missing:
-        raise UserError(f"not finished: {', '.join(missing)}: --runs {work}. Run the stages runs and dpo first")
+        raise UserError(f"not finished: {', '.join(missing)}", f"--runs {work}", "Run the stages runs and dpo first")
     arms = [
         f"{label}={work / name}" for kind, label in ARMS.items() for name in names if name.rpartition("_")[0] == kind
     ]

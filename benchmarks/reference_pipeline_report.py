@@ -21,7 +21,7 @@ def tables(results: Path) -> str:
     """Return the tables for which there are files, in Markdown. Raises UserError if there is no file."""
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))]
     if not files:
-        raise UserError(f"no JSON files: --results {results}. Run a stage first")
+        raise UserError("no JSON files", f"--results {results}", "Run a stage first")
     kinds = {kind: [f for f in files if f["kind"] == kind] for kind in ("reward model", "comparison", "recipe")}
     made = [reward_table(kinds["reward model"]), recipe_table(kinds["recipe"])]
     made[1:1] = [arm_table(report, files) for report in kinds["comparison"]]

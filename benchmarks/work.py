@@ -172,7 +172,7 @@ def choose_device(wanted: str | None) -> str:
         os.environ.pop("ACCELERATE_USE_CPU", None)
         return "cuda"
     if wanted == "cuda":
-        raise UserError("no GPU that this torch can use: --device cuda. Use --device cpu")
+        raise UserError("no GPU that this torch can use", "--device cuda", "Use --device cpu")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     return "cpu"
 

@@ -65,7 +65,7 @@ class Worker:
             last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
             output = "\n".join(last)
             raise RunError(
-                f"worker stopped (exit status {self.process.wait()}): {self.name}. Its last lines:\n{output}"
+                f"worker stopped (exit status {self.process.wait()})", self.name, f"Its last lines:\n{output}"
             )
         return json.loads(line)
 

@@ -19,7 +19,7 @@ from rlhf.checkpoints.run_folder import present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import UserError, os_advice, raise_if
 from rlhf.utils.files import write_text
 
 FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
@@ -165,7 +165,7 @@ def _add_session(file: Path, points: dict[str, list[tuple[int, float, float]]]) 
             for tag, value in scalars.items():
                 points[tag].append((event.step, value, event.wall_time))
     except OSError as error:
-        raise UserError(f"cannot read {file} ({error.strerror}). Check its permissions") from None
+        raise UserError(f"cannot read it ({error.strerror})", file, os_advice(error)) from None
     return unread
 
 

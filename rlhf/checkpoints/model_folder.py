@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlhf.checkpoints.gguf import cached_gguf, gguf_folder, gguf_record
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
+from rlhf.settings.training import RM_TEXTS
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line
 from rlhf.utils.files import sha256_once
@@ -333,3 +334,16 @@ def read_record(folder: Path) -> dict | None:
     if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
         raise UserError("invalid accuracy or calibration", file, "Train the reward model again, or delete that file")
     return record
+
+
+def text_in(record: dict | None) -> str | None:
+    """Return the form of the text that a reward model was trained on, one of RM_TEXTS; None without a record. Records
+    of this project's older versions do not contain it: they ended at EOS. Raises UserError for an unknown form."""
+    if record is None:
+        return None
+    text = record.get("text", "eos")
+    if text not in RM_TEXTS:
+        raise UserError(
+            f"unknown text {text!r:.40}", f"{METRICS_FILE} of the reward model", "Train the reward model again"
+        )
+    return text

@@ -34,7 +34,7 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
     except (MemoryError, UserError):
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and torch_error(error) is not None:
+        if torch_error(error) is not None:
             raise
         if "trust_remote_code" in str(error):
             raise UserError(needs_code(name)) from None

@@ -24,9 +24,9 @@ def require_equal_weights(model: nn.Module, when: str) -> None:
     other = next((number for number, found in enumerate(hashes) if found != hashes[0]), None)
     if other is not None:
         error = RunError(
-            f"the weights after {when} differ between process 0 and process {other}, so they are not "
-            "saved. Use the same GPU model and the same library versions in all processes, then "
-            "resume with --resume"
+            f"the weights after {when} differ between process 0 and process {other}",
+            "they are not saved",
+            "Use the same GPU model and the same library versions in all processes, then resume with --resume",
         )
         error.by_all = True
         raise error

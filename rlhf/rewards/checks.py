@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
+from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, text_in
 from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
@@ -97,19 +97,6 @@ def tokens_of_template(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(0, len(whole) - len(encode_prompt(tokenizer, SOME_CHAT)) - len(encode_completion(tokenizer, "yes")))
 
 
-def text_in(record: dict | None) -> str | None:
-    """Return the form of the text that a reward model was trained on, one of RM_TEXTS; None without a record. Records
-    of this project's older versions do not contain it: they ended at EOS. Raises UserError for an unknown form."""
-    if record is None:
-        return None
-    text = record.get("text", "eos")
-    if text not in RM_TEXTS:
-        raise UserError(
-            f"unknown text {text!r:.40}", f"{METRICS_FILE} of the reward model", "Train the reward model again"
-        )
-    return text
-
-
 def check_unrecorded(
     model: RewardModel, name: str, pairs: Sequence[Example], allow_weak: bool, screen: Screen
 ) -> None:
@@ -146,7 +133,7 @@ def known_accuracy(
 ) -> tuple[dict | None, str]:
     """Return the accuracy and the length baseline of a reward model, and their source: its record, otherwise the
     held-out pairs among `examples` that fit its context. None if there are no pairs, which is printed."""
-    from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
+    from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit  # imports transformers' models
 
     if model.record is not None:
         return model.record, METRICS_FILE

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
+from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem, text_in
 from rlhf.checkpoints.weight_names import INCOMPLETE, LM_HEADS, check_loaded
 from rlhf.data.chat_template import SOME_CHAT, encode_completion, encode_prompt, encode_whole
 from rlhf.data.tokenizer import check_vocabulary, context_of, ids_of, load_config, load_tokenizer
@@ -25,7 +25,6 @@ from rlhf.models.load import check_weights, disable_dropout, read_model
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
-from rlhf.rewards.checks import text_in
 from rlhf.rollout.completions import padded, token_batch
 from rlhf.utils.errors import RunError, raise_if
 

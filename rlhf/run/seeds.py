@@ -65,7 +65,9 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             if resumed is not None:  # with --dry-run finished seeds come here, too
                 train(resumed, screen)
         except TrainingInterrupted as stopped:
-            stopped.problems.append(Problem(f"Resume this and the other seeds with: {resume_command(config)}"))
+            stopped.problems.append(
+                Problem("the other seeds are not trained", fix=f"Resume all with: {resume_command(config)}")
+            )
             raise
         finally:
             release(folder)

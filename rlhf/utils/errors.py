@@ -216,22 +216,28 @@ def name_output(error: BaseException | None, output: str | Path) -> None:
 
 
 REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
+REDUCE_GPU_MEMORY = "Try --use-lora, --load-in-4bit, a smaller model, or close other GPU programs"
 CLOSE = 0.75  # difflib ratio: allows one typo in a short word, two in a long one
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's message, after the name of the operator
 
 
-def torch_error(error: RuntimeError) -> str | None:
-    """Return an error line for a torch error that the user can fix, otherwise None. Imports no torch."""
+def torch_error(error: BaseException) -> Problem | None:
+    """Return the problem of a torch error that the user can fix, otherwise None. Imports no torch."""
+    if not isinstance(error, RuntimeError):
+        return None
     first = str(error).split("\n", 1)[0]
     if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
-        return f"out of memory on the CPU: {first[max(0, first.find('DefaultCPUAllocator')) :]:.120}. {REDUCE_MEMORY}"
+        details = first[max(0, first.find("DefaultCPUAllocator")) :]
+        return Problem("out of memory on the CPU", f"{details:.120}", REDUCE_MEMORY)
     if type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close other GPU programs"
+        return Problem("out of memory", first, REDUCE_GPU_MEMORY)
     if NOT_DETERMINISTIC in first or ("Deterministic behavior" in first and "CuBLAS" in first):
         operator = first.split(NOT_DETERMINISTIC)[0] if NOT_DETERMINISTIC in first else "cuBLAS"
-        return (
-            f"{operator} has no deterministic implementation on this device: --deterministic. "
-            "Remove the flag, and please report the name of the operator"
+        return Problem(
+            f"{operator} has no deterministic implementation on this device",
+            "--deterministic",
+            "Remove the flag, and please report the name of the operator",
+            ("deterministic",),
         )
     return None
 
@@ -254,7 +260,7 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
         by_all = error.by_all
         at_once = error.at_once
     except Exception as error:  # an unexpected error: the traceback goes to a file
-        lines = f"error: {visible_line(_unexpected_error_line(error))}"
+        lines = f"error: {problem_of(error)}"
         status = UserError.exit_status if is_before_start(error) else RunError.exit_status
         by_all = getattr(error, "by_all", False)
         at_once = False
@@ -289,22 +295,19 @@ def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
         print_line(f"{process_prefix()}{lines}", file=sys.stderr)
 
 
-def _unexpected_error_line(error: Exception) -> str:
-    """Return one line for an unexpected error. The traceback is written to a file, whose path is in the line, unless
+def problem_of(error: Exception) -> Problem:
+    """Return the problem of an unexpected error. The traceback is written to a file, whose path it contains, unless
     the error comes from the operating system or is a known torch error."""
     found = as_os_error(error)
     if found is not None:
-        where = f": {found.filename}" if found.filename else ""
         resume = "" if is_before_start(error) else " (a training run with --resume)"
-        return f"{found.strerror}{where}. {os_advice(found)}, then run the command again{resume}"
+        return Problem(found.strerror, found.filename or "", f"{os_advice(found)}, then run the command again{resume}")
     if isinstance(error, MemoryError):
-        return f"out of memory on the CPU: {str(error) or 'no details'}. {REDUCE_MEMORY}"
-    line = torch_error(error) if isinstance(error, RuntimeError) else None
-    if line is not None:
-        return line
-    return (
-        f"unexpected {type(error).__name__} ({first_line(error):.200}): this is a bug. Please report it; the "
-        f"traceback is in {write_traceback(error)}"
+        return Problem("out of memory on the CPU", str(error) or "no details", REDUCE_MEMORY)
+    return torch_error(error) or Problem(
+        f"unexpected {type(error).__name__} ({first_line(error):.200})",
+        "this is a bug",
+        f"Please report it; the traceback is in {write_traceback(error)}",
     )
 
 

@@ -38,8 +38,6 @@ class ConsoleFile(io.FileIO):
 
     def note_loss(self, error: OSError) -> None:
         """Store the reason of the first loss. For stdout, print it on stderr."""
-        from rlhf.utils.errors import print_line  # its run_command uses this module
-
         if error.errno in GONE:
             with suppress(OSError):  # child processes and libraries in C write to the descriptor itself
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
@@ -47,8 +45,10 @@ class ConsoleFile(io.FileIO):
             return
         lost_streams[self.name] = error.strerror
         if self.name == "stdout":
-            line = f"warning: cannot write to standard output: {error.strerror}. The command continues without it"
-            print_line(line, file=sys.stderr)
+            print(
+                f"warning: cannot write to standard output: {error.strerror}. The command continues without it",
+                file=sys.stderr,
+            )
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import Prompt, encode_prompts, load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast, autocast_dtype, start_device
+from rlhf.models.device import autocast_dtype, start_device
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.rewards.find import find_rewards
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
@@ -93,7 +92,9 @@ class Probe:
         model = find_model_ref(str(folder), "final", None, "--probe")
         model = find_start(self.config, [model], MeasureSettings()) if start else model
         self.tokenizer = load_tokenizer(model.source, self.config.data.plain_prompts)
-        self.policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
+        policy = load_model_ref(model, self.tokenizer, in_4_bit(model), self.dtype, self.device)
+        usual = SamplingSettings(max_new_tokens=LONG)
+        self.sampler = Sampler.of(policy, self.tokenizer, usual, self.device, dtype=self.dtype)
         sets = load_prompts(self.config.data, self.tokenizer, screen.say)
         self.questions = sets.evaluation[:QUESTIONS]
         self.training = sets.train
@@ -125,7 +126,6 @@ class Probe:
             "machine": machine(self.device.type),
         }
 
-    @torch.no_grad()
     def cell(self, prompts: Sequence[Prompt], length: int, attempts: int = 1, greedy: bool = False) -> dict[str, Any]:
         """Return accuracy with its 95% interval over questions, length, share of cut-off completions, and pass@k.
 
@@ -148,8 +148,7 @@ class Probe:
         ended = []
         for at in range(0, len(rows), size):
             episodes, part = zip(*rows[at : at + size], strict=True)
-            uniform = uniform_noise(self.run.seed, 0, "generations", episodes, length)
-            found = self._sample(part, uniform, sampling)
+            found = self.sampler.sample(part, self.run.seed, 0, "generations", episodes, sampling=sampling)
             texts = texts + found.texts(self.tokenizer)
             ids = ids + found.rows()
             ended = ended + found.ended.tolist()
@@ -169,12 +168,6 @@ class Probe:
             "cut_off": 1 - float(np.mean(ended)),
             "right": digits(right.sum(1)),
         }
-
-    def _sample(self, prompts: Sequence[Prompt], uniform: torch.Tensor, sampling: SamplingSettings):
-        eos = self.tokenizer.eos_token_id
-        pad = self.tokenizer.pad_token_id
-        with autocast(self.device, self.dtype):
-            return sample_completions(self.policy, prompts, uniform, sampling, eos=eos, pad=pad, device=self.device)
 
 
 def with_examples(questions: Sequence[Prompt], training: Sequence[Prompt], tokenizer) -> list[Prompt]:

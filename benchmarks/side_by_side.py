@@ -96,12 +96,12 @@ def worker(work: dict) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from benchmarks import ours
     from benchmarks.work import Work
-    from rlhf.trainer import collect
+    from rlhf.rollout import sampler
     from rlhf.trainer.optimize import PolicyOptimizer
 
     trainer = ours.build(Work(**work))
     sampling = []
-    original = collect.sample_completions
+    original = sampler.sample_completions
     optimize = PolicyOptimizer.run
     shapes = Counter()
 
@@ -115,7 +115,7 @@ def worker(work: dict) -> None:
         with recorder(shapes):
             return optimize(*args)
 
-    with patch.object(collect, "sample_completions", sample):
+    with patch.object(sampler, "sample_completions", sample):
         for update in range(1, work["updates"] + 2):
             sys.stdin.readline()
             last, sampling[:] = update > work["updates"], []

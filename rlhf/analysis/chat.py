@@ -5,19 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
-from rlhf.data.chat_template import Messages, decode_completion, encode_prompt
+from rlhf.data.chat_template import Messages, encode_prompt
 from rlhf.data.examples import examples_of, worked_examples
 from rlhf.data.prompts import ids_alone
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
-from rlhf.models.device import autocast, autocast_dtype, start_device
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
-from rlhf.rollout.stopping import stopping_criterion
+from rlhf.models.device import autocast_dtype, start_device
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
@@ -102,28 +99,20 @@ class ReplyGenerator:
     """Samples replies as training and evaluations do."""
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
-        self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
         self.replies = 0
-        self.device = start_device(screen)
-        self.dtype = autocast_dtype(config.model.bf16, self.device)
-        self.policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
+        device = start_device(screen)
+        dtype = autocast_dtype(config.model.bf16, device)
+        policy = load_model_ref(model, tokenizer, in_4_bit(model), dtype, device)
+        engine = config.speed.own_engine
+        self.sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype, engine=engine)
 
-    @torch.no_grad()
     def generate(self, ids: list[int]) -> str:
-        prompts = [ids_alone(ids)]
-        sampling = self.config.sampling
-        uniform = uniform_noise(self.seed, self.replies, "chat", [0], sampling.max_new_tokens)
+        found = self.sampler.sample([ids_alone(ids)], self.seed, self.replies, "chat")
         self.replies += 1
-        end = stopping_criterion(self.tokenizer, sampling.stops)
-        pad = self.tokenizer.pad_token_id
-        with autocast(self.device, self.dtype):
-            found = sample_completions(
-                self.policy, prompts, uniform, sampling, eos=end, pad=pad, device=self.device,
-                engine=self.config.speed.own_engine,
-            )  # fmt: skip
-        return decode_completion(self.tokenizer, found.rows()[0], sampling.stops)
+        (text,) = found.texts(self.tokenizer)
+        return text
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:

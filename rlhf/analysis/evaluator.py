@@ -31,7 +31,7 @@ from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast, autocast_dtype, set_threads
+from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.build import make_rewards
@@ -39,9 +39,7 @@ from rlhf.rewards.checks import check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
-from rlhf.rollout.stopping import stopping_criterion
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import SamplingSettings, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
@@ -265,33 +263,16 @@ class ModelEvaluator:
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Samples the start model's completions as a run does for its perplexity."""
-        seed = self.config.run.seed
-        sampling = self.config.sampling
-        uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
-        return self.sample(self.reference.copy, self.tokenizer, prompts, uniform).rows()
+        sampler = self.sampler(self.reference.copy, self.tokenizer)
+        return sampler.sample(prompts, self.config.run.seed, 0, "evaluate").rows()
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def sample(
-        self,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Prompt],
-        uniform: torch.Tensor,
-        sampling: SamplingSettings | None = None,
-    ) -> Completions:
-        with autocast(self.device, self.dtype):
-            return sample_completions(
-                policy,
-                prompts,
-                uniform,
-                sampling or self.config.sampling,
-                eos=stopping_criterion(tokenizer, self.config.sampling.stops),
-                pad=tokenizer.pad_token_id,
-                device=self.device,
-                engine=self.config.speed.own_engine,
-            )
+    def sampler(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        """Return what samples a model's completions, with the evaluator's settings."""
+        engine = self.config.speed.own_engine
+        return Sampler.of(policy, tokenizer, self.config.sampling, self.device, dtype=self.dtype, engine=engine)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how models are evaluated, as pairs of name and text."""
@@ -335,19 +316,19 @@ class ModelEvaluator:
     ) -> GenerationResults:
         reference = self.reference if self._same_vocabulary(tokenizer) else None
         rows = [p for p in self.encoded(tokenizer) for _ in range(self.settings.completions)]
-        ids, ended, kl = self._sample_all(label, policy, tokenizer, rows, screen, self.config.sampling, reference)
+        sampler = self.sampler(policy, tokenizer)
+        ids, ended, kl = self._sample_all(label, sampler, rows, screen, self.config.sampling, reference)
         results = self.rated(label, tokenizer, rows, ids, ended)
         kl = np.reshape(kl, results.scores.shape) if reference is not None else None
         results = replace(results, kl=kl, perplexity=self._perplexity(policy, tokenizer))
         if self.shots is None or not results.checked:
             return results
-        return replace(results, variants=self._variants(label, policy, tokenizer, screen))
+        return replace(results, variants=self._variants(label, sampler, tokenizer, screen))
 
     def _sample_all(
         self,
         label: str,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
         rows: Sequence[Prompt],
         screen: Screen,
         sampling: SamplingSettings,
@@ -356,16 +337,19 @@ class ModelEvaluator:
         """Samples one completion per row in batches. Returns token ids, ended flags, and KL in nats."""
         parts = []
         size = budget_of(self.device, self.config).generation_batch_size
-        for at in range(0, len(rows), size):
-            done = min(at + size, len(rows))
-            uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), sampling.max_new_tokens)
-            completions = self.sample(policy, tokenizer, rows[at:done], uniform, sampling)
-            parts.append((completions.rows(), completions.ended.tolist(), self._kl(policy, reference, completions)))
-            screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
+        seed = self.settings.seed
+        with sampler.same_weights():
+            for at in range(0, len(rows), size):
+                done = min(at + size, len(rows))
+                part = rows[at:done]
+                completions = sampler.sample(part, seed, 0, "generations", range(at, done), sampling=sampling)
+                kl = self._kl(sampler.policy, reference, completions)
+                parts.append((completions.rows(), completions.ended.tolist(), kl))
+                screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
         return [[x for part in parts for x in part[i]] for i in range(3)]
 
     def _variants(
-        self, label: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, screen: Screen
+        self, label: str, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, screen: Screen
     ) -> dict[str, float]:
         """Return the mean of the checker for greedy completions and for more tokens; of the start model also with
         worked examples."""
@@ -373,17 +357,17 @@ class ModelEvaluator:
         count = self.settings.completions
         prompts = self.encoded(tokenizer)
         asked = {"greedy": (prompts, 1, replace(sampling, top_k=1))}
-        context = context_of(policy.config)
+        context = context_of(sampler.policy.config)
         longest = max(len(p.ids) for p in prompts)
         room = 2 * sampling.max_new_tokens if context is None else min(2 * sampling.max_new_tokens, context - longest)
         if room > sampling.max_new_tokens:
             asked[f"up to {room} tokens"] = prompts, count, replace(sampling, max_new_tokens=room)
-        if self.shots and self.reference is not None and policy is self.reference.copy:
+        if self.shots and self.reference is not None and sampler.policy is self.reference.copy:
             asked[f"{len(self.shots) // 2} worked examples"] = self.encoded(tokenizer, self.shots), count, sampling
         found = {}
         for name, (of, times, settings) in asked.items():
             rows = [p for p in of for _ in range(times)]
-            ids, ended, _ = self._sample_all(f"{label}, {name}", policy, tokenizer, rows, screen, settings)
+            ids, ended, _ = self._sample_all(f"{label}, {name}", sampler, rows, screen, settings)
             results = self.rated(label, tokenizer, rows, ids, ended)
             found[name] = float(np.nanmean(results.deciding))
             found[f"{name}, cut off"] = 1 - float(results.ended.mean())

@@ -12,7 +12,6 @@ import torch
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.checkpoints.model_folder import model_files
 from rlhf.data.prompts import Prompt, fingerprint
-from rlhf.rollout.sampling import uniform_noise
 from rlhf.utils.console import Screen
 from rlhf.utils.files import write_text
 
@@ -38,16 +37,15 @@ def sample_start(
     prompts = evaluator.encoded(evaluator.tokenizer)
     seed = evaluator.settings.seed
     key = _key(evaluator, prompts)
-    length = evaluator.config.sampling.max_new_tokens
-    model = evaluator.reference.copy
+    sampler = evaluator.sampler(evaluator.reference.copy, evaluator.tokenizer)
     samples, spent = read_samples(file, key)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)
-        while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
-            uniform = uniform_noise(seed, len(samples), "start samples", range(len(prompts)), length)
-            completions = evaluator.sample(model, evaluator.tokenizer, prompts, uniform)
-            samples.append((completions.rows(), completions.ended.tolist()))
-            screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
+        with sampler.same_weights():
+            while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
+                completions = sampler.sample(prompts, seed, len(samples), "start samples")
+                samples.append((completions.rows(), completions.ended.tolist()))
+                screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
         check()
         write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)

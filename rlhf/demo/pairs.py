@@ -9,8 +9,7 @@ import torch
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
@@ -83,16 +82,14 @@ def sample_answers(
     prompts = [prompt for prompt in encoded for _ in range(repeats)]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     answers: list[tuple[str, bool]] = [("", False)] * len(prompts)
-    for start in range(0, len(order), PER_REPORT * SLOTS):
-        rows = order[start : start + PER_REPORT * SLOTS]
-        noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.max_new_tokens)
-        tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        completions = sample_completions(
-            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device, slots=SLOTS
-        )
-        for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
-            answers[row] = (text, ended)
-        report(start + len(rows), len(order))
+    sampler = Sampler.of(model, tokenizer, SAMPLING, device, slots=SLOTS)
+    with sampler.same_weights():
+        for start in range(0, len(order), PER_REPORT * SLOTS):
+            rows = order[start : start + PER_REPORT * SLOTS]
+            completions = sampler.sample([prompts[row] for row in rows], seed, 0, "demo pairs", rows)
+            for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
+                answers[row] = (text, ended)
+            report(start + len(rows), len(order))
     return answers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import warnings
 
 import psutil
 import torch
@@ -14,7 +15,7 @@ from rlhf.distributed.join import TIMEOUT_S, cpu_is_selected, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import RLHFWarning, UserError
 from rlhf.utils.system import available_cores, cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
 
 OWN_THREADS = torch.get_num_threads()  # before `set_threads` changes it
@@ -23,6 +24,14 @@ CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of
 OLDER_WHEELS = "https://download.pytorch.org/whl/cu126"
 OLDER_TORCH = "torch<2.15"
 TURING = (7, 5)
+
+
+def free_and_warn(phase: str, reduced: str, same: str) -> None:
+    """After an out-of-memory error in `phase`, free cached GPU memory, and warn of what is reduced and what is not."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    message = f"out of memory in {phase}: reduced the {reduced} for the rest of the run. {same}"
+    warnings.warn(message, RLHFWarning, stacklevel=3)
 
 
 def installed(device: torch.device) -> int:

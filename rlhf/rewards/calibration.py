@@ -15,14 +15,11 @@ from rlhf.data.prompts import encode_prompts
 from rlhf.data.splits import distinct_questions
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.rewards.checks import accuracy_in, show_doubts
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
-from rlhf.rollout.stopping import stopping_criterion
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -81,17 +78,16 @@ def calibration_completions(
             "Raise it, lower --max-new-tokens, or pass --actor-model none to calibrate on the chosen completions",
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
-    tokens = {"eos": stopping_criterion(tokenizer, config.sampling.stops), "pad": tokenizer.pad_token_id}
+    sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype)
     written: list[Completion] = []
     size = budget_of(device).eval_batch_size
-    for start in range(0, min(most, len(prompts)), size):
-        batch = prompts[start : min(start + size, most)]
-        rows = range(start, start + len(batch))
-        noise = uniform_noise(config.training.rm_seed, 0, "calibrate", rows, config.sampling.max_new_tokens)
-        with autocast(device, dtype):
-            completions = sample_completions(policy, batch, noise, config.sampling, **tokens, device=device)
-        texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
-        written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
+    with sampler.same_weights():
+        for start in range(0, min(most, len(prompts)), size):
+            batch = prompts[start : min(start + size, most)]
+            rows = range(start, start + len(batch))
+            completions = sampler.sample(batch, config.training.rm_seed, 0, "calibrate", rows)
+            texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
+            written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"completions of {name}"
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.data.prompts import Prompt
-from rlhf.models.logprobs import backbone_of, forward_dtype
+from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import on_device, run_packed
 from rlhf.rollout.choice import graph_slots
-from rlhf.rollout.decoder import FusedDecoder, make_decoder
+from rlhf.rollout.decoder import Decoder, FusedDecoder, make_decoder
 from rlhf.rollout.kv_cache import SlotKVCache, chosen_rows, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
@@ -72,16 +72,31 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
+        self,
+        policy: PreTrainedModel,
+        device: torch.device,
+        slots: int,
+        columns: int,
+        places: int,
+        graph: bool,
+        decoder: Decoder | None = None,
     ):
-        """Make room for `slots` completions at a time, texts of `columns` tokens (prompt and completion), and `places`
-        tokens: those of all completions, and of one more. `graph`: run the decoding step as a CUDA graph."""
+        """
+        Args:
+            policy: the policy.
+            device: its device.
+            slots: completions at a time.
+            columns: tokens of the longest text, prompt and completion.
+            places: tokens of all completions, and of one more.
+            graph: run the decoding step as a CUDA graph.
+            decoder: has the policy's present weights, and at least as many columns; None: they are copied.
+        """
         self.policy = policy
         self.device = device
         self.graph = graph
         self.places = places
         self.cache = SlotKVCache(slots, round_up(columns, device), static=graph)
-        self.decoder = make_decoder(policy, slots, self.cache.columns, static=graph)
+        self.decoder = decoder or make_decoder(policy, slots, self.cache.columns, static=graph)
         self.uniform = torch.zeros(places, dtype=torch.float64, device=device)
         self.completions = torch.zeros(places, dtype=torch.long, device=device)
         self.allowed_tokens: Tensor | None = None  # (places, ceil(V / 8))
@@ -91,11 +106,9 @@ class ContinuousBatcher:
 
     def fits(self, policy: PreTrainedModel, slots: int, columns: int, places: int) -> bool:
         """True if there is room for a rollout of this size from this policy, in the present precision."""
-        if policy is not self.policy or not isinstance(self.decoder, FusedDecoder):
-            return False
         if slots > len(self.all_slots.place) or columns > self.cache.columns or places > self.places:
             return False
-        return self.decoder.dtype == forward_dtype(policy.get_input_embeddings().weight)
+        return isinstance(self.decoder, FusedDecoder) and self.decoder.fits(policy, columns)
 
     @property
     def size(self) -> float:

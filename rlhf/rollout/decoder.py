@@ -197,6 +197,11 @@ class FusedDecoder:
         # cosines and signed sines of all positions, (columns, 2, 1, D)
         self.cos_sin = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
 
+    def fits(self, policy: PreTrainedModel | PeftModel, columns: int) -> bool:
+        """True if these are copies of this policy in the present precision, for texts of so many tokens."""
+        same = policy is self.policy and self.dtype == forward_dtype(policy.get_input_embeddings().weight)
+        return same and columns <= len(self.columns)
+
     def load(self) -> None:
         """Copy the present weights of the policy."""
         for one in self.products:

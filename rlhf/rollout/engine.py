@@ -25,9 +25,9 @@ from rlhf.models.device import installed
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
 from rlhf.rollout.choice import KEPT_SHARE, check_engine, choose_engine, graph_slots
 from rlhf.rollout.completions import Completions, pad_prompts
-from rlhf.rollout.continuous_batching import ContinuousBatcher
+from rlhf.rollout.continuous_batching import ContinuousBatcher, round_up
 from rlhf.rollout.cpu_weights import prepacked_weights
-from rlhf.rollout.decoder import can_fuse
+from rlhf.rollout.decoder import FusedDecoder, can_fuse
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
 from rlhf.settings.training import SamplingSettings
@@ -37,40 +37,63 @@ LARGE_MODEL = 2**24  # parameters; the copies of smaller models leave no gaps wo
 
 
 class KeptBatcher:
-    """Keeps a decoder, its KV cache and its CUDA graphs from one rollout of a run to the next."""
+    """Keeps from one call to the next what takes time to make: CUDA graphs with their decoder and KV cache, and from
+    `hold` to `release` a decoder's copies of the weights."""
 
     def __init__(self, columns: int = 0):
         """`columns`: tokens of the longest text of the run; 0: unknown. Longer texts need new tensors and captures."""
         self.columns = columns
         self.places = 0
         self.slots = 0
-        self.batcher: ContinuousBatcher | None = None
+        self.batcher: ContinuousBatcher | None = None  # with CUDA graphs
+        self.held = False
+        self.decoder: FusedDecoder | None = None  # has copies of the present weights
+
+    def hold(self) -> None:
+        """The weights do not change until `release`."""
+        self.held = True
+
+    def release(self) -> None:
+        """The weights may change, so the copies are not used again."""
+        self.held = False
+        self.decoder = None
 
     def run(
         self, policy: PreTrainedModel, prompts: Sequence[Prompt], uniform: Tensor, sampling: SamplingSettings,
         criterion: StoppingCriterion, slots: int, graph: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Sample as `ContinuousBatcher.run`, with the tensors of the last call if they are large enough."""
+        """Sample as `ContinuousBatcher.run`, with what is kept of the last call if it is large enough."""
         batcher = self.batcher
         self.batcher = None  # after an error the cache may have NaN
         columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
         places = (len(prompts) + 1) * sampling.max_new_tokens
+        if graph or self.held:  # with room for the largest rollout so far, so that later ones need nothing new
+            self.columns = columns = max(self.columns, columns)
+        if graph:
+            self.slots = max(self.slots, slots)
+            self.places = max(self.places, places)
         if batcher is not None and batcher.fits(policy, slots, columns, places):
-            batcher.decoder.load()  # the policy may have other weights
+            if batcher.decoder is not self.decoder:
+                batcher.decoder.load()  # the policy may have other weights
         else:
             del batcher  # its memory is needed
-            device = uniform.device
-            if graph:  # with room for the largest rollout so far, so that later ones need no new captures
-                self.slots = max(self.slots, slots)
-                self.columns = max(self.columns, columns)
-                self.places = max(self.places, places)
-                batcher = ContinuousBatcher(policy, device, self.slots, self.columns, self.places, graph)
-            else:
-                batcher = ContinuousBatcher(policy, device, slots, columns, places, graph)
+            batcher = self._batcher(policy, uniform.device, slots, columns, places, graph)
         found = batcher.run(prompts, uniform, sampling, criterion, slots)
         if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
             self.batcher = batcher
+        self.decoder = batcher.decoder if self.held and isinstance(batcher.decoder, FusedDecoder) else None
         return found
+
+    def _batcher(
+        self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
+    ) -> ContinuousBatcher:
+        """Return a new batcher, with the decoder that is held if it fits."""
+        if graph:
+            return ContinuousBatcher(policy, device, self.slots, columns, self.places, graph)
+        decoder = self.decoder
+        if decoder is not None and not decoder.fits(policy, round_up(columns, device)):
+            decoder = None
+        return ContinuousBatcher(policy, device, slots, columns, places, graph, decoder)
 
 
 @torch.no_grad()
@@ -101,7 +124,7 @@ def sample_completions(
         engine: "plain", "slots", "graph" or "auto"; None: "auto" without CUDA graphs, for commands without
             --rollout-engine, because a graph that fails ends the command.
         slots: completions sampled at a time; 0: the default of the device.
-        kept: of a caller that samples several rollouts with CUDA graphs.
+        kept: of a caller that samples several times.
     """
     uniform = uniform.to(device)
     criterion = StoppingCriterion.of(eos)
@@ -114,15 +137,21 @@ def sample_completions(
         most = slots or budget_of(device).rollout_slots
         graph = engine == "graph"
         size = graph_slots(len(prompts), most) if graph else min(most, len(prompts))
-        batcher = kept if graph and kept is not None else KeptBatcher()
+        batcher = kept if kept is not None and (graph or kept.held) else KeptBatcher()
         with nullcontext() if can_fuse(policy) else prepacked_weights(base, size, device):
             completion_ids, allowed_tokens = batcher.run(policy, prompts, uniform, sampling, criterion, size, graph)
-        if device.type == "cpu" and base.num_parameters() > LARGE_MODEL:
-            release_freed_memory()  # the decoder's copies of the weights
+        if not batcher.held:
+            free_copies(policy, device)
     vocabulary = base.get_input_embeddings().num_embeddings
     return Completions.of(
         prompts, completion_ids, eos=criterion, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens
     )
+
+
+def free_copies(policy: PreTrainedModel, device: torch.device) -> None:
+    """Return the memory of a decoder's copies of the weights to the system."""
+    if device.type == "cpu" and base_of(policy).num_parameters() > LARGE_MODEL:
+        release_freed_memory()
 
 
 def default_engine(policy: PreTrainedModel, device: torch.device) -> str:

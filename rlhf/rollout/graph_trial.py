@@ -83,27 +83,22 @@ def main(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhf.data.prompts import ids_alone
-    from rlhf.models.device import autocast
-    from rlhf.rollout.engine import KeptBatcher, sample_completions
+    from rlhf.rollout.sampler import Sampler
     from rlhf.settings.training import SamplingSettings
 
     where = torch.device(device)
-    kept = KeptBatcher()
     shape = AutoConfig.for_model(model_type, vocab_size=512, hidden_size=128, intermediate_size=256,
                                  num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                                  max_position_embeddings=256)  # fmt: skip
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(shape, trust_remote_code=False).eval().to(where)
     prompts = [ids_alone(range(3, 7 + row % 5)) for row in range(ROWS)]
+    sampling = SamplingSettings(max_new_tokens=LENGTH)
+    precision = torch.bfloat16 if dtype == "bfloat16" else None
+    samplers = [Sampler(policy, sampling, 1, 0, where, precision, engine) for engine in engines]
     equal = 0
-    for _ in range(ROUNDS):
-        noise = torch.rand(ROWS, LENGTH)
-        sampling = SamplingSettings(max_new_tokens=LENGTH)
-        with autocast(where, getattr(torch, dtype) if dtype == "bfloat16" else None):
-            found, expected = (
-                sample_completions(policy, prompts, noise, sampling, eos=1, pad=0, device=where, engine=one, kept=kept)
-                for one in engines
-            )
+    for update in range(ROUNDS):
+        found, expected = (one.sample(prompts, 0, update, "graph trial") for one in samplers)
         equal += sum(a == b for a, b in zip(found.rows(), expected.rows(), strict=True))
         with torch.no_grad():
             for weight in policy.parameters():  # a graph must use the new weights

@@ -14,13 +14,16 @@ from rlhf.utils.errors import RunError
 from rlhf.utils.rng import rng_for
 
 
-def uniform_noise(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
-    """Return one uniform number in [0, 1) per token, (B, T) float64.
+def uniform_noise(
+    seed: int, update: int, purpose: str, episodes: Sequence[int], length: int, first: int = 0
+) -> Tensor:
+    """Return one uniform number in [0, 1) per token, (B, T) float64, from number `first` of each row's stream on.
 
     A row depends on (seed, update, purpose) and on its episode number, not on the other rows.
     """
     # detail 6: one generator per episode (this project). With one for all, a completion would depend on its batch.
-    return torch.from_numpy(np.stack([rng_for(seed, update, purpose, e).random(length) for e in episodes]))
+    rows = [rng_for(seed, update, purpose, e).random(first + length)[first:] for e in episodes]
+    return torch.from_numpy(np.stack(rows))
 
 
 def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:

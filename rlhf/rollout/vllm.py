@@ -11,8 +11,6 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import VLLM_MEMORY_SHARE
 from rlhf.settings.training import SamplingSettings
@@ -54,6 +52,9 @@ class VLLMEngine:
 
         from rlhf.rollout.stopping import stopping_criterion
 
+        self.sampling = sampling
+        self.pad = tokenizer.pad_token_id
+        self.device = accelerator.device
         self.criterion = stopping_criterion(tokenizer, sampling.stops)
         self.vocabulary = policy.get_input_embeddings().num_embeddings
         self.generation = VLLMGeneration(
@@ -69,18 +70,30 @@ class VLLMEngine:
             generation_kwargs={"stop": list(sampling.stops), "stop_token_ids": self.criterion.eos_ids},
         )
 
-    def sample(self, prompts: Sequence[Prompt], pad: int, device: torch.device) -> Completions:
-        """Sample one completion per prompt. The result includes vLLM's log-probs of the sampled tokens."""
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        update: int,
+        purpose: str,
+        episodes: Sequence[int] | None = None,
+        first: int = 0,
+        sampling: SamplingSettings | None = None,
+    ) -> Completions:
+        """Sample one completion per prompt, as `Sampler.sample`, but with vLLM's own random numbers. The result
+        includes vLLM's log-probs of the sampled tokens. Raises ValueError for what vLLM cannot be given per call."""
         from rlhf.rollout.completions import Completions, padded  # slow imports, which `require_vllm` does not need
 
+        if first or sampling not in (None, self.sampling):
+            raise ValueError("vLLM samples with the settings of the run, from the first token of an episode")
         self.generation.sync_weights()
         _, rows, logprobs, _ = self.generation.generate([list(p.ids) for p in prompts], None, 1)
-        sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, device)
+        sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, self.device)
         return Completions.of(
             prompts,
-            padded(rows, self.criterion.eos, device),
+            padded(rows, self.criterion.eos, self.device),
             eos=self.criterion,
-            pad=pad,
+            pad=self.pad,
             vocabulary=self.vocabulary,
             sampled_logprobs=sampled,
         )

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import TrainerState
 
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import planned_updates
-from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.device import autocast_dtype
 from rlhf.models.logprobs import base_of
-from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import uniform_noise
-from rlhf.rollout.stopping import stopping_criterion
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 
@@ -54,15 +51,18 @@ def sample_and_score(config: Config, components: Components, indices: Sequence[i
     policy = components.policy
     tokenizer = components.tokenizer
     device = base_of(policy).device
-    speed = config.speed
-    uniform = uniform_noise(config.run.seed, 0, PURPOSE, numbers, config.sampling.max_new_tokens)
+    sampler = Sampler.of(
+        policy,
+        tokenizer,
+        config.sampling,
+        device,
+        dtype=autocast_dtype(config.model.bf16, device),
+        engine=config.speed.own_engine,
+        slots=config.speed.rollout_slots,
+    )
     was_training = policy.training
     policy.eval()
-    with torch.no_grad(), autocast(device, autocast_dtype(config.model.bf16, device)):
-        completions = sample_completions(
-            policy, prompts, uniform, config.sampling, eos=stopping_criterion(tokenizer, config.sampling.stops),
-            pad=tokenizer.pad_token_id, device=device, engine=speed.own_engine, slots=speed.rollout_slots,
-        )  # fmt: skip
+    completions = sampler.sample(prompts, config.run.seed, 0, PURPOSE, numbers)
     policy.train(was_training)
     texts = completions.texts(tokenizer)
     ended = completions.ended.tolist()

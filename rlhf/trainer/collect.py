@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
@@ -14,17 +12,15 @@ from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree
 from rlhf.distributed.shares import by_group
 from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, Rollout
-from rlhf.rollout.engine import KeptBatcher, default_engine, sample_completions
 from rlhf.rollout.exchange import exchange_completions
-from rlhf.rollout.sampling import uniform_noise
-from rlhf.rollout.stopping import stopping_criterion
+from rlhf.rollout.sampler import Sampler
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config, SamplingSettings
-from rlhf.trainer.passes import ForwardPasses, free_and_warn
+from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, score_tensor, shaped
 from rlhf.trainer.trl_host import Host
@@ -42,112 +38,93 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         rewards: Rewards,
         passes: ForwardPasses,
+        progress: Progress,
         longest_prompt: int = 0,
     ):
-        """`longest_prompt`: tokens of the run's longest prompt, for which the KV cache has room from the start."""
+        """`progress` counts what is sampled for training. `longest_prompt`: tokens of the run's longest prompt, for
+        which the KV cache has room from the start."""
         self.config = config
         self.host = host
         self.tokenizer = tokenizer
         self.rewards = rewards
         self.passes = passes
-        self.device = host.accelerator.device
-        self.sampling = config.sampling
+        self.progress = progress
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
-        self.criterion = stopping_criterion(tokenizer, config.sampling.stops)
-        self.kept = KeptBatcher(longest_prompt + config.sampling.max_new_tokens)
-        self.slots = budget_of(self.device, config).rollout_slots  # half of them after an out-of-memory error
+        device = host.accelerator.device
+        policy = host.actor.policy
+        self.sampler = Sampler.of(
+            policy,
+            tokenizer,
+            config.sampling,
+            device,
+            dtype=passes.dtype,
+            engine=config.speed.own_engine,
+            slots=budget_of(device, config).rollout_slots,
+            longest_prompt=longest_prompt,
+        )
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
-            policy = host.actor.policy
-            self.vllm = VLLMEngine(policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
+            self.vllm = VLLMEngine(policy, host.accelerator, tokenizer, config.sampling, config.data.prompt_length)
 
     def collect(
-        self,
-        episodes: Sequence[tuple[int, Prompt]],
-        update: int,
-        purpose: str = "rollout",
-        sampling: SamplingSettings | None = None,
+        self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout", keep_pass: bool = True
     ) -> Rollout:
-        """Sample one completion per episode, and compute log-probs, reference log-probs and values.
+        """Sample one completion per episode for training, and compute log-probs, reference log-probs and values.
 
         Args:
             episodes: (number of the episode in the run, prompt) of each completion.
-            update: number of the update, from 1; 0 for evaluations.
-            purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
-            sampling: other settings than those of training. Log-probs are computed at training's temperature.
+            update: number of the update, from 1.
+            purpose: name of the stream of random numbers: "rollout", or a draw of dynamic sampling.
+            keep_pass: store the forward pass for the first optimizer step, if it is shared (`ForwardPasses`).
         """
-        prompts = [prompt for _, prompt in episodes]
         self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
-        completions = self.sample(episodes, update, purpose, sampling)
-        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
-            completions = replace(completions, allowed_tokens=None)
-        release_gpu_cache()  # of sampling
-        texts = completions.texts(self.tokenizer)
-        return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, purpose == "rollout"))
+        completions = self._sample(self.vllm or self.sampler, episodes, update, purpose, "the rollout")
+        self.progress.episodes += len(episodes)
+        self.progress.completion_tokens += completions.tokens
+        return self.with_logprobs(completions, [prompt for _, prompt in episodes], keep_pass)
 
-    def sample(
+    def sample_for_evaluation(
+        self, episodes: Sequence[tuple[int, Prompt]], sampling: SamplingSettings | None = None
+    ) -> Completions:
+        """Sample one completion per episode with the same random numbers every time: those of update 0, and never with
+        vLLM, which has a separate stream. `sampling`: other settings than those of training."""
+        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
+        completions = self._sample(self.sampler, episodes, 0, "evaluate", "an evaluation", sampling)
+        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
+            return replace(completions, allowed_tokens=None)
+        return completions
+
+    def _sample(
         self,
+        sampler: Sampler | VLLMEngine,
         episodes: Sequence[tuple[int, Prompt]],
         update: int,
         purpose: str,
+        phase: str,
         sampling: SamplingSettings | None = None,
     ) -> Completions:
         """Sample one completion per episode. Each process samples its share, and receives the others'."""
         prompts = [prompt for _, prompt in episodes]
         rows = by_group([prompt.ids for prompt in prompts])[rank()]
-        share = [episodes[row] for row in rows]
-        own = agree(lambda: self._sample(share, update, purpose, sampling or self.sampling) if share else None)
-        pad = self.tokenizer.pad_token_id
-        length = self.sampling.max_new_tokens
-        return exchange_completions(own, rows, prompts, self.criterion, pad, length, self.device)
-
-    def _sample(
-        self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str, sampling: SamplingSettings
-    ) -> Completions:
-        """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
-        evaluations need the same random numbers every time."""
-        prompts = [prompt for _, prompt in episodes]
-        length = sampling.max_new_tokens
-        uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
-        training = purpose != "evaluate"
-        phase = "the rollout" if training else "an evaluation"
-        with self.passes.raise_on_oom(phase), autocast(self.device, self.passes.dtype):
-            if self.vllm is not None and training:
-                return self.vllm.sample(prompts, self.tokenizer.pad_token_id, self.device)
-            return self._sample_in_slots(prompts, uniform, sampling, phase)
 
-    def _sample_in_slots(
-        self, prompts: Sequence[Prompt], uniform: Tensor, sampling: SamplingSettings, phase: str
-    ) -> Completions:
-        """Sample with one of the project's engines. An out-of-memory error halves the slots for the rest of the
-        training run, and all are sampled again, with the same random numbers. With one slot, with the engine "plain",
-        and after a failed capture of a CUDA graph, the error is raised."""
-        policy = self.host.actor.policy
-        engine = self.config.speed.own_engine
-        has_slots = "plain" not in (engine, default_engine(policy, self.device))
-        while True:
-            used = min(self.slots, len(prompts))
-            try:
-                return sample_completions(
-                    policy,
-                    prompts,
-                    uniform,
-                    sampling,
-                    eos=self.criterion,
-                    pad=self.tokenizer.pad_token_id,
-                    device=self.device,
-                    engine=engine,
-                    slots=self.slots,
-                    kept=self.kept,
-                )
-            except torch.OutOfMemoryError as error:
-                if used == 1 or not has_slots or getattr(error, "in_capture", False):
-                    raise
-            self.slots = -(-used // 2)
-            self.kept.slots = self.slots  # otherwise the next batcher would have the old number
-            free_and_warn(phase, f"rollout slots to {self.slots}", "The completions change by rounding only")
+        def sample_share() -> Completions | None:
+            own = [prompts[row] for row in rows]
+            numbers = [episodes[row][0] for row in rows]
+            with self.passes.raise_on_oom(phase):
+                return sampler.sample(own, self.config.run.seed, update, purpose, numbers, sampling=sampling)
+
+        share = agree(sample_share if rows else lambda: None)
+        length = (sampling or self.config.sampling).max_new_tokens
+        own = self.sampler
+        return exchange_completions(share, rows, prompts, own.criterion, own.pad, length, own.device)
+
+    def with_logprobs(self, completions: Completions, prompts: list[Prompt], keep_pass: bool = False) -> Rollout:
+        """Return completions with their texts, log-probs at training's temperature, and values."""
+        release_gpu_cache()  # of sampling
+        texts = completions.texts(self.tokenizer)
+        return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, keep_pass))
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.

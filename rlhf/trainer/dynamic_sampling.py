@@ -17,7 +17,6 @@ from rlhf.data.sampler import PromptSampler
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
-from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores, equal_groups
 from rlhf.trainer.timing import Timer
@@ -26,11 +25,11 @@ from rlhf.trainer.timing import Timer
 class DynamicSampler:
     """Replaces the groups with equal scores in an update's rollout, and counts what it sampled in that update."""
 
-    def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector, progress: Progress):
+    def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector):
         self.config = config
         self.sampler = sampler
         self.collector = collector
-        self.progress = progress
+        self.progress = collector.progress
         self.limit = config.group.dynamic_sampling
         self._start()
 
@@ -56,7 +55,7 @@ class DynamicSampler:
         logged.append((len(rollout.prompts), scores.logged))
         for number in range(1, self.limit + 1):
             equal = self._without_signal(rollout, scores).nonzero().flatten().tolist()
-            if not equal or self._budget_is_spent(update):
+            if not equal or self._budget_is_spent():
                 break
             prompts = self.sampler.other_prompts(update, number, len(equal), drawn)
             drawn += prompts
@@ -82,7 +81,7 @@ class DynamicSampler:
         batch = self.config.episodes_per_update
         episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
         with timer("rollout"):
-            new = self.collector.collect(episodes, update, f"draw {number}")
+            new = self.collector.collect(episodes, update, f"draw {number}", keep_pass=False)
         place = dict(zip(rows, range(batch, batch + len(rows)), strict=True))
         order = [place.get(row, row) for row in range(batch)]
         try:
@@ -99,22 +98,17 @@ class DynamicSampler:
     def _count(self, rollout: Rollout, groups: list[int], rows: list[int]) -> None:
         self.groups += len(groups)
         self.episodes += len(rows)
-        self.progress.resampled_episodes += len(rows)
-        tokens = sum(rollout.completions.completion_lengths[row] for row in rows)
-        self.replaced_tokens += tokens
-        self.progress.completion_tokens += tokens
+        self.replaced_tokens += sum(rollout.completions.completion_lengths[row] for row in rows)
 
-    def _budget_is_spent(self, update: int) -> bool:
+    def _budget_is_spent(self) -> bool:
         budget = self.config.run.episodes
-        sampled = update * self.config.episodes_per_update
-        return budget is not None and sampled + self.progress.resampled_episodes >= budget
+        return budget is not None and self.progress.episodes >= budget
 
-    def metrics(self, update: int) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return how much was sampled in addition to the batches; {} if dynamic sampling is off."""
         if not self.limit:
             return {}
-        episodes = update * self.config.episodes_per_update + self.progress.resampled_episodes
-        return {"rewards/resampled_groups": float(self.groups), "episodes": float(episodes)}
+        return {"rewards/resampled_groups": float(self.groups), "episodes": float(self.progress.episodes)}
 
 
 def _means(logged: list[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -26,13 +26,14 @@ from rlhf.models.logprobs import base_of
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rewards.arguments import RewardLog
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Rollout, token_batch
-from rlhf.settings.training import Config
+from rlhf.rollout.completions import Completions, Rollout, token_batch
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.eval_metrics import figures_of, tag_of
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
+from rlhf.utils.system import release_gpu_cache
 
 FIXED_TEXTS = 128
 
@@ -246,9 +247,12 @@ class PolicyEvaluator:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
         self.fix_text()
         batches = self._batches(prompts, self.config.run.eval_samples)
-        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
         how = None if self.config.run.eval_temperature is None else self.config.eval_sampling
-        rollouts = [self.collector.collect(rows, 0, "evaluate", how) for rows in batches]
+        sampled = self._sample(batches, how)
+        rollouts = [
+            self.collector.with_logprobs(completions, [prompt for _, prompt in rows])
+            for rows, completions in zip(batches, sampled, strict=True)
+        ]
         with self.collector.passes.raise_on_oom("an evaluation"):
             return self._measured(rollouts, update)
 
@@ -256,13 +260,21 @@ class PolicyEvaluator:
         """Return the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
         each prompt do not depend on `samples`."""
         rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
-        batch = size() * budget_of(self.collector.device, self.config).eval_batch_size
+        batch = size() * budget_of(self.collector.sampler.device, self.config).eval_batch_size
         return [rows[start : start + batch] for start in range(0, len(rows), batch)]
+
+    def _sample(
+        self, batches: Sequence[list[tuple[int, Prompt]]], sampling: SamplingSettings | None = None
+    ) -> list[Completions]:
+        """Sample one completion per episode of each batch. `sampling`: other settings than those of training."""
+        self.collector.passes.clear()  # sampling needs the memory
+        release_gpu_cache()
+        with self.collector.sampler.same_weights():
+            return [self.collector.sample_for_evaluation(rows, sampling) for rows in batches]
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Samples one completion per prompt as an evaluation does, without its log-probs."""
-        batches = self._batches(prompts)
-        return [row for rows in batches for row in self.collector.sample(rows, 0, "evaluate").rows()]
+        return [row for completions in self._sample(self._batches(prompts)) for row in completions.rows()]
 
     def fix_text(self) -> None:
         """Chooses the text for the perplexity, on the first call. The policy must still be the start model then."""

@@ -136,9 +136,9 @@ class OnPolicyLoop:
             oom_hint=self.session.memory_advice,
         )
         longest = max(len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts])
-        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, longest)
+        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
-        self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
+        self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
         self.evaluator = PolicyEvaluator(
             config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags, eval_functions, gold
         )
@@ -156,7 +156,12 @@ class OnPolicyLoop:
     @property
     def episodes(self) -> int:
         """The number of completions sampled for training so far, with those that dynamic sampling replaced."""
-        return self.host.state.global_step * self.config.episodes_per_update + self.progress.resampled_episodes
+        return self.progress.episodes
+
+    @property
+    def resampled_episodes(self) -> int:
+        """Of the episodes, those that dynamic sampling drew."""
+        return self.episodes - self.host.state.global_step * self.config.episodes_per_update
 
     @property
     def updates(self) -> int:
@@ -246,7 +251,7 @@ class OnPolicyLoop:
                 return self.skip_update(update, reason.rollout or rollout, experience, reason)
             finally:
                 self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
-            self.progress.count_update(scores, rollout.completions.tokens)
+            self.progress.count_update(scores)
             require_finite_weights(self.host.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, timer) | stats
             # 5. next beta: towards the KL target
@@ -277,7 +282,7 @@ class OnPolicyLoop:
         """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
         self.host.optimizer.zero_grad()
         self.host.lr_scheduler.step()
-        self.progress.count_update(None, rollout.completions.tokens)
+        self.progress.count_update(None)
         require_finite_weights(self.host.model, update, self.session.advice)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
@@ -301,7 +306,7 @@ class OnPolicyLoop:
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
             **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),
-            **sampler.metrics(update),
+            **sampler.metrics(),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),

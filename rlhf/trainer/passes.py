@@ -4,7 +4,6 @@ rollout's log-probabilities share with the first optimizer step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,13 +18,13 @@ from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.cast_weights import CastWeights
-from rlhf.models.device import autocast
+from rlhf.models.device import autocast, free_and_warn
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, LogProbs
 from rlhf.rollout.exchange import exchange_logprobs
-from rlhf.utils.errors import RLHFWarning, RunError
+from rlhf.utils.errors import RunError
 
 T = TypeVar("T")
 
@@ -33,14 +32,6 @@ T = TypeVar("T")
 def default_oom_hint() -> str:
     """Return the advice for a trainer that is used alone."""
     return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
-
-
-def free_and_warn(phase: str, reduced: str, same: str) -> None:
-    """After an out-of-memory error in `phase`, free cached GPU memory, and warn of what is reduced and what is not."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    message = f"out of memory in {phase}: reduced the {reduced} for the rest of the run. {same}"
-    warnings.warn(message, RLHFWarning, stacklevel=3)
 
 
 class Pass(NamedTuple):

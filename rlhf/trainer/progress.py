@@ -12,8 +12,8 @@ class Progress:
     """Counters over a training run. Checkpoints contain them."""
 
     optimizer_steps: int = 0
-    completion_tokens: int = 0  # of all sampled completions
-    resampled_episodes: int = 0  # completions that dynamic sampling drew in addition to the batches
+    episodes: int = 0  # completions sampled for training, with those that dynamic sampling replaced
+    completion_tokens: int = 0  # of these completions
     peak_memory: int = 0  # bytes
     last_good_update: int = 0  # number of the latest update whose weights gave finite gradients in the next update
     skipped: int = 0  # skipped updates
@@ -21,9 +21,8 @@ class Progress:
     scores: list[float] = field(default_factory=list)  # lowest and highest score so far
     functions: dict[str, list[float]] = field(default_factory=dict)  # the same of each function, before its weight
 
-    def count_update(self, scores: Scores | None, tokens: int) -> None:
-        """Count one update with these scores (None: it was skipped), and the tokens of its completions."""
-        self.completion_tokens += tokens
+    def count_update(self, scores: Scores | None) -> None:
+        """Count one update with these scores (None: it was skipped)."""
         self.skipped += scores is None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if scores is None else 0
         if scores is not None:

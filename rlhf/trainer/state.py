@@ -75,8 +75,10 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.host.state.log_history = state["log_history"]
     trainer.kl.load_state_dict(state["kl"])
     trainer.this_epoch = state["this_epoch"]
-    state["progress"].pop("explained", None)  # in older checkpoints
-    vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place, because other objects share it
+    progress = {"episodes": state["episode"]} | state["progress"]
+    for name in ("explained", "resampled_episodes"):  # in older checkpoints
+        progress.pop(name, None)
+    vars(trainer.progress).update(asdict(Progress(**progress)))  # in place, because other objects share it
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
         normalizer.load_state_dict(state["normalizer"])

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from rlhf.rollout import graph_trial
+from rlhf.rollout import graph_trial, sampler
 from rlhf.rollout.graph_trial import graph_problem, main, try_graphs
 
 
@@ -50,12 +50,7 @@ def test_the_trial_compares_the_completions_of_two_engines(monkeypatch):
     monkeypatch.setattr(graph_trial, "LENGTH", 8)
     assert main(device="cpu", engines=("slots", "plain")) is None
     noise = iter([torch.zeros(4, 8), torch.ones(4, 8) * 0.99])
-    from rlhf.rollout import engine
-
-    sample = engine.sample_completions
-    monkeypatch.setattr(
-        engine, "sample_completions", lambda p, r, _, *more, **k: sample(p, r, next(noise), *more, **k)
-    )
+    monkeypatch.setattr(sampler, "uniform_noise", lambda *_: next(noise))
     problem = main(device="cpu", engines=("slots", "plain"))
     assert "0 of 4" in problem
 

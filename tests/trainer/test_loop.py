@@ -165,8 +165,18 @@ def test_pass_is_kept_only_if_it_covers_the_whole_first_step(make, flags):
     for one in (trainer, default):
         one.collector.collect(one.episodes_of(1), 1)
     assert (trainer.passes._kept is None, default.passes._kept is None) == (True, False)
-    default.collector.collect(default.episodes_of(1), 0, "evaluate")
+    default.collector.collect(default.episodes_of(1), 1, "draw 1", keep_pass=False)
     assert default.passes._kept is None
+
+
+def test_sampling_for_training_is_counted_where_it_is_done(make):
+    """So no caller can forget the budget. Evaluations do not count."""
+    trainer = make()
+    trainer.evaluate()
+    assert trainer.episodes == 0
+    rollouts = [trainer.collector.collect(trainer.episodes_of(1), 1, purpose) for purpose in ("rollout", "other")]
+    assert trainer.episodes == sum(len(rollout.prompts) for rollout in rollouts) > 0
+    assert trainer.progress.completion_tokens == sum(rollout.completions.tokens for rollout in rollouts)
 
 
 def test_kept_pass_is_used_once_and_only_for_its_completions(build):

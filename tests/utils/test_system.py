@@ -116,8 +116,9 @@ def test_gpu_cache_is_released_between_rollout_and_update_on_windows_only(build,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(sampled[:]))
     sampled = []
-    sample = trainer.collector.sample
-    monkeypatch.setattr(trainer.collector, "sample", lambda *parts: sampled.append(1) or sample(*parts))
+    sampler = trainer.collector.sampler
+    sample = sampler.sample
+    monkeypatch.setattr(sampler, "sample", lambda *parts, **more: sampled.append(1) or sample(*parts, **more))
     trainer.collector.collect(trainer.episodes_of(1), 1)
     assert released == [] and sampled == [1]
     monkeypatch.setattr(system, "WINDOWS", True)

@@ -1,0 +1,132 @@
+"""The one way from prompts to completions: training, evaluations, comparisons, chat, pairs and calibration use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.data.prompts import Prompt
+from rlhf.models.budget import budget_of
+from rlhf.models.device import autocast, free_and_warn
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.engine import KeptBatcher, default_engine, free_copies, sample_completions
+from rlhf.rollout.sampling import uniform_noise
+from rlhf.rollout.stopping import StoppingCriterion, stopping_criterion
+from rlhf.settings.training import SamplingSettings
+
+
+class Sampler:
+    """Samples completions of one policy with one of the project's engines.
+
+    A completion depends on the policy's weights and on its random numbers only: those of (seed, update, purpose,
+    episode).
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        sampling: SamplingSettings,
+        eos: StoppingCriterion | int,
+        pad: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        engine: str | None = None,
+        slots: int = 0,
+        longest_prompt: int = 0,
+    ):
+        """
+        Args:
+            policy: it must be in eval mode when it samples.
+            sampling: lengths, temperature, top-k, top-p and stop strings.
+            eos: what ends a completion; a number is the id of EOS.
+            pad: id of the pad token.
+            device: the policy's.
+            dtype: precision of autocast; None: that of the weights.
+            engine: as in `sample_completions`.
+            slots: completions sampled at a time; 0: the default of the device. An out-of-memory error halves them.
+            longest_prompt: tokens of the longest prompt, for which the KV cache has room from the start; 0: unknown.
+        """
+        self.policy = policy
+        self.sampling = sampling
+        self.criterion = StoppingCriterion.of(eos)
+        self.pad = pad
+        self.device = device
+        self.dtype = dtype
+        self.engine = engine
+        self.slots = slots or budget_of(device).rollout_slots
+        self.kept = KeptBatcher(longest_prompt + sampling.max_new_tokens if longest_prompt else 0)
+
+    @classmethod
+    def of(
+        cls,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingSettings,
+        device: torch.device,
+        **how: object,
+    ) -> Sampler:
+        """Return the sampler whose completions end as `tokenizer` and the stop strings tell. `how`: as in __init__."""
+        return cls(
+            policy, sampling, stopping_criterion(tokenizer, sampling.stops), tokenizer.pad_token_id, device, **how
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        update: int,
+        purpose: str,
+        episodes: Sequence[int] | None = None,
+        first: int = 0,
+        sampling: SamplingSettings | None = None,
+    ) -> Completions:
+        """Sample one completion per prompt. Raises as `sample_completions` does.
+
+        Args:
+            prompts: B prompts.
+            seed: seed of the random numbers.
+            update: number of the update in the random numbers.
+            purpose: name of the stream of random numbers, nothing else.
+            episodes: number of each row in that stream; None: 0 to B - 1.
+            first: index of the first random number of each row: more than 0 for a later turn of an episode.
+            sampling: settings for this call in place of the sampler's; the same stop strings.
+        """
+        how = sampling or self.sampling
+        numbers = range(len(prompts)) if episodes is None else episodes
+        uniform = uniform_noise(seed, update, purpose, numbers, how.max_new_tokens, first)
+        while True:
+            used = min(self.slots, len(prompts))
+            try:
+                with autocast(self.device, self.dtype):
+                    return sample_completions(
+                        self.policy,
+                        prompts,
+                        uniform,
+                        how,
+                        eos=self.criterion,
+                        pad=self.pad,
+                        device=self.device,
+                        engine=self.engine,
+                        slots=self.slots,
+                        kept=self.kept,
+                    )
+            except torch.OutOfMemoryError as error:
+                has_slots = "plain" not in (self.engine, default_engine(self.policy, self.device))
+                if used == 1 or not has_slots or getattr(error, "in_capture", False):
+                    raise
+            self.slots = -(-used // 2)
+            self.kept.slots = self.slots  # otherwise the next batcher would have the old number
+            free_and_warn("sampling", f"rollout slots to {self.slots}", "The completions change by rounding only")
+
+    @contextmanager
+    def same_weights(self) -> Iterator[None]:
+        """Context manager for several calls between which the weights do not change: the decoder copies them once."""
+        self.kept.hold()
+        try:
+            yield
+        finally:
+            self.kept.release()
+            free_copies(self.policy, self.device)

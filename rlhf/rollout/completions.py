@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,50 +86,17 @@ class Completions(TokenBatch):
     @classmethod
     def concatenate(cls, parts: Sequence[Completions], pad: int) -> Completions:
         """Return the completions of all parts, one part after the other. `pad` is the id of the pad token."""
+        found = joined_fields(parts, pad)
         numbers = accumulate([0, *(max(part.groups) + 1 for part in parts)])  # groups of two parts stay apart
-
-        def together(name: str, filling: float = 0, left: bool = False) -> Tensor | None:
-            return stacked([getattr(part, name) for part in parts], filling, left)
-
-        return cls(
-            prompt_ids=together("prompt_ids", pad, left=True),
-            prompt_mask=together("prompt_mask", False, left=True),
-            completion_ids=together("completion_ids", pad),
-            mask=together("mask", False),
-            prompt_lengths=[n for part in parts for n in part.prompt_lengths],
-            completion_lengths=[n for part in parts for n in part.completion_lengths],
-            groups=[first + group for first, part in zip(numbers, parts, strict=False) for group in part.groups],
-            ended=torch.cat([part.ended for part in parts]),
-            allowed_tokens=together("allowed_tokens"),
-            vocabulary=parts[0].vocabulary,
-            sampled_logprobs=together("sampled_logprobs"),
-            stop=parts[0].stop,
-        )
+        groups = [first + group for first, part in zip(numbers, parts, strict=False) for group in part.groups]
+        return cls(**found | {"groups": groups})
 
     def select(self, rows: Sequence[int]) -> Completions:
         """Return these rows, without columns that none of them uses."""
-        index = torch.tensor(rows, device=self.mask.device)
-        prompts, completions = ([of[r] for r in rows] for of in (self.prompt_lengths, self.completion_lengths))
-        context = self.prompt_ids.shape[1] - max(prompts)
-        longest = max(completions)
-
-        def chosen(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.index_select(0, index)[:, :longest]
-
-        return Completions(
-            prompt_ids=self.prompt_ids.index_select(0, index)[:, context:],
-            prompt_mask=self.prompt_mask.index_select(0, index)[:, context:],
-            completion_ids=chosen(self.completion_ids),
-            mask=chosen(self.mask),
-            prompt_lengths=prompts,
-            completion_lengths=completions,
-            groups=[self.groups[r] for r in rows],
-            ended=self.ended.index_select(0, index),
-            allowed_tokens=chosen(self.allowed_tokens),
-            vocabulary=self.vocabulary,
-            sampled_logprobs=chosen(self.sampled_logprobs),
-            stop=self.stop,
-        )
+        found = chosen_fields(self, rows)
+        context = self.prompt_ids.shape[1] - max(found["prompt_lengths"])
+        longest = max(found["completion_lengths"])
+        return type(self)(**{name: without_empty(name, value, context, longest) for name, value in found.items()})
 
     def shares(self, rows: Sequence[int]) -> list[list[int]]:
         """Divide rows among the processes, with about the same number of tokens each."""
@@ -184,35 +151,66 @@ class Rollout:
     def concatenate(cls, parts: Sequence[Rollout], pad: int) -> Rollout:
         """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Values are
         None if a part has none."""
-        return cls(
-            Completions.concatenate([part.completions for part in parts], pad),
-            [prompt for part in parts for prompt in part.prompts],
-            [text for part in parts for text in part.texts],
-            stacked([part.logprobs for part in parts]),
-            stacked([part.ref_logprobs for part in parts]),
-            stacked([part.values for part in parts]),
-        )
+        completions = Completions.concatenate([part.completions for part in parts], pad)
+        return cls(**joined_fields(parts, pad) | {"completions": completions})
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """Return these rows, without columns that none of them uses."""
-        index = torch.tensor(rows, device=self.mask.device)
         completions = self.completions.select(rows)
         longest = completions.mask.shape[1]
-        return Rollout(
-            completions,
-            [self.prompts[r] for r in rows],
-            [self.texts[r] for r in rows],
-            self.logprobs.index_select(0, index)[:, :longest],
-            self.ref_logprobs.index_select(0, index)[:, :longest],
-            None if self.values is None else self.values.index_select(0, index)[:, :longest],
-        )
+        found = {name: without_empty(name, value, 0, longest) for name, value in chosen_fields(self, rows).items()}
+        return type(self)(**found | {"completions": completions})
+
+
+# --- over all fields, so that a new one is never lost ----------------------------------------------------------------
+
+OF_PROMPTS = ("prompt_ids", "prompt_mask")  # (B, C), padded on the left; other tensors of several columns are (B, T)
+WITH_PAD = ("prompt_ids", "completion_ids")  # filled with the pad token; others with 0
+
+
+def chosen_fields(whole: Completions | Rollout, rows: Sequence[int]) -> dict[str, Any]:
+    """Return the fields for these rows: of a tensor and of a list the rows, otherwise what is the same for all."""
+    index = torch.tensor(rows, device=whole.mask.device)
+    found = {}
+    for field in fields(whole):
+        value = getattr(whole, field.name)
+        if isinstance(value, Tensor):
+            value = value.index_select(0, index)
+        elif isinstance(value, list):
+            value = [value[row] for row in rows]
+        found[field.name] = value
+    return found
+
+
+def without_empty(name: str, value: Any, context: int, longest: int) -> Any:
+    """Return a field without its first `context` columns of prompts, or after `longest` columns of completions."""
+    if not isinstance(value, Tensor) or value.dim() == 1:
+        return value
+    return value[:, context:] if name in OF_PROMPTS else value[:, :longest]
+
+
+def joined_fields(parts: Sequence[Completions] | Sequence[Rollout], pad: int) -> dict[str, Any]:
+    """Return the fields of all parts, one part after the other. What is not one row per episode is the first one's."""
+    found = {}
+    for field in fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        value = values[0]
+        if isinstance(value, list):
+            value = [row for rows in values for row in rows]
+        elif any(isinstance(other, Tensor) for other in values):
+            filling = pad if field.name in WITH_PAD else 0
+            value = stacked(values, filling, left=field.name in OF_PROMPTS)
+        found[field.name] = value
+    return found
 
 
 def stacked(parts: Sequence[Tensor | None], filling: float = 0, left: bool = False) -> Tensor | None:
-    """Return tensors of different widths (B_i, T_i, ...) as one tensor, padded on the right, or with `left` on the
-    left; None if one of them is None."""
+    """Return tensors (B_i,), or of different widths (B_i, T_i, ...), as one tensor. It is padded on the right, or with
+    `left` on the left. None if one of them is None."""
     if any(part is None for part in parts):
         return None
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
     gaps = [part.new_full((part.shape[0], width - part.shape[1], *part.shape[2:]), filling) for part in parts]
     return torch.cat([torch.cat([gap, p] if left else [p, gap], 1) for gap, p in zip(gaps, parts, strict=True)])

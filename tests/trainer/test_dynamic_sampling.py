@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -98,6 +99,26 @@ def test_concatenate_and_select_by_hand():
     assert chosen.prompts == [two.prompts[0], one.prompts[0]]
     narrow = both.select([0])
     assert narrow.completions.prompt_ids.tolist() == [[5]] and narrow.mask.shape == (1, 2)
+
+
+@dataclass
+class WithOwnFields(Completions):
+    """As a part of an episode that is added later."""
+
+    turns: list[int] = field(default_factory=list)  # (B,)
+    weights: torch.Tensor | None = None  # (B, T)
+    engine: str = "slots"  # of all
+
+
+def test_a_new_field_is_selected_and_concatenated_with_the_others():
+    def part(rows, turns):
+        of = rollout_of([(5,)] * len(rows), rows).completions
+        return WithOwnFields(**vars(of), turns=turns, weights=10.0 * of.completion_ids, engine="graph")
+
+    both = WithOwnFields.concatenate([part([[3, 2], [4, 4, 2]], [1, 2]), part([[2]], [3])], pad=0)
+    chosen = both.select([2, 0])
+    assert (both.turns, chosen.turns) == ([1, 2, 3], [3, 1]) and chosen.engine == "graph"
+    assert chosen.weights.tolist() == [[20, 0], [30, 20]]
 
 
 def test_rollouts_without_values_have_none_together():

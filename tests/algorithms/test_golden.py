@@ -19,8 +19,8 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import with_value_head
+from rlhf.rollout import sampler
 from rlhf.rollout.completions import Completions
-from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic
 
 BATCH = 4
@@ -108,7 +108,7 @@ def replayed(monkeypatch):
             return Completions.of(prompts, completion, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "episodes_of", episodes_of)
-        monkeypatch.setattr(collect, "sample_completions", sample)
+        monkeypatch.setattr(sampler, "sample_completions", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 
     return replay
@@ -388,7 +388,7 @@ def test_completions_without_a_score_match_trl(build, start_model, tmp_path, mon
 
 def half_end(monkeypatch) -> None:
     """Completions 1 and 3 of each rollout end with EOS, after 3 and 6 tokens. The others are truncated."""
-    sample = collect.sample_completions
+    sample = sampler.sample_completions
 
     def sample_with_eos(policy, prompts, uniform, sampling, *, eos, pad, **rest):
         ids = sample(policy, prompts, uniform, sampling, eos=eos, pad=pad, **rest).completion_ids
@@ -396,7 +396,7 @@ def half_end(monkeypatch) -> None:
         ids[1, 2] = ids[3, 5] = eos.eos
         return Completions.of(prompts, ids, eos=eos, pad=pad, vocabulary=policy.config.vocab_size)
 
-    monkeypatch.setattr(collect, "sample_completions", sample_with_eos)
+    monkeypatch.setattr(sampler, "sample_completions", sample_with_eos)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rlhf.analysis import chat
 from rlhf.analysis.chat import ReplyGenerator, newest_turns
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.rollout import sampler
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.errors import RunError, UserError, run_command, visible
 from tests.rollout.test_engine import HeadWithBadLogits
@@ -189,7 +190,8 @@ def test_special_tokens_in_a_line_or_a_reply_are_encoded_as_text(start_model):
 
 def test_control_characters_in_a_reply_are_escaped(start_model, talk, monkeypatch):
     tokens = load_tokenizer(str(start_model))("\x1b[31mred\u202e", split_special_tokens=True).input_ids
-    monkeypatch.setattr(chat, "sample_completions", lambda *_, **__: SimpleNamespace(rows=lambda: [tokens]))
+    text = load_tokenizer(str(start_model)).decode(tokens)
+    monkeypatch.setattr(sampler, "sample_completions", lambda *_, **__: SimpleNamespace(texts=lambda _: [text]))
     output, _ = talk(start_model, "Hello\n")
     assert output.endswith("<U+001B>[31mred<U+202E>\n")
 
@@ -199,8 +201,8 @@ def test_chat_uses_the_sampling_settings_of_the_run_only(runs, tmp_path, talk, m
     folder = Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
     (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 9.0, "top_k": 3}))
     used = []
-    sample = chat.sample_completions
-    monkeypatch.setattr(chat, "sample_completions", lambda *a, **k: used.append(a[3]) or sample(*a, **k))
+    sample = sampler.sample_completions
+    monkeypatch.setattr(sampler, "sample_completions", lambda *a, **k: used.append(a[3]) or sample(*a, **k))
     changed, _ = talk(folder, "Hello\n", "--top-p", 0.5)
     [sampling] = used
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.7, 0.5, 0, 5)

@@ -18,6 +18,7 @@ from rlhf.checkpoints.run_folder import RunLock
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
+from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
@@ -195,7 +196,7 @@ def test_perplexity_of_an_adapter_equals_that_of_its_run(runs):
     assert start.perplexity == pytest.approx(run["figures"]["perplexity_before"], rel=1e-4)
 
 
-def test_kl_and_lengths_match_plain_forward_passes(settings, start_model, tmp_path):
+def test_kl_and_lengths_match_plain_forward_passes(settings, start_model, tmp_path, monkeypatch):
     """The KL of a completion is the sum over its tokens of log-softmax differences at the sampling temperature."""
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
     with torch.no_grad():
@@ -205,8 +206,10 @@ def test_kl_and_lengths_match_plain_forward_passes(settings, start_model, tmp_pa
     settings = dataclasses.replace(settings, temperature=0.7, num_prompts=3)
     evaluator, models = evaluator_of([other], settings)
     sampled_completions = []
-    sample = evaluator.sample
-    evaluator.sample = lambda *a: sampled_completions.append(sample(*a)) or sampled_completions[-1]
+    sample = Sampler.sample
+    monkeypatch.setattr(
+        Sampler, "sample", lambda *a, **k: sampled_completions.append(sample(*a, **k)) or sampled_completions[-1]
+    )
     measured = evaluator.evaluate(models[0], Screen())
     (completions,) = sampled_completions
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -19,7 +20,7 @@ from rlhf.checkpoints.run_folder import present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
-from rlhf.utils.errors import UserError, os_advice, raise_if
+from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import write_text
 
 FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
@@ -153,19 +154,17 @@ def _add_session(file: Path, points: dict[str, list[tuple[int, float, float]]]) 
     They replace later points of earlier sessions, because a resumed run logs these updates again. Returns the number
     of bytes that TensorBoard's reader did not read: it stops without an error at an incomplete or damaged record.
     """
-    try:
-        unread = file.stat().st_size  # before the data: what a running run appends is not counted as unreadable
-        for record in RawEventFileLoader(str(file)).Load():
-            unread -= len(record) + FRAME
-            event = Event.FromString(record)
-            scalars = {v.tag: v.simple_value for v in event.summary.value if v.HasField("simple_value")}
-            for tag in list(points) if event.session_log.status == SessionLog.START else scalars:
-                while points[tag] and points[tag][-1][0] >= event.step:
-                    points[tag].pop()
-            for tag, value in scalars.items():
-                points[tag].append((event.step, value, event.wall_time))
-    except OSError as error:
-        raise UserError(f"cannot read it ({error.strerror})", file, os_advice(error)) from None
+    with file.open("rb") as stream:
+        unread = stream.seek(0, os.SEEK_END)  # before the data: what a running run appends is not unreadable
+    for record in RawEventFileLoader(str(file)).Load():
+        unread -= len(record) + FRAME
+        event = Event.FromString(record)
+        scalars = {v.tag: v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+        for tag in list(points) if event.session_log.status == SessionLog.START else scalars:
+            while points[tag] and points[tag][-1][0] >= event.step:
+                points[tag].pop()
+        for tag, value in scalars.items():
+            points[tag].append((event.step, value, event.wall_time))
     return unread
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from rlhf.algorithms.kl_control import KL_BAND
+from rlhf.data.chat_template import removed_tags
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.settings.types import KL_METRICS, kl_text
 from rlhf.trainer.evaluation import shown_prompts
@@ -37,6 +38,7 @@ class SampleFigures:
     equal_groups: float | None = None  # share of the groups with equal scores; None without groups
     scores: Range | None = None  # of all completions that have one, over the whole run or check
     functions: dict[str, Range] = field(default_factory=dict)  # values of each reward function before its weight
+    removed: Sequence[str] = field(default=(), kw_only=True)  # `removed_tags` of the tokenizer
     # only in a check of the prompts
     signal: float | None = None  # mean variance of the score within a prompt
     same_texts: float = 0.0  # share of the prompts whose completions are all equal
@@ -82,12 +84,17 @@ def cut_off(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]
 
 
 def never_fires(figures: SampleFigures, name: str) -> Finding:
-    return Finding(
-        "never_fires",
+    text = (
         f"the reward function {name!r} gives {min(figures.functions[name]):g} to all completions ({figures.of}): "
         "--reward-func. Check that this is right. If it compares the whole completion with an answer, use a function "
-        "that finds the answer in the text, such as last_number; if the answer comes too late, raise --max-new-tokens",
+        "that finds the answer in the text, such as last_number; if the answer comes too late, raise --max-new-tokens"
     )
+    if figures.removed:
+        text += (
+            f"; if it looks for {' '.join(figures.removed)}, which the tokenizer removes from completions, use a "
+            "tokenizer in which these are no special tokens"
+        )
+    return Finding("never_fires", text)
 
 
 def equal_groups(figures: SampleFigures) -> list[Finding]:
@@ -162,6 +169,7 @@ def run_figures(trainer: OnPolicyLoop) -> SampleFigures | None:
         equal_groups=fmean(equal) if equal else None,
         scores=trainer.progress.scores,
         functions=trainer.progress.functions,
+        removed=removed_tags(trainer.processing_class),
     )
 
 

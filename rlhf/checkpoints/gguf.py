@@ -13,17 +13,16 @@ import io
 import json
 import os
 import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoints.weight_names import check_loaded
-from rlhf.utils.console import Screen, clock
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, as_os_error, first_line
 from rlhf.utils.files import make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
 from rlhf.utils.libraries import pip_install, version_of
-from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, interrupted_saves, missing_path, resolve_path
+from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, is_interrupted_save, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace, waiting_lock
 
 if TYPE_CHECKING:
@@ -122,8 +121,10 @@ def _converted(file: Path, place: str) -> Path:
         return folder
     _check_readable(file, place)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    # several processes of a run start at the same time
-    with waiting_lock(folder.with_name(folder.name + ".lock")):
+    # several processes of a run start at the same time. One lock for all files: only killed ones have left anything
+    with waiting_lock(cache_folder() / ".lock"):
+        for left in filter(is_interrupted_save, cache_folder().iterdir()):
+            remove_path(left)
         if not _is_complete(folder, source):
             _convert(file, source, folder, place)
     return folder
@@ -157,7 +158,9 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
     from gguf import GGUFReader
 
     screen = Screen()
-    screen.say(f"converting {file.name} to float32 weights in {folder} (once, about {clock(30)})")
+    screen.say(
+        f"converting {file.name} to float32 weights in {folder} (once; this takes minutes if the file is large)"
+    )
     try:
         reader = GGUFReader(file)
         quantization, pre_tokenizer = _metadata(reader, place)
@@ -174,8 +177,6 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
             "Download it again, or give a model whose architecture and quantization transformers supports",
         ) from None
     restore_pre_tokenizer(tokenizer, pre_tokenizer, place, screen)
-    for left in interrupted_saves(folder):
-        remove_path(left)
     with staged(folder) as staging:
         make_folder(staging)
         with saving_tensors(staging):
@@ -220,13 +221,14 @@ def _load(file: Path, reader: GGUFReader, place: str) -> tuple[PreTrainedModel, 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
-        link = Path(folder, file.name)
+    with staged(cache_folder() / "source") as folder:
+        make_folder(folder)
+        link = folder / file.name
         try:
             link.symlink_to(file.resolve())
         except OSError:  # Windows without the developer mode
             shutil.copyfile(file, link)
-        source = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
+        source = {"pretrained_model_name_or_path": str(folder), "gguf_file": file.name, "trust_remote_code": False}
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar, which no setting of transformers turns off
             read, found = AutoModelForCausalLM.from_pretrained(
                 **source,

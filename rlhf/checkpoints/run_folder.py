@@ -162,17 +162,17 @@ def folders_of(output: str, seeds: Sequence[int] | None) -> list[str]:
     return [output] if seeds is None else [seed_folder(output, seed) for seed in seeds]
 
 
-def require_unused(folder: Path) -> None:
-    """Raise UserError if a live process has a run in `folder`."""
+def require_unused(folder: Path, mode: str = "ab+") -> None:
+    """Raise UserError if a live process has a run in `folder`. `mode` as in `system.lock`."""
     if (folder / LOCK_FILE).exists() and folder not in reserved:
-        _lock(folder).close()
+        _lock(folder, mode).close()
 
 
 def is_in_use(folder: Path) -> bool:
     """True if a live process has a run in `folder`."""
     try:
-        require_unused(folder)
-    except (UserError, OSError):  # in another user's folder the lock cannot be opened
+        require_unused(folder, "rb")  # it may be another user's folder
+    except (UserError, OSError):  # or a private one
         return True
     return False
 
@@ -272,10 +272,10 @@ class RunLock(AbstractContextManager):
             stack.pop_all()
 
 
-def _lock(folder: Path) -> IO[bytes]:
+def _lock(folder: Path, mode: str = "ab+") -> IO[bytes]:
     """Lock a run's folder as RunLock, and write nothing."""
     file = folder / LOCK_FILE
-    lock = system.lock(file)
+    lock = system.lock(file, mode)
     if lock is None:
         owner = file.read_text(encoding="utf-8", errors="replace").strip() or "started a moment ago"
         raise UserError(

@@ -144,6 +144,7 @@ class RunRecord:
         facts = read_json(folder)
         again = "Restore the file from a backup, or train the run again"
         if facts is None:
+            (folder / RUN_FILE).open("rb").close()  # raises OSError if the system refuses to read it
             raise UserError(f"{RUN_FILE} is incomplete or corrupted", folder, again)
         if not facts.keys() & {"format", "settings"}:  # a reward model's folder
             raise UserError(f"{RUN_FILE} has no settings, so this is not a training run", folder, "Use another folder")

@@ -50,7 +50,7 @@ def read_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the rows of one update. Raises UserError if the file is corrupted, empty, or has incomplete rows."""
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(
             "cannot read this token record", f"{file} ({str(error).splitlines()[0]:.120})", "Delete the file"
         ) from None

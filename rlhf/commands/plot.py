@@ -12,7 +12,9 @@ from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.files import staged
 from rlhf.utils.libraries import check_libraries
+from rlhf.utils.system import replace
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 
@@ -35,8 +37,12 @@ def plot_command(argv: list[str] | None = None) -> None:
     runs = read_runs(folders)
     chart = Chart(runs, config.plot.x, config.plot.smooth, names)
     figure = draw(chart)
-    save_picture(figure, picture)
-    rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
+    group_of = {run.folder: group.name for group in chart.groups for run in group.runs}
+    with staged(picture) as new_picture, staged(table) as new_table:  # the disk may be full after the first one
+        save_picture(figure, new_picture)
+        rows = write_table(runs, new_table, group_of)
+        replace(new_picture, picture)
+        replace(new_table, table)
     show_runs(chart, screen)
     screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 

@@ -248,3 +248,12 @@ def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], st
     """Return the text of a completion without special tokens, up to the first of the stop strings."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+
+
+def removed_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the pairs of tags, such as <think> and </think>, that are special tokens: `decode_completion` removes
+    them."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tags = special - {tokenizer.bos_token, tokenizer.eos_token}
+    names = {tag: tag.strip("</>") for tag in tags}
+    return sorted(tag for tag, name in names.items() if {f"<{name}>", f"</{name}>"} <= tags)

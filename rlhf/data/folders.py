@@ -55,7 +55,7 @@ def files_of_split(folder: Path, source: DataSource) -> list[Path]:
         raise UserError(
             f"this is the folder of a model or a run, not of data ({found[0]})",
             f"{source.flag} {source.name}",
-            "Give a data file, a folder of data files or a hub dataset's name",
+            "Give one data file, a folder with several, or a hub dataset's name",
         )
     files = _data_files(folder, source)
     splits: dict[str | None, list[Path]] = {}

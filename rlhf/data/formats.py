@@ -21,6 +21,7 @@ _UNSUPPORTED = {  # column -> why a row that has it would lose something
     "image": "prompts with images are not supported",
     "images": "prompts with images are not supported",
 }
+_NOTHING = ("[]", "{}", "null", "None")  # an empty column that was saved as text
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def parts_of(row: dict, where: str) -> Parts:
     common beginning of `chosen` and `rejected`.
     """
     for name, why in _UNSUPPORTED.items():
-        if row.get(name):
+        if row.get(name) and row[name] not in _NOTHING:
             raise UserError(
                 f"column {name!r}", f"{where}, and {why}", f"Remove it, or rename it: --columns NEW={name}"
             )

@@ -12,9 +12,10 @@ from rlhf.utils.errors import UserError
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant", "tool")
+CHAT_ROLES = {role: role for role in ROLES}
 # "from" of a ShareGPT message -> role
 SHAREGPT_ROLES = {
-    **{role: role for role in ROLES},
+    **CHAT_ROLES,
     **dict.fromkeys(("human",), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
@@ -50,26 +51,29 @@ def chat_in(text: Any) -> list[dict] | None:
 
 def _is_empty_system(message: dict) -> bool:
     """True for a system message without text, which many ShareGPT files contain."""
-    content = message.get("content", message.get("value"))
-    return "system" in (message.get("role"), message.get("from")) and isinstance(content, str) and not content.strip()
+    role, content, _ = _form_of(message)
+    text = message.get(content)
+    return message.get(role) == "system" and isinstance(text, str) and not text.strip()
+
+
+def _form_of(message: dict) -> tuple[str, str, dict[str, str]]:
+    """Return the names of role and content in a message, and the known roles. In a table that contains both forms,
+    the names of the other form have null."""
+    if message.get("role") is None and message.get("from") is not None:
+        return "from", "value", SHAREGPT_ROLES
+    return "role", "content", CHAT_ROLES
 
 
 def _message(message: dict, where: str, name: str) -> Message:
     if message.get("tool_calls"):
         raise UserError("a message with tool_calls", where, "Remove that row, because completions cannot call tools")
-    if {"role", "content"} <= message.keys():
-        role = message["role"]
-        content = message["content"]
-        roles = dict.fromkeys(ROLES)
-    elif {"from", "value"} <= message.keys():
-        role = message["from"]
-        content = message["value"]
-        roles = SHAREGPT_ROLES
-    else:
+    role_name, content_name, roles = _form_of(message)
+    if not {role_name, content_name} <= message.keys():
         raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
+    role = message[role_name]
     if not isinstance(role, str) or role not in roles:
         raise UserError(f"unknown chat role {shown(role, repr)}", where, f"Use one of {', '.join(roles)}")
-    return {"role": roles[role] or role, "content": check_text(_joined(content), name, where)}
+    return {"role": roles[role], "content": check_text(_joined(message[content_name]), name, where)}
 
 
 def _joined(content: Any) -> Any:

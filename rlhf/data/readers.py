@@ -37,7 +37,9 @@ def read_rows(source: DataSource) -> list[Row]:
         return _read_files(files_of_split(path, source), source)
     source.require_no_split("a file")
     if not path.is_file():
-        raise missing_path(source.name, "data file", "Give a data file, a folder or a hub dataset's name")
+        raise missing_path(
+            source.name, "data file", "Give one data file, a folder with several, or a hub dataset's name"
+        )
     return read_file(path, source)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -77,11 +77,13 @@ def _not_csv(reason: str, file: Path) -> UserError:
 def read_parquet(file: Path) -> list[tuple[str, Any]]:
     """Return the rows of a Parquet file."""
 
-    def read() -> Dataset:
+    def read() -> Iterator[Dataset]:
         import pyarrow.parquet
         from datasets import Dataset
 
-        return Dataset(pyarrow.parquet.ParquetFile(file).read())
+        # in parts: the texts of a column with few different ones can be longer together than an Arrow array allows
+        for part in pyarrow.parquet.ParquetFile(file).iter_batches(BATCH):
+            yield Dataset(pyarrow.Table.from_batches([part]))
 
     return _read(read, file, "Parquet")
 
@@ -94,7 +96,7 @@ def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
     else:
         source.require_no_split("a saved Dataset")
 
-    def read() -> Dataset:
+    def read() -> list[Dataset]:
         from datasets import load_from_disk
 
         for file in folder.glob("*.arrow"):
@@ -102,7 +104,7 @@ def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
                 stream.seek(max(0, file.stat().st_size - len(END_OF_STREAM)))
                 if stream.read() != END_OF_STREAM:  # the rows before would otherwise be read without an error
                     raise ValueError(f"{file.name} has no end-of-stream marker. Is the file incomplete?")
-        return load_from_disk(str(folder), keep_in_memory=True)
+        return [load_from_disk(str(folder), keep_in_memory=True)]
 
     return _read(read, folder, "a saved dataset")
 
@@ -114,7 +116,7 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
     place = find_on_hub(source.name, "dataset", "a data file")
     split = source.dataset_split or source.usual_split
     try:
-        return _rows(source.name, load_dataset(place, name=source.dataset_config, split=split))
+        return _rows(source.name, [load_dataset(place, name=source.dataset_config, split=split)])
     except Exception as error:  # the exceptions of `datasets` and of the readers below it have no common class
         flags = [("--dataset-config", source.dataset_config), ("--dataset-split", source.dataset_split)]
         given = "".join(f", {flag} {value}" for flag, value in flags if value is not None)
@@ -128,8 +130,8 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
         ) from None
 
 
-def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str, Any]]:
-    """Return the rows of a dataset. Raises UserError with one line if the data is broken."""
+def _read(read: Callable[[], Iterable[Dataset]], place: Path, kind: str) -> list[tuple[str, Any]]:
+    """Return the rows of datasets. Raises UserError with one line if the data is broken."""
     try:
         return _rows(place, read())
     except MemoryError:
@@ -146,10 +148,10 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _rows(place: Any, dataset: Dataset) -> list[tuple[str, Any]]:
-    """Return rows with their positions, counted from 0 as in `datasets`."""
-    batches = (zip(*batch.values(), strict=True) for batch in dataset.iter(BATCH))
-    rows = (dict(zip(dataset.column_names, values, strict=True)) for batch in batches for values in batch)
+def _rows(place: Any, datasets: Iterable[Dataset]) -> list[tuple[str, Any]]:
+    """Return the rows of all datasets with their positions, counted from 0 as in `datasets`."""
+    batches = (batch for dataset in datasets for batch in dataset.iter(BATCH))
+    rows = (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
     return [(f"{place} row {i}", row) for i, row in enumerate(rows)]
 
 

@@ -38,6 +38,8 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
             raise
         if "trust_remote_code" in str(error):
             raise UserError(needs_code(name)) from None
+        for file in Path(name).glob("*.safetensors") if isinstance(error, FileNotFoundError) else ():
+            file.open("rb").close()  # safetensors reports a file as missing if the system refuses to read it
         reason = first_line(error, type(error).__name__)[:200]
         raise UserError("cannot be loaded", f"{name} ({reason})", advice_for(error, hint)) from None
 

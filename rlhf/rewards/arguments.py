@@ -190,13 +190,12 @@ def check_columns(
     ]
     problems += [
         Problem(
-            f"{kind} {name_of(function)!r} requires the column {column!r}, which the data lacks",
+            f"{kind} {name_of(function)!r} requires columns that the data lacks ({', '.join(map(repr, missing))})",
             source,
-            f"{has}. Add the column, or give the parameter a default",
+            f"{has}. Add each missing column, or give its parameter a default",
         )
         for function in functions
-        for column in required_columns(function)
-        if column not in present
+        if (missing := [name for name in required_columns(function) if name not in present])
     ]
     raise_if(problems)
 

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Set
+from decimal import Decimal
 from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
@@ -78,7 +79,9 @@ def _score_problem(score: Any) -> tuple[str | None, type[RunError]]:
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
     # detail 15: NaN skips the update (this project). Replaced or ignored, it would hide an error in the function.
-    if not isinstance(score, Real) or not math.isfinite(score):
+    if not isinstance(score, Real):
+        return f"score {score!r:.60} is not a number", BadScore
+    if not math.isfinite(score):
         none = " (None means that the function does not apply)" if score != score else ""
         return f"score {score!r} is not a finite number{none}", BadScore
     if abs(score) > MAX_ABS_SCORE:
@@ -91,8 +94,14 @@ def _plain(scores: Any) -> Any:
     order means nothing, are returned as they are."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, Mapping, Set)):
-        return [score.item() if hasattr(score, "item") else score for score in scores]
+        return [_plain_score(score) for score in scores]
     return scores
+
+
+def _plain_score(score: Any) -> Any:
+    if isinstance(score, Decimal):
+        return float(score)
+    return score.item() if hasattr(score, "item") else score
 
 
 def _copy(value: Any) -> Any:

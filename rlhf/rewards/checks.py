@@ -121,6 +121,12 @@ def print_text(model: RewardModel, name: str, screen: Screen) -> None:
             f"note: the {name} has no {METRICS_FILE}, so it scores {how}: after a completion follows {end!r}. If it "
             f"was trained on another text, give --rm-text {' or '.join(RM_TEXTS)}"
         )
+        if model.tokenizer.cls_token and model.tokenizer.sep_token:
+            screen.say(
+                f"warning: the {name} has the tokenizer of an encoder. Encoders are usually trained on two segments, "
+                f"prompt and completion, with {model.tokenizer.sep_token!r} between them. Here they receive one text, "
+                "so the scores may be wrong. Use a reward model that is a decoder, or train one from your pairs"
+            )
     if not model.sees_end:
         screen.say(
             f"note: the {name} gives a completion that was cut off the same score as one that ended: it reads the "

@@ -150,7 +150,7 @@ def _missing(flag: str, name: str) -> list[Problem]:
         takes = "a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--eval-dataset", "--pairs"):
         what = "data file"
-        takes = "a data file, a folder or the name of a hub dataset"
+        takes = "one data file, a folder with several, or the name of a hub dataset"
     elif flag == "--critic":
         what = "run folder"
         takes = CriticName.expects

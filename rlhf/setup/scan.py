@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
+from rlhf.data.chat_template import removed_tags
 from rlhf.data.sampler import drawn, shorten
 from rlhf.settings.fields import settings_of, unmet, values_in
 from rlhf.settings.next_commands import flag_words
@@ -100,11 +101,11 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
             f"note: {len(sampled):,} instead of {len(indices):,} prompts, because sampling them takes more than "
             f"{clock(MOST_SECONDS)}, so the intervals are wider"
         )
-    return results_of(config, sampled, samples)
+    return results_of(config, sampled, samples, removed_tags(components.tokenizer))
 
 
-def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan:
-    """Return the results of a scan with `samples` completions per prompt."""
+def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed: Sequence[str] = ()) -> Scan:
+    """Return the results of a scan with `samples` completions per prompt. `removed` as in SampleFigures."""
     size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
     if not complete:
@@ -119,7 +120,7 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int) -> Scan
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
     parts = {name: part_of(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
     overall = part_of(config, complete, group)
-    findings = findings_of(sample_figures(config, complete, overall), config.sampling)
+    findings = findings_of(replace(sample_figures(config, complete, overall), removed=removed), config.sampling)
     names = {finding.name for finding in findings}
     scores = [one.shaped for one in complete]
     found = recommend(scores, config.compared, config.batch.batch_size)

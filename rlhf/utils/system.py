@@ -263,13 +263,14 @@ LOCKED = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error numbers if another
 LOCKED_AT = 2**20  # byte of the file that is locked on Windows: after the text, which others can still read
 
 
-def lock(file: Path) -> IO[bytes] | None:
-    """Lock a file until the returned stream is closed or the process ends. None if another process has the lock.
+def lock(file: Path, mode: str = "ab+") -> IO[bytes] | None:
+    """Lock a file until the returned stream is closed or the process ends. None if another process has the lock. With
+    the mode "rb", which needs no permission to write, other such locks are allowed.
 
     The system releases the lock however the process ends, so a lock is never stale. If the disk does not support locks
     (some network mounts), nothing is locked and a warning is printed.
     """
-    stream = file.open("ab+")
+    stream = file.open(mode)
     try:
         if WINDOWS:
             import msvcrt
@@ -279,7 +280,7 @@ def lock(file: Path) -> IO[bytes] | None:
         else:
             import fcntl
 
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, (fcntl.LOCK_SH if mode == "rb" else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in LOCKED:
             stream.close()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AddedToken
 
 import train_ppo
 from rlhf.api import make_trainer
@@ -138,6 +139,16 @@ def test_a_run_reports_its_findings_after_some_updates_and_at_the_end(configured
     assert names == ["cut_off", "never_fires", "nothing"]
     assert run_figures(trainer).functions.keys() == {"zero", "last_word"}
     assert max(run_figures(trainer).functions["last_word"]) > 0
+
+
+def test_tags_that_the_tokenizer_removes_are_named_if_a_function_never_fires(configured, capsys):
+    """A function that looks for them finds none in any completion."""
+    config = configured("--num-iterations", 2, "--max-new-tokens", 3)
+    trainer = make_trainer(config, PROMPTS, [zero], evaluation_prompts=HELD_OUT, progress=False)
+    trainer.processing_class.add_tokens([AddedToken(tag, special=True) for tag in ("<think>", "</think>")])
+    trainer.train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "'zero'" in line]
+    assert "</think> <think>" in line
 
 
 @pytest.mark.parametrize(("rate", "reported"), [(1e-9, 1), (3e-2, 0)])

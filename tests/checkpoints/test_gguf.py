@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +242,30 @@ OTHER_TENSORS = {
     "biases": (lambda w: w.update({"blk.0.attn_q.bias": np.ones(HIDDEN, np.float32)}), ["1 unknown", "attn_q.bias"]),
     "rope factors": (lambda w: w.update({"rope_freqs.weight": np.ones(16, np.float32)}), ["1 unknown", "rope_freqs"]),
 }
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.parametrize("at", [(AutoTokenizer, "from_pretrained"), (converter, "write_json")])
+def test_the_next_conversion_removes_what_killed_ones_left(tiny, tmp_path, cache, at):
+    """Also that of another file. A damaged file leaves nothing: one lock is for all files."""
+    child = os.fork()
+    if not child:
+        setattr(*at, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        find_model(str(tiny), FLAG)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (folder,) = cache.iterdir()
+    left = {path.name for path in folder.iterdir()}
+    assert any(path.is_dir() for path in folder.iterdir())
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(tiny.read_bytes()[:1000])
+    with pytest.raises(UserError):
+        find_model(str(damaged), FLAG)
+    locks = {path.name for path in folder.iterdir() if path.is_file()}
+    assert {path.name for path in folder.iterdir()} == locks <= left and len(locks) == 1
+    write_gguf(tmp_path / "other.gguf", quantize=False)
+    converted = Path(find_model(str(tmp_path / "other.gguf"), FLAG))
+    assert {path.name for path in folder.iterdir()} == {converted.name, *locks}
 
 
 @pytest.mark.parametrize("case", OTHER_TENSORS)

@@ -1,8 +1,11 @@
-"""Saved files have the permissions that the umask allows: teammates can read them, or nobody else can."""
+"""Saved files have the permissions that the umask allows: teammates can read them, or nobody else can. Files of other
+users, who have closed them, are reported as such."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -14,6 +17,12 @@ import evaluate_generations
 import plot_training_progress
 import reward_model.train
 import train_ppo
+from rlhf.analysis.curves import read_scalars
+from rlhf.checkpoints.run_folder import LOCK_FILE, RunLock, present_status
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.data.tokenizer import readable
+from rlhf.utils import system
 from rlhf.utils.system import add_umask_permissions
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
@@ -91,3 +100,64 @@ def test_reward_models_and_reports_have_the_umasks_permissions(
     assert found == expected(found, umask)
     written = {"rm/model.safetensors", "rm/metrics.json", "comparison/comparison.html", "evaluation/evaluation.json"}
     assert written | {"plots.png", "plots.csv"} <= found.keys()
+
+
+def read_weights(folder: Path) -> None:
+    """Fail as safetensors does for a file that it may not read: without an error number."""
+    with readable(str(folder)):
+        raise FileNotFoundError(f"No such file or directory: {folder / 'model.safetensors'}")
+
+
+# --- files of another user -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Return a function after which the system refuses to open a file, or only to write it: the tests may run as
+    root, who may open all files."""
+    original = Path.open
+
+    def refuse(file: Path, only_to_write: bool = False) -> None:
+        def opened(self, mode="r", *more, **named):
+            if self == file and not (only_to_write and mode in ("r", "rb")):
+                raise PermissionError(errno.EACCES, "Permission denied", str(self))
+            return original(self, mode, *more, **named)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+    return refuse
+
+
+def test_a_run_of_another_user_is_killed_if_nobody_holds_its_lock(refused, tmp_path):
+    """Its lock can be read only."""
+    lock = RunLock(tmp_path)
+    with lock:
+        refused(tmp_path / LOCK_FILE, only_to_write=True)
+        assert present_status(tmp_path, "running") == "running"
+    assert present_status(tmp_path, "running") == "killed"
+    held = [system.lock(tmp_path / LOCK_FILE, "rb") for _ in range(2)]
+    assert all(held), "two commands may look at the same time"
+    refused(tmp_path / LOCK_FILE)
+    assert present_status(tmp_path, "running") == "running", "nobody can tell"
+
+
+@pytest.fixture
+def closed_run(runs, tmp_path) -> Path:
+    return Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "read"),
+    [
+        ("run.json", lambda run: RunRecord.read(run)),
+        ("logs/*tfevents*", lambda run: read_scalars(run / "logs")),
+        ("tokens/update-*.jsonl", lambda run: [read_tokens(file) for file in recorded_updates(run, "-")]),
+        ("model.safetensors", read_weights),
+    ],
+)
+def test_a_file_that_the_system_refuses_to_read_is_no_damaged_or_missing_file(closed_run, refused, pattern, read):
+    file = next(closed_run.glob(pattern))
+    refused(file)
+    with pytest.raises(PermissionError) as error:
+        read(closed_run)
+    assert error.value.filename == str(file)

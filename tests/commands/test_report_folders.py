@@ -1,14 +1,16 @@
 """Tests of the output folders of evaluate_generations.py and compare_runs.py: after an early error no folder is left,
-and if the folder is moved away, nothing is written at its path."""
+and if the folder is moved away, nothing is written at its path. Also of the two files of a plot."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 import compare_runs
 import evaluate_generations
+import plot_training_progress
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.checkpoints.run_folder import LOCK_FILE, FolderMoved, RunLock
 from rlhf.utils import system
@@ -80,3 +82,22 @@ def test_a_lock_removes_only_an_empty_folder_that_it_created(tmp_path):
     assert made(tmp_path / "c", "a file")
     (tmp_path / "d").mkdir()
     assert made(tmp_path / "d")
+
+
+def test_a_plot_that_cannot_be_written_leaves_the_older_picture_and_table(runs, tmp_path, monkeypatch):
+    """Not a new picture beside an old table."""
+    output = ["--output", str(tmp_path / "plot")]
+    plot_training_progress.main([str(runs["ppo", 1]), *output])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    original = Path.write_bytes
+
+    def full(self, content):
+        if ".csv" in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space") as error:
+        plot_training_progress.main([str(runs["grpo", 1]), *output])
+    assert str(tmp_path / "plot.csv") in error.value.filename
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

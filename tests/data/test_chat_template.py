@@ -7,10 +7,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from rlhf.data import chat_template
-from rlhf.data.chat_template import encode_prompt
+from rlhf.data.chat_template import decode_completion, encode_prompt, removed_tags
 from rlhf.data.examples import examples_of
 from rlhf.data.prompts import encode_all, fingerprint
 from rlhf.data.tokenizer import load_tokenizer
@@ -19,7 +19,7 @@ from rlhf.rewards.reward_model import RewardModel
 from rlhf.setup.build import load_components
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.utils.console import Screen
-from tests.shapes import with_date, with_named_templates
+from tests.shapes import smollm2_tokenizer, with_date, with_named_templates
 
 CPU = torch.device("cpu")
 CHAT = [{"role": "user", "content": "What is strftime_now('%Y')? 100%d"}]
@@ -124,3 +124,23 @@ def test_of_named_templates_the_default_one_is_kept(start_model, tmp_path):
     assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
     assert encode_prompt(load_tokenizer(str(tmp_path / "saved")), CHAT) == expected
     assert "TOOLS" not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("special", "removed"),
+    [
+        (["<think>", "</think>", "<answer>", "<pad>", "<s>", "</s>"], ["</think>", "<think>"]),
+        (["<|start|>", "<|end|>", "<eos>"], []),
+    ],
+)
+def test_tags_that_are_special_tokens_are_removed_from_completions(special, removed):
+    """Not those of the model itself, and not ordinary tokens such as Qwen 3's thinking tokens."""
+    tokenizer = smollm2_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<tool_call>", "</tool_call>")])
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in special])
+    tokenizer.bos_token, tokenizer.eos_token = ("<s>", "</s>") if "<s>" in special else ("<|im_start|>", "<eos>")
+    assert removed_tags(tokenizer) == removed
+    text = "<tool_call> <think> a </think> </tool_call>"
+    kept = decode_completion(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
+    assert "<tool_call>" in kept and all(tag not in kept for tag in removed)
+    assert ("<think>" in kept) == (not removed)

@@ -92,6 +92,16 @@ FORMATS = {
     "conversations of roles": ({"conversations": [ASK, YES]}, PROMPT, None, True),
     "null in unused columns": ({"prompt": "Is it?", "messages": None, "tools": None, "images": []}, PROMPT, None,
                                False),
+    "empty columns as text": ({"prompt": "Is it?", "tools": "[]", "images": "null"}, PROMPT, None, False),
+    "ShareGPT in a table with both forms": (
+        {"messages": [{**m, "role": None, "content": None} for m in
+                      ({"from": "system", "value": " "}, *shared("Is it?", "Yes."))]}, PROMPT, None, True),
+    "roles in a table with both forms": (
+        {"messages": [{**m, "from": None, "value": None} for m in (message("system", ""), ASK, YES)]}, PROMPT, None,
+        True),
+    "a pair in a table with both forms": (
+        {"prompt": "Is it?", "chosen": [{**GPT_YES, "role": None, "content": None}], "rejected": [NO]}, PROMPT,
+        "Yes.No.", False),
 }  # fmt: skip
 
 
@@ -241,6 +251,8 @@ REFUSED = {
     "chats without a user": ({"chosen": [YES], "rejected": [NO]}, ["user message"]),
     "two system texts": ({"messages": [BRIEF, ASK], "system": "Be kind."}, ["system messages: "]),
     "an unknown name in ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]}, ["chat role 'robot'"]),
+    "both forms without a role": (
+        {"messages": [{"role": None, "content": None, "from": None, "value": None}]}, ["chat role None"]),
     "another key in a chat": ({"conversations": [{"speaker": "human", "text": "a"}]}, ['{"role"']),
     "tools": ({"prompt": "a", "tools": [{"name": "f"}]}, ["column 'tools': ", "--columns NEW=tools"]),
     "a tool call": (

@@ -394,6 +394,26 @@ def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
         load_examples(str(tmp_path / "a.parquet"))
 
 
+def test_a_column_with_few_different_texts_may_be_longer_than_an_array(tmp_path, monkeypatch):
+    """3 GB of texts in a small file: Arrow's arrays of texts have 32-bit positions, so the file is read in parts."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 1500, pa.int32()), ["a" * 10**6, "b" * 10**6])
+    pa.parquet.write_table(pa.table({"prompt": texts}), tmp_path / "a.parquet")
+    monkeypatch.setattr(tables, "BATCH", 10)
+    monkeypatch.setattr(tables, "_rows", lambda place, parts: [part.num_rows for part in parts])  # without the texts
+    assert tables.read_parquet(tmp_path / "a.parquet") == [10] * 300
+
+
+@pytest.mark.parametrize("several", ["d/a.jsonl,d/b.jsonl", "d/*.jsonl"])
+def test_several_files_are_given_as_their_folder(tmp_path, several):
+    for name in "ab":
+        write(tmp_path / "d" / f"{name}.jsonl", jsonl({"prompt": name}))
+    with pytest.raises(UserError) as caught:
+        load_examples(str(tmp_path / several))
+    (problem,) = caught.value.problems
+    assert problem.place == str(tmp_path / several) and "a folder with several" in problem.fix
+    assert [e.question for e in load_examples(str(tmp_path / "d"))] == ["a", "b"]
+
+
 def test_null_in_a_table_is_reported_as_in_json(tmp_path, user_error):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": None, "rejected": None}]
     first, second = load_examples(str(write_parquet(tmp_path / "a.parquet", rows)))

@@ -8,11 +8,15 @@ import sqlite3
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
 
 import pytest
 
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.rewards.call import BadScore
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.rewards import Rewards
 from rlhf.utils import time_limit
@@ -95,9 +99,21 @@ def test_async_functions_share_one_event_loop():
     assert score(judge) == score(judge) == [4.0, 5.0]
 
 
-@pytest.mark.parametrize("make", [iter, tuple, lambda scores: (s for s in scores), lambda scores: map(float, scores)])
+@pytest.mark.parametrize("make", [iter, tuple, lambda scores: (s for s in scores), partial(map, float),
+                                  partial(map, Decimal), partial(map, Fraction)])  # fmt: skip
 def test_any_iterable_of_numbers_is_accepted(make):
     assert score(lambda completions, **_: make([1, 2])) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "value", [[0.5], {"score": 0.5}, "0.5", 1j, Decimal("nan"), Decimal("1e400"), Decimal("sNaN")]
+)
+def test_a_score_that_is_no_number_has_another_reason_than_one_that_is_not_finite(value):
+    with pytest.raises(RunError) as caught:
+        score(lambda completions, **_: [value] * len(completions))
+    (problem,) = caught.value.problems
+    assert ("finite" in problem.what) == (str(value) in ("NaN", "1E+400"))
+    assert isinstance(caught.value, BadScore) != (str(value) == "sNaN"), "converting it fails in the function's call"
 
 
 def test_file_is_executed_once_and_may_import_its_neighbours_later(tmp_path, monkeypatch):

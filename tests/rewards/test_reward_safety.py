@@ -18,7 +18,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.rewards.arguments import check_columns, required_columns
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.rewards import Rewards
-from rlhf.utils.errors import RunError, run_command
+from rlhf.utils.errors import RunError, UserError, run_command
 from tests.trainer.test_nan import run
 
 CHAT = ({"role": "user", "content": "2 + 2?"},)
@@ -172,6 +172,19 @@ def test_missing_required_column_is_reported(user_error):
     rows = examples_of([{"prompt": "a", "anwser": "1"}])
     with user_error("'exact'", "'answer'", ": prompts. ", "'anwser'"):
         check_columns([exact], rows, "prompts")
+
+
+def test_all_columns_that_a_function_lacks_are_one_problem():
+    """Each would have the same cause: usually, the function is written for another trainer."""
+
+    def foreign(completions, data_source, weight, style=None):
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError) as caught:
+        check_columns([foreign, exact], examples_of(["a"]), "prompts")
+    first, second = (problem.what for problem in caught.value.problems)
+    assert all(name in first for name in ("'foreign'", "'data_source'", "'weight'")) and "style" not in first
+    assert all(name in second for name in ("'exact'", "'answer'"))
 
 
 @pytest.fixture

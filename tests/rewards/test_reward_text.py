@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
@@ -23,7 +23,14 @@ from rlhf.rewards.training import train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.setup.build import load_components
 from rlhf.utils.console import Screen
-from tests.shapes import gemma_tokenizer, make_reward_model, make_start_model, mistral_tokenizer, qwen3_tokenizer
+from tests.shapes import (
+    gemma_tokenizer,
+    make_reward_model,
+    make_start_model,
+    mistral_tokenizer,
+    qwen3_tokenizer,
+    smollm2_tokenizer,
+)
 
 CPU = torch.device("cpu")
 QUESTIONS = ["What is the capital of France?", "What is 2 + 2?", "Where is the cat?", "Is the table high?"]
@@ -231,6 +238,26 @@ def test_runs_of_older_versions_scored_the_text_up_to_eos(runs):
     facts["settings"]["model"] |= {"rm_model": None}
     facts["settings"]["model"].pop("rm_text", None)
     assert "rm_text" not in _from_json(facts).flat_settings
+
+
+def test_an_encoder_that_others_trained_is_a_warning(tmp_path, capsys):
+    """It was trained on two segments with [SEP] between them, and receives one text. One that this project trained
+    receives the text of its training."""
+    tokenizer = smollm2_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"})
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=0, num_labels=1, **shape)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+    model = RewardModel.load(str(tmp_path / "rm"), CPU, None)
+    check_unrecorded(model, "rm", [], False, Screen())
+    _, warning, _ = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning") and "'[SEP]'" in warning
+    assert model.encode([{"role": "user", "content": "a"}], "b").count(tokenizer.sep_token_id) == 1
+    write_record(tmp_path / "rm", text="template")
+    check_unrecorded(RewardModel.load(str(tmp_path / "rm"), CPU, None), "rm", [], False, Screen())
+    assert capsys.readouterr().out == ""
 
 
 def test_the_form_of_a_model_without_a_record_is_printed(tmp_path, capsys):

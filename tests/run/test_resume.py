@@ -610,7 +610,7 @@ def test_newest_checkpoint_of_another_user_is_one_line_before_loading(uninterrup
             raise PermissionError(errno.EACCES, "Permission denied", str(self))
         return original(self, *more, **named)
 
-    def lock(file):
+    def lock(file, mode):
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
     (output / LOCK_FILE).touch()

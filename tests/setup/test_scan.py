@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AddedToken
 
 import train_grpo
 import train_ppo
@@ -239,6 +240,14 @@ def test_penalty_and_missing_scores(configured, user_error):
     assert "(1 prompt)" in found.nothing
     with user_error("--check prompts", 2, kind=RunError):
         results_of(config, rows[1:], 2)
+
+
+def test_tags_that_the_tokenizer_removes_are_named_if_a_function_never_fires(flags):
+    config = parse_cli(flags(rule="zero"), "ppo")
+    parts = load_components(config, CPU, Screen())
+    parts.tokenizer.add_tokens([AddedToken(tag, special=True) for tag in ("<think>", "</think>")])
+    found = {finding.name: finding.text for finding in scan_prompts(config, parts, Screen()).findings}
+    assert "</think> <think>" in found["never_fires"]
 
 
 def test_reward_functions_see_the_first_update(configured):

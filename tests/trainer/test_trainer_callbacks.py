@@ -122,6 +122,16 @@ def test_the_callback_of_the_page_stops_above_its_score():
         assert control.should_training_stop is stops
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_callback_of_the_page_calls_the_policy_in_a_bfloat16_run_with_lora(build, algorithm):
+    """Without autocast, the float32 output of the embeddings would meet frozen layers in bfloat16."""
+    made: dict = {}
+    exec(python_block("class NextTokens"), made)
+    callback = made["NextTokens"]()
+    build("--num-iterations", 1, "--bf16", "--use-lora", algorithm=algorithm, callbacks=[callback]).train()
+    assert callback.next.values.isfinite().all() and len(callback.next.indices) == 5
+
+
 def test_a_run_that_is_not_stopped_ends_as_planned(build):
     trainer = build("--num-iterations", 3)
     trainer.add_callback(StopsIn("on_log", 7))

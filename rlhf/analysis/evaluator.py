@@ -46,6 +46,7 @@ from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_f
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
+from rlhf.utils.paths import path_on_page
 from rlhf.utils.system import threads_variable
 
 
@@ -280,18 +281,21 @@ class ModelEvaluator:
         c = self.config
         whiches = sorted({model.which for model in self.models if model.run is not None})
         return [
-            *([("start model", self.start.name)] if self.start else []),
+            *([("start model", path_on_page(self.start.name))] if self.start else []),
             *([("weights", f"{', '.join(whiches)} weights of the runs")] if whiches else []),
             ("prompts", self.prompts.line),
             *date_row(self.tokenizer),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
-            ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
+            (
+                "score",
+                str(self.rewards) + (f", reward model {path_on_page(c.model.rm_model)}" if c.model.rm_model else ""),
+            ),
             ("judge", ", ".join(map(str, self.judges)) or "none (set one with --judge-model or --eval-func)"),
             (
                 "perplexity",
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
             ),
-            *((f"base of {m.name}", m.base) for m in self.models if m.base is not None),
+            *((f"base of {path_on_page(m.name)}", path_on_page(m.base)) for m in self.models if m.base is not None),
         ]
 
     def evaluate_start(self, screen: Screen) -> GenerationResults:

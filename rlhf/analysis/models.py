@@ -24,7 +24,7 @@ from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
 from rlhf.utils.errors import Problem, UserError, raise_if
-from rlhf.utils.paths import is_gguf, is_path, local_path, missing_path
+from rlhf.utils.paths import is_gguf, is_path, local_path, missing_path, path_on_page
 
 # settings that describe a run's own data, and their values for --prompts
 OF_THE_FILE = {
@@ -59,9 +59,8 @@ class ModelRef:
     @property
     def label(self) -> str:
         """The model's name in tables."""
-        if self.run is None:
-            return self.name
-        return f"{self.name} ({self.which}, after update {self.update})"
+        name = path_on_page(self.name)
+        return name if self.run is None else f"{name} ({self.which}, after update {self.update})"
 
 
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:

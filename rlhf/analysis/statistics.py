@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ OVER_SEEDS = "seeds and prompts"
 OVER_PROMPTS = "prompts"
 FOUND = 0.8  # power: the share of comparisons that find a difference
 MOST_SEEDS = 100  # per group
+MOST_PROMPTS = 100_000
 
 
 def scored(values: np.ndarray) -> np.ndarray:
@@ -94,6 +95,13 @@ class Sources(NamedTuple):
         ratio = np.append((self.freedom[:-1] + 1) / seeds, 1.0)
         freedom = np.append(np.full(len(ratio) - 1, seeds - 1), self.freedom[-1])
         return Sources(self.variances * ratio, self.noise * ratio, freedom)
+
+    def with_prompts(self, prompts: int) -> Sources:
+        """Return the sources with another number of prompts. Of the seeds' variance only the noise depends on it."""
+        ratio = (self.freedom[-1] + 1) / prompts
+        variances = self.variances - np.minimum(self.noise, self.variances) * (1 - ratio)
+        variances[-1] = self.variances[-1] * ratio
+        return Sources(variances, self.noise * ratio, np.append(self.freedom[:-1], prompts - 1))
 
 
 def sources_of(values: np.ndarray) -> Sources:
@@ -177,6 +185,7 @@ class Power:
     visible: float | None
     seeds: int | None  # per trained group, with which the observed difference is found with 80% power; None: above 100
     first_wins: float | None  # probability that a new run of the first group has the higher mean on these prompts
+    prompts: int | None = None  # with which the observed difference is found with 80% power; None: above 100,000
 
 
 def power_of(
@@ -203,11 +212,17 @@ def power_of(
     visible = found.visible(level)
     if limits is not None and visible > limits[1]:
         visible = math.inf
+    prompts = _enough(mean, range(2, MOST_PROMPTS + 1), lambda n: found.with_prompts(n).visible(level))
     if only:
-        return Power(visible, None, None)
-    counts = range(2, MOST_SEEDS + 1)
-    enough = bisect_left(counts, -abs(mean), key=lambda n: -found.with_seeds(n).visible(level))
-    return Power(visible, counts[enough] if enough < len(counts) else None, _first_wins(mean, found))
+        return Power(visible, None, None, prompts)
+    seeds = _enough(mean, range(2, MOST_SEEDS + 1), lambda n: found.with_seeds(n).visible(level))
+    return Power(visible, seeds, _first_wins(mean, found), prompts)
+
+
+def _enough(mean: float, counts: range, visible: Callable[[int], float]) -> int | None:
+    """Return the smallest of `counts` with which a difference of `mean` is visible; None if none is enough."""
+    at = bisect_left(counts, -abs(mean), key=lambda count: -visible(count))
+    return counts[at] if at < len(counts) else None
 
 
 def _first_wins(mean: float, found: Sources) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -27,6 +27,7 @@ from rlhf.analysis.statistics import (
     percent,
 )
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.utils.console import listed
 
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
@@ -115,6 +116,7 @@ def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL
 class Verdict:
     """The result of a comparison."""
 
+    headline: str  # one sentence of at most 30 words
     sentences: list[str]
     caveats: list[str]
     contrasts: list[Contrast]
@@ -160,7 +162,92 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
     ]
     sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    return Verdict(sentences, _caveats(arms, start, between, evidence), contrasts)
+    outcomes = [outcome_of(*pair, found, evidence) for pair, found in zip(pairs, between[decides], strict=True)]
+    first = headline(arms, outcomes, between[decides], against_start[decides], evidence)
+    return Verdict(first, sentences, _caveats(arms, start, between, evidence), contrasts)
+
+
+# --- in one sentence -------------------------------------------------------------------------------------------------
+
+LISTED = 8  # words of arms' names in the headline; with more, the number of arms stands for them
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison shows of two arms: which is better, if one is."""
+
+    better: Arm | None
+    worse: Arm | None
+    why_not: str = ""  # "equal", "unknown", or "unlike KL": better, but not at equal KL
+
+
+def outcome_of(one: Arm, other: Arm, found: Contrast, evidence: Evidence) -> Outcome:
+    """Return the outcome of a pair. Arms at unlike KL are called better only if they are better at equal KL, too."""
+    if found.result not in ("better", "worse"):
+        return Outcome(None, None, found.result)
+    if unlike_kl(one, other) and result_over(at_equal_kl(evidence.equal, found.name)) != found.result:
+        return Outcome(None, None, "unlike KL")
+    return Outcome(one, other) if found.result == "better" else Outcome(other, one)
+
+
+def headline(
+    arms: Sequence[Arm],
+    outcomes: Sequence[Outcome],
+    between: Sequence[Contrast],
+    against_start: Sequence[Contrast],
+    evidence: Evidence,
+) -> str:
+    """Return the verdict in one sentence of at most 30 words: which arm is best, if one is, and which are better than
+    the start model. Without a winner, it has the difference that would have been seen."""
+    by = f"by {evidence.judge or 'score'}"
+    if len(arms) == 1:
+        found = against_start[0]
+        figures = "" if found.difference.low is None else f": {interval_of(asdict(found.difference))}"
+        return f"{found.where}{arms[0].name} {_to_start(found)} {by}{figures}."
+    rest = f"{_better_than_start(arms, against_start)} the start model"
+    wins = [outcome for outcome in outcomes if outcome.better is not None]
+    best = [arm for arm in arms if sum(win.better is arm for win in wins) == len(arms) - 1]
+    here = next((found.where for found in between if found.where), "")
+    if best:
+        others = _names([arm for arm in arms if arm is not best[0]])
+        return f"{here}{best[0].name} is better than {others} {by}; {rest}."
+    if wins:
+        first = f"{wins[0].better.name} better than {wins[0].worse.name}"
+        no = f"{here}no" if here else "No"
+        return f"{no} arm is the best {by}: {len(wins)} of {len(outcomes)} pairs differ ({first}); {rest}."
+    if any(outcome.why_not == "unlike KL" for outcome in outcomes):
+        return f"No winner {by} {_among(arms)}: they differ at unlike KL only; {rest}."
+    visible = [found.power.visible for found in between if found.power.visible is not None]
+    if not visible:
+        return f"No comparison {by} {_among(arms)}; {rest}."
+    seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {max(visible):.2f}"
+    return f"No winner {by} {_among(arms)}: {seen} would have been seen; {rest}."
+
+
+def _names(arms: Sequence[Arm]) -> str:
+    names = listed([arm.name for arm in arms])
+    return names if len(names.split()) <= LISTED else f"the {len(arms)} arms"
+
+
+def _among(arms: Sequence[Arm]) -> str:
+    return f"{'between' if len(arms) == 2 else 'among'} {_names(arms)}"
+
+
+def _to_start(found: Contrast) -> str:
+    """Return what an arm is to the start model, such as "is better than the start model"."""
+    return f"{'has' if found.result == 'equal' else 'is'} {RESULTS[found.result]} the start model"
+
+
+def _better_than_start(arms: Sequence[Arm], against_start: Sequence[Contrast]) -> str:
+    better = [arm for arm, found in zip(arms, against_start, strict=True) if found.result == "better"]
+    if not better:
+        return "none is better than"
+    if len(better) == len(arms):
+        return "all are better than" if len(arms) > 2 else "both are better than"
+    return f"{_names(better)} {'is' if len(better) == 1 else 'are'} better than"
+
+
+# --- in one sentence for each pair, and each arm ---------------------------------------------------------------------
 
 
 def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence) -> str:
@@ -224,11 +311,8 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) ->
     """The sentence on an arm and the start model: the difference, KL, perplexity, the means of greedy decoding, and
     for a better arm what best-of-n tells about it."""
     name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
-    outcome = f"is {RESULTS[found.result]}" if found.result in ("better", "worse") else f"has {RESULTS[found.result]}"
-    if found.result == "unknown":
-        outcome = "is not comparable with"
     where = found.where if arm.trained else ""  # a baseline has no runs
-    parts = [f"{where}{name} {outcome} the start model {evidence.by}: {found.text}"]
+    parts = [f"{where}{name} {_to_start(found)} {evidence.by}: {found.text}"]
     kl = arm.mean("kl")
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")

@@ -79,5 +79,5 @@ def compare(
     notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
     made = tables(report, start, arms)
-    write_comparison(report, made, arms, curves, lock.folder, screen, lock.check)
-    show_comparison(report, made, screen)
+    write_comparison(report, made, arms, curves, lock.folder, lock.check)
+    show_comparison(report, made, lock.folder, asked.full, screen)

@@ -84,7 +84,7 @@ def final_values(run, chart) -> str:
 
     status = run.run.status
     remarks = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
-    for panel in chart.panels:
+    for panel in (*chart.panels, *chart.small_panels):
         value = "not logged"
         if panel.tag in run.scalars:
             curve = run.scalars[panel.tag]

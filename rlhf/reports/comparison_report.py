@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
@@ -15,14 +18,17 @@ from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
+from rlhf.analysis.statistics import A_SHARE, over_seeds_if_any, paired, per_prompt
 from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
+from rlhf.reports.comparison_tables import Tables
 from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
+from rlhf.utils.intervals import Estimate, share_limits
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
@@ -66,12 +72,14 @@ def make_comparison(
     report = {
         "made": now(),
         **environment(),
+        "headline": verdict.headline,
         "verdict": verdict.sentences,
         "caveats": [*verdict.caveats, *copies, *notes, *without_score(measured), *not_compared(equal, judge)],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": _warnings(arms, start, seed),
         "facts": dict(evaluator.facts()),
         "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
+        "summary": [_summary(arm, seed) for arm in (start, *arms)],
         "figures": {"start": start.figures[0]} | {arm.name: by_seed(arm, arm.figures) for arm in arms},
         "contrasts": [asdict(c) for c in verdict.contrasts],
         "best_of": best and asdict(best),
@@ -80,6 +88,24 @@ def make_comparison(
         "samples": _samples(evaluator, arms, start),
     }
     return arms, json_ready(report)
+
+
+def _summary(arm: Arm, seed: int) -> dict[str, Any]:
+    """Return what a reader looks for first: the measure that decides with its 95% interval, the same with greedy
+    decoding, the KL, and the seconds of training."""
+    decides = "judge" if arm.measured[0].judged else "score"
+    values = np.array([[per_prompt(results.measures[decides])] for results in arm.measured])  # (S, 1, P)
+    known = paired(values)
+    limits = share_limits(values) and A_SHARE
+    found = over_seeds_if_any(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
+    seconds = [run.figures["seconds"] for run in arm.runs if run.figures]
+    return {
+        "name": arm.name,
+        **asdict(found),
+        "greedy": arm.mean("variant/greedy"),
+        "kl": arm.mean("kl"),
+        "seconds": fmean(seconds) if seconds else None,
+    }
 
 
 def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
@@ -123,7 +149,7 @@ def _costs(run: RunRecord) -> dict[str, float]:
 def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list[dict[str, Any]]:
     """Return random prompts with completions of the start model and of each arm's first seed."""
     drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
-    everyone = [arm.measured[0] for arm in (start, *arms)]
+    everyone = [replace(arm.measured[0], label=arm.name) for arm in (start, *arms)]
     return [
         {"messages": list(evaluator.examples[i].messages), "sides": completions_by_model(everyone, i)}
         for i in sorted(drawn.tolist())
@@ -133,17 +159,19 @@ def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
-    """Prints the tables, the warnings and the verdict."""
-    for table in made:
+def show_comparison(report: dict[str, Any], made: Tables, folder: Path, full: bool, screen: Screen) -> None:
+    """Print the verdict in one sentence, the tables of the first page, warnings and notes; with `full`, also the other
+    tables and a sentence for each pair and each arm."""
+    for table in [*made.first, *(made.folded if full else [])]:
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)
     for warning in report["warnings"]:
         screen.say(f"warning: {warning}")
-    screen.say("Verdict")
-    for sentence in report["verdict"]:
-        screen.say(f"  {sentence}")
     for caveat in report["caveats"]:
-        screen.say(f"  note: {caveat}")
+        screen.say(f"note: {caveat}")
+    for sentence in report["verdict"] if full else []:
+        screen.say(sentence)
+    screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")
+    screen.say(f"verdict: {report['headline']}")
 
 
 def _pictures(
@@ -166,11 +194,10 @@ def _pictures(
 
 def write_comparison(
     report: dict[str, Any],
-    made: Sequence[dict],
+    made: Tables,
     arms: Sequence[Arm],
     curves: Sequence[tuple[str, RunCurves]],
     folder: Path,
-    screen: Screen,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes comparison.html, comparison.json and the pictures, or after an error none of them. `curves`: (name of the
@@ -193,4 +220,3 @@ def write_comparison(
         write_text(staging / "comparison.html", page)
 
     update_dir_atomically(folder, write, check)
-    screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")

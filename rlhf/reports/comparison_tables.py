@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.analysis.audit import figures_of, label_of, shown
 from rlhf.analysis.groups import ALL_PAIRS
@@ -14,15 +14,54 @@ from rlhf.analysis.verdict import Arm
 from rlhf.utils.console import clock
 
 
-def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Return every table with its caption, columns and rows of text, in reading order."""
-    return [
-        *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
-        contrast_table(report),
-        *([_equal_table(report)] if report["at_equal"] else []),
-        *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
-        *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
-    ]
+class Tables(NamedTuple):
+    """The tables of a comparison, each with its caption, columns and rows of text."""
+
+    summary: dict[str, Any]
+    contrasts: dict[str, Any]  # by the measure that decides
+    folded: list[dict[str, Any]]  # what a page shows when a reader asks for it
+
+    @property
+    def first(self) -> list[dict[str, Any]]:
+        return [self.summary, self.contrasts]
+
+
+def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> Tables:
+    """Return every table, in reading order."""
+    return Tables(
+        _summary_table(report),
+        _difference_table(report),
+        [
+            *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
+            contrast_table(report),
+            *([_equal_table(report)] if report["at_equal"] else []),
+            *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
+            *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
+        ],
+    )
+
+
+def _summary_table(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the table with one row per arm, without columns in which no arm has a value."""
+    measure = report["judges"][0] if report["judges"] else "score"
+    cells = {
+        f"{measure} (95% interval)": interval_of,
+        "greedy decoding": lambda arm: shown("judge", arm["greedy"]),
+        "KL (nats/sequence)": lambda arm: shown("kl", arm["kl"]),
+        "training time": lambda arm: "-" if arm["seconds"] is None else clock(arm["seconds"]),
+    }
+    rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
+    return _without_empty("Arms, on the same prompts", ["", *cells], rows)
+
+
+def _without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return a table without the columns in which no row has a value."""
+    kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
+    return {
+        "caption": caption,
+        "columns": [columns[i] for i in kept],
+        "rows": [[row[i] for i in kept] for row in rows],
+    }
 
 
 def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -57,8 +96,24 @@ def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
     return show(fmean(values)) + spread
 
 
+def _difference_table(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the differences by the measure that decides, and what finds them."""
+    decides = "judge" if report["judges"] else "score"
+    rows = [
+        [c["name"], interval_of(c["difference"]), *_power_cells(c["power"])[:3]]
+        for c in report["contrasts"]
+        if c["measure"] == decides
+    ]
+    columns = ["", "difference (interval)", "smallest visible", "seeds needed", "prompts needed"]
+    caption = (
+        "Differences; the smallest one that 80% of such comparisons find; the seeds of each arm, or the prompts, with "
+        "which they find the observed one"
+    )
+    return _without_empty(caption, columns, rows)
+
+
 def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of differences, without the columns in which no contrast has a value."""
+    """Return the table of differences by all measures, without the columns in which no contrast has a value."""
     rows = [
         [
             f"{c['name']}, {label_of(c['measure'], report['judges'])}",
@@ -70,25 +125,19 @@ def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
         for c in report["contrasts"]
     ]
     columns = ["", "difference (interval)", "win rate (interval)", "confidence interval",
-               "smallest visible difference", "seeds for this one", "P(a new run wins)"]  # fmt: skip
-    kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
-    caption = "Differences and win rates (a tie counts half); the difference that is found with 80% power"
-    if len(columns) - 2 in kept:
-        caption += ", and the seeds of each arm with which the observed one is found"
-    return {
-        "caption": caption,
-        "columns": [columns[i] for i in kept],
-        "rows": [[row[i] for i in kept] for row in rows],
-    }
+               "smallest visible", "seeds needed", "prompts needed", "P(a new run wins)"]  # fmt: skip
+    return _without_empty("Differences and win rates (a tie counts half) by each measure", columns, rows)
 
 
 def _power_cells(power: dict[str, Any]) -> list[str]:
     visible = power["visible"]
     seeds = power["seeds"]
+    prompts = power["prompts"]
     wins = power["first_wins"]
     return [
         "-" if visible is None else f"{visible:.3f}",
         "-" if seeds is None else str(seeds),
+        "-" if prompts is None else f"{prompts:,}",
         "-" if wins is None else f"{wins:.0%}",
     ]
 

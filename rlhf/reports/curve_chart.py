@@ -15,6 +15,7 @@ from rlhf.reports.plot_style import LineStyle, group_styles
 from rlhf.settings.training import EVAL_METRICS
 from rlhf.settings.types import KL_METRICS
 from rlhf.utils.console import listed
+from rlhf.utils.paths import path_on_page
 
 LONGEST_NAMES = 70  # characters of the groups' names in the title
 
@@ -96,14 +97,21 @@ class Chart:
 
     @property
     def panels(self) -> list[Panel]:
-        """The panels: the four of every run, and before the KL one for each further metric of the evaluations."""
+        """The panels of a whole row: what a run is trained for, and before the KL each further metric of the
+        evaluations."""
+        return [
+            Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score"),
+            *(Panel(title, "", tag, smoothed=False, evaluation=tag) for tag, title in judges_of(self.runs).items()),
+            Panel("KL to the start model", f"nats/{self.per}", KL_METRICS[self.per]),
+        ]
+
+    @property
+    def small_panels(self) -> list[Panel]:
+        """The two panels of the last row."""
         several = len({run.algorithm for run in self.runs}) > 1
         return [
             Panel("Loss (not comparable between algorithms)" if several else "Loss", "", "loss"),
             Panel("Learning rate", "", "learning_rate", smoothed=False),
-            Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score"),
-            *(Panel(title, "", tag, smoothed=False, evaluation=tag) for tag, title in judges_of(self.runs).items()),
-            Panel("KL to the start model", f"nats/{self.per}", KL_METRICS[self.per]),
         ]
 
     @cached_property
@@ -137,7 +145,7 @@ def title(chart: Chart) -> str:
     runs = len(chart.runs)
     if runs == 1:
         state = "" if run.run.status == "finished" else f"{run.run.status}, {run.last_update:,} of "
-        return f"{what}, seed {run.run.seed}\n{run.folder}: {state}{run.planned:,} updates"
+        return f"{what}, seed {run.run.seed}\n{path_on_page(str(run.folder))}: {state}{run.planned:,} updates"
     open_ends = Counter(run.run.status for run in chart.runs if run.run.status != "finished")
     state = "".join(f", {count} of {runs} runs {status}" for status, count in sorted(open_ends.items()))
     bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""

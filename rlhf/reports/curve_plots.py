@@ -1,4 +1,4 @@
-"""Plots the training curves of runs: loss, learning rate, mean reward, other judges, and KL with its target.
+"""Plots the training curves of runs: mean reward, other judges, KL with its target, loss and learning rate.
 
 With topics there are two more panels: score and KL by topic.
 """
@@ -36,7 +36,7 @@ FEW = 4
 ABOVE = 60
 ABOVE_HALF = 30
 EDGES = 0.015, 0.985  # of a panel, as shares of its width: places of published start and end values
-# inches: heights of the first row and of the others
+# inches: heights of the last row and of the others
 SHORT = 1.7
 TALL = 2.5
 # entries in the legend
@@ -49,23 +49,26 @@ NEUTRAL = {  # entries that stand for all groups, so in no group's colour
 
 
 def draw(chart: Chart) -> Figure:
-    """Draws loss and learning rate side by side, and below them one row per panel, on a figure of 1,280 pixels."""
-    count = len(chart.panels) + (2 if chart.topics else 0)
-    rows = [[0, 1], *([number, number] for number in range(2, count))]
-    heights = [SHORT, *[TALL] * (len(rows) - 1)]
+    """Draws one row per panel, and below them loss and learning rate side by side, on a figure of 1,280 pixels."""
+    wide = len(chart.panels) + (2 if chart.topics else 0)
+    rows = [*([number, number] for number in range(wide)), [wide, wide + 1]]
+    heights = [*[TALL] * wide, SHORT]
     with style():
         figure = new_figure(WIDTH, sum(heights))
         grid = figure.subplot_mosaic(rows, sharex=True, height_ratios=heights, width_ratios=[3, 2])
         for number, axes in grid.items():
-            axes.xaxis.set_major_locator(MaxNLocator(6 if number > 1 else 3, integer=chart.x != "time"))
+            axes.xaxis.set_major_locator(MaxNLocator(6 if number < wide else 3, integer=chart.x != "time"))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
         for axes, panel in zip(figure.axes, chart.panels, strict=False):
             _draw_panel(axes, chart, panel)
         if chart.topics:
-            _draw_topics(figure.axes[-2], chart, "score", "Score by topic", "score")
-            _draw_topics(figure.axes[-1], chart, "kl", "KL by topic", "nats/sequence")
-        figure.axes[-1].set_xlabel(chart.x_label)
-        figure.axes[1].yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+            _draw_topics(grid[wide - 2], chart, "score", "Score by topic", "score")
+            _draw_topics(grid[wide - 1], chart, "kl", "KL by topic", "nats/sequence")
+        grid[wide - 1].tick_params(labelbottom=True)  # its axis is twice as long as those below it
+        for number, panel in enumerate(chart.small_panels, wide):
+            _draw_panel(grid[number], chart, panel)
+            grid[number].set_xlabel(chart.x_label)
+        grid[wide + 1].yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
         finish(figure, title(chart), NEUTRAL)
     return figure
 

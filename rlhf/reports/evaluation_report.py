@@ -19,6 +19,7 @@ from rlhf.reports.report_plots import forest
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
+from rlhf.utils.paths import path_on_page
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
 # a completion on the console
@@ -66,7 +67,7 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     return {
         "label": arm.name,
         "source": model.source,
-        "base": model.base,
+        "base": model.base and path_on_page(model.base),
         "which": model.which or None,
         "algorithm": arm.algorithm or None,
         "figures": arm.figures[0],

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlhf.analysis.audit import label_of
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.statistics import percent
 from rlhf.reports.curve_chart import Group, groups_of, judges_of
@@ -25,35 +24,29 @@ GREY = "#444444"  # best-of-n, and arms without a curve
 
 
 def forest(contrasts: Sequence[dict[str, Any]], judges: Sequence[str]) -> Figure:
-    """Plots every contrast with its interval and the smallest difference that the comparison could have seen.
+    """Plots the contrasts by the measure that decides, each with its interval and the smallest difference that the
+    comparison could have seen.
 
     Args:
-        contrasts: `Contrast`s as JSON, at least one. There is one row per name and one panel per measure.
+        contrasts: `Contrast`s as JSON, at least one. There is one row per name.
         judges: their names, the deciding one first.
     """
-    levels = {c["name"]: percent(c["level"]) for c in contrasts}
-    names = list(levels)
-    measures = sorted({c["measure"] for c in contrasts}, key=lambda name: (name != "judge", name != "score", name))
+    decides = "judge" if judges else "score"
+    drawn = [c for c in contrasts if c["measure"] == decides]
+    levels = {c["name"]: percent(c["level"]) for c in drawn}
     labels = [textwrap.fill(f"{name} ({level})", NAME_WIDTH) for name, level in levels.items()]
     heights = np.array([ROW * (label.count("\n") + 1.7) for label in labels])  # inches
-    row_of = dict(zip(names, zip(heights / 2 - np.cumsum(heights), heights, strict=True), strict=True))
-    columns = min(2, len(measures))
+    places = heights / 2 - np.cumsum(heights)
     with style():
-        rows = -(-len(measures) // columns)
-        figure = new_figure(WIDTH, rows * (heights.sum() + 1))
-        panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
-        for axes, measure in zip(panels, measures, strict=False):
-            axes.set(title=textwrap.fill(label_of(measure, judges), NAME_WIDTH))
-            axes.set(xlabel="difference", ylim=(-heights.sum(), 0))
-            axes.set_yticks([at for at, _ in row_of.values()], labels)
-            axes.locator_params("x", nbins=4)
-            axes.grid(visible=False, axis="y")
-            axes.axvline(0, color="black", lw=1)
-            for contrast in contrasts:
-                if contrast["measure"] == measure:
-                    _draw_contrast(axes, contrast, *row_of[contrast["name"]])
-        for axes in panels[len(measures) :]:
-            axes.remove()
+        figure = new_figure(WIDTH, heights.sum() + 1)
+        axes = figure.subplots()
+        axes.set(xlabel=f"difference, {judges[0] if judges else 'score'}", ylim=(-heights.sum(), 0))
+        axes.set_yticks(places, labels)
+        axes.locator_params("x", nbins=6)
+        axes.grid(visible=False, axis="y")
+        axes.axvline(0, color="black", lw=1)
+        for contrast, at, height in zip(drawn, places, heights, strict=True):
+            _draw_contrast(axes, contrast, at, height)
         finish(figure, "Differences, with their intervals")
     return figure
 
@@ -62,9 +55,10 @@ def _draw_contrast(axes: Axes, contrast: dict[str, Any], at: float, height: floa
     """Draws a contrast in its row."""
     value, low, high = (contrast["difference"][key] for key in ("value", "low", "high"))
     visible = contrast["power"]["visible"]
-    if visible is not None:
-        band = {"color": COLOURS["start"], "alpha": 0.35, "label": "smallest visible difference (80% power)"}
-        axes.barh(at, 2 * visible, 0.8 * height, -visible, **band)
+    if visible is not None and np.isfinite(visible):  # marks, because an area would look like an interval
+        label = "smallest visible difference (80% power)"
+        ends = {"colors": COLOURS["start"], "linestyles": ":", "lw": 2, "label": label}
+        axes.vlines([-visible, visible], at - 0.35 * height, at + 0.35 * height, **ends)
     if value is None:
         axes.text(0, at, " no value", va="center")
         return

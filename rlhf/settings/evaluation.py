@@ -215,6 +215,7 @@ class ComparisonSettings:
         "no sampling",
         ge=0,
     )
+    full: bool = setting(False, "print all tables of the page, and a sentence for each pair and each arm", brief=True)
     output: PathName = setting(
         "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
     )

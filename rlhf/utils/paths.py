@@ -73,6 +73,11 @@ def local_path(name: str | os.PathLike[str]) -> str:
     return path
 
 
+def path_on_page(name: str) -> str:
+    """Return a path or a name for a page that others read: of an absolute path only its last two parts."""
+    return str(Path(*Path(name).parts[-2:])) if os.path.isabs(name) else name
+
+
 def resolve_path(name: str) -> Path:
     """Return the absolute path of a file or folder. Raises UserError for circular links, unknown home folders
     and NUL characters."""

@@ -322,6 +322,20 @@ def test_chance_of_a_new_run_matches_hand_computed_values():
     assert power_of(np.ones((3, 3, 20)), TRAINED, 0.95).first_wins == 1
 
 
+def test_prompts_needed_are_the_fewest_with_which_the_difference_is_visible():
+    draw = np.random.default_rng(1)
+    for shape in ((1, 1, 40), (3, 3, 40)):
+        values = 0.2 + draw.normal(0, 1, shape) + 0.01 * draw.normal(0, 1, (*shape[:2], 1))
+        found = sources_of(values)
+        needed = power_of(values, TRAINED, 0.95).prompts
+        visible = [found.with_prompts(n).visible(0.95) for n in (needed - 1, needed)]
+        assert visible[0] > abs(values.mean()) >= visible[1], shape
+        same = found.with_prompts(40)
+        assert same.visible(0.95) == pytest.approx(found.visible(0.95)), "the present number changes nothing"
+    by_seed = np.array([-1.0, 1.0]).reshape(2, 1, 1) + 0.1 + 0.01 * draw.normal(0, 1, (2, 1, 40))
+    assert power_of(by_seed, (True, False), 0.95).prompts is None, "seeds alone limit it"
+
+
 def test_seeds_needed_are_the_fewest_with_which_the_difference_is_visible():
     """With 8 seeds instead of 2, the seeds' variance of the mean is a quarter, with 7 degrees of freedom."""
     rng = np.random.default_rng(0)

@@ -81,6 +81,46 @@ def test_verdict_reports_worse_models_with_kl_and_perplexity():
     assert all("2.00/sequence" in sentence and "1.50" in sentence for sentence in verdict.sentences[1:])
 
 
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ((1.0,), ["PPO is better than the start model"]),
+        ((0.0,), ["PPO has no significant difference to the start model"]),
+        ((1.0, 0.5), ["PPO is better than GRPO", "both are better than"]),
+        ((0.5, 1.0), ["GRPO is better than PPO", "both are better than"]),
+        ((1.0, 0.0), ["PPO is better than GRPO", "PPO is better than the start model"]),
+        ((0.0, 0.0), ["No winner", "between PPO and GRPO", "none is better than", "would have been seen"]),
+        ((1.0, 0.5, 0.5), ["PPO is better than GRPO and RLOO", "all are better than"]),
+        ((1.0, 1.0, 0.5), ["No arm is the best", "2 of 3 pairs", "PPO better than RLOO"]),
+        ((1.0, 1.0, 1.0, 0.0), ["No arm is the best", "3 of 6 pairs", "PPO, GRPO and RLOO are better than"]),
+    ],
+)
+def test_headline_is_one_short_sentence(scores, words):
+    arms = [group(name, *three(score)) for name, score in zip(("PPO", "GRPO", "RLOO", "X"), scores, strict=False)]
+    found = judge_runs(arms, completions(0.0, kl=0.0), None, 1).headline
+    assert all(part in found for part in words), found
+    assert len(found.split()) <= 30 and found.endswith(".") and ". " not in found
+
+
+def test_headline_of_long_names_stays_short():
+    arms = [group(f"GRPO learning_rate 1e-{n}, lora_r 8", *three(0.0, 0.0)) for n in range(5)]
+    found = judge_runs(arms, START, "gold quality", 1).headline
+    assert "the 5 arms" in found and len(found.split()) <= 30
+
+
+def test_headline_without_seeds_holds_for_these_runs():
+    one, other = (group(name, completions(score)) for name, score in (("PPO", 1.0), ("GRPO", 0.2)))
+    assert judge_runs([one, other], completions(0.0, kl=0.0), None, 1).headline.startswith(
+        "In these runs PPO is better than GRPO"
+    )
+
+
+def test_headline_has_no_winner_at_unlike_kl():
+    far = group("PPO", *[replace(results, kl=np.full((64, 4), 9.0)) for results in three(1.0)])
+    found = judge_runs([far, group("GRPO", *three(0.2))], completions(0.0, kl=0.0), None, 1)
+    assert results(found)["PPO - GRPO"] == "better" and "No winner" in found.headline and "unlike KL" in found.headline
+
+
 def test_verdict_names_a_control_in_each_sentence():
     config = make_config("demo", "grpo", control="shuffled")
     control = group("GRPO control", *three(0.1, 0.5), config=config)

@@ -28,8 +28,9 @@ TARGET = "KL target 3/sequence (band: 0.5 to 1.5 x)"
 
 
 def panels(*runs: Path, x="updates", smooth=1) -> list:
-    """Return the axes of a figure: loss, learning rate, reward, KL."""
-    return draw(Chart(read_runs(runs), x, smooth)).axes
+    """Return the axes of a figure: those of the last row, loss and learning rate, then reward, others, KL."""
+    *rows, loss, rate = draw(Chart(read_runs(runs), x, smooth)).axes
+    return [loss, rate, *rows]
 
 
 def line(axes, label: str):
@@ -68,7 +69,7 @@ def test_one_run_has_raw_and_smoothed_lines(logged_run):
 def test_horizontal_axis_shows_the_chosen_unit(logged_run, x, label, expected):
     """An update of the demo recipe is 64 episodes. Here it takes a minute."""
     axes = panels(logged_run("run", 3, pace=60.0), x=x)
-    assert axes[3].get_xlabel() == label
+    assert [panel.get_xlabel() for panel in axes] == [label, label, "", ""]
     assert all(a.lines[0].get_xdata().tolist() == expected for a in axes)
 
 
@@ -148,14 +149,14 @@ def test_ppo_and_grpo_have_separate_colours_and_names(logged_run):
     for axes in figure.axes:
         assert {a: line(axes, n).get_color() for a, n in names.items()} == {a: colour_of(a) for a in names}
         assert {tuple(c.get_facecolor()[0]) for c in axes.collections} >= {to_rgba(colour_of(a), 0.2) for a in names}
-    evaluated = [found for found in figure.axes[2].lines if found.get_label() == EVALUATION]
+    evaluated = [found for found in figure.axes[0].lines if found.get_label() == EVALUATION]
     assert [(f.get_markeredgecolor(), f.get_xydata().tolist()) for f in evaluated] == [
         (colour_of(a), [[0, 1.5]]) for a in ("ppo", "grpo")
     ]  # fmt: skip
-    assert legend(figure) == [names["ppo"], names["grpo"], EVALUATION, TARGET]
+    assert legend(figure) == [names["ppo"], EVALUATION, names["grpo"], TARGET]
     lines = "lines: mean of the last 10 updates; bands: lowest to highest run"
     assert figure.get_suptitle() == f"PPO and GRPO, recipe demo\n{lines}"
-    assert "not comparable" in figure.axes[0].get_title() and "not comparable" not in figure.axes[2].get_title()
+    assert ["not comparable" in axes.get_title() for axes in figure.axes] == [False, False, True, False]
 
 
 def test_mean_over_time_uses_values_at_the_same_time(logged_run):
@@ -180,10 +181,10 @@ def test_settings_of_one_algorithm_are_separate_lines_with_their_names(logged_ru
         f"PPO kl_target {target}/sequence, learning_rate {rate}, {of}"
         for target, rate, of in ((3, "0.0003", "mean of 2 runs"), (3, "0.01", "seed 42"), (6, "0.01", "seed 42"))
     ]
-    lines = [line(figure.axes[0], name) for name in names]
+    lines = [line(figure.axes[2], name) for name in names]
     assert len({found.get_color() for found in lines}) == 3 and lines[0].get_color() == colour_of("ppo")
-    assert figure.axes[0].get_title() == "Loss", "one algorithm's losses can be compared"
-    targets = [found for found in figure.axes[3].lines if found.get_linestyle() == ":"]
+    assert figure.axes[2].get_title() == "Loss", "one algorithm's losses can be compared"
+    targets = [found for found in figure.axes[1].lines if found.get_linestyle() == ":"]
     assert [(t.get_color(), t.get_ydata()[0]) for t in targets] == [
         (found.get_color(), nats) for found, nats in zip(lines, (3, 3, 6), strict=True)
     ]
@@ -275,7 +276,7 @@ def test_script_without_arguments_plots_the_latest_run(logged_run, tmp_path, mon
         facts = logged_run(name) / "run.json"
         facts.write_text(json.dumps({**json.loads(facts.read_text()), "started": f"2026-01-01T0{hour}:00:00"}))
     output = run_script(capsys)
-    assert "new  20 of 20 updates, loss 15.5" in output and "old" not in output
+    assert "new  20 of 20 updates, rewards/mean 15.5" in output and "old" not in output
     assert "wrote training_progress.png (4 panels over updates) and training_progress.csv (21 rows)" in output
     height, width, _ = imread("training_progress.png").shape
     assert width >= 1200 and height >= 1000
@@ -289,7 +290,7 @@ def test_script_plots_six_runs(logged_run, tmp_path, capsys, x):
         logged_run(f"{a}{s}", algorithm=a, seed=s, evaluations={0: 0.0}) for a in ("ppo", "grpo") for s in (1, 2, 3)
     ]
     output = run_script(capsys, *runs, "--x", x, "--smooth", 3, "--output", tmp_path / "plot.png")
-    assert output.count("20 of 20 updates, loss 19, learning_rate 20, rewards/mean 19, kl_divergence 19") == 6
+    assert output.count("20 of 20 updates, rewards/mean 19, kl_divergence 19, loss 19, learning_rate 20") == 6
     assert (tmp_path / "plot.png").is_file() and (tmp_path / "plot.csv").is_file()
 
 

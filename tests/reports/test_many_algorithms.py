@@ -29,9 +29,9 @@ def test_three_algorithms_are_drawn_and_labelled(logged_run):
     for axes in figure.axes:
         drawn = [line(axes, name) for name in names]
         assert len({found.get_color() for found in drawn}) == 3
-    widths = [line(figure.axes[1], name).get_linewidth() for name in names]
+    widths = [line(figure.axes[-1], name).get_linewidth() for name in names]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3, "the learning rates overlap"
-    markers = [found.get_marker() for found in figure.axes[2].lines if found.get_label() == EVALUATION]
+    markers = [found.get_marker() for found in figure.axes[0].lines if found.get_label() == EVALUATION]
     assert len(set(markers)) == 3 and len(legend(figure)) == 5
     assert figure.get_suptitle().startswith("PPO, GRPO and TOY, recipe demo\n")
 
@@ -41,7 +41,7 @@ def test_controls_are_named_in_legend_and_title(logged_run):
     runs = [logged_run("g", algorithm="grpo"), logged_run("c", algorithm="grpo", control="shuffled")]
     figure = draw(Chart(read_runs(runs), "updates", 10))
     control = "GRPO control (scores shuffled)"
-    assert [found.get_label() for found in figure.axes[1].lines] == ["GRPO, seed 42", f"{control}, seed 42"]
+    assert [found.get_label() for found in figure.axes[-1].lines] == ["GRPO, seed 42", f"{control}, seed 42"]
     assert control in figure.get_suptitle()
     more = [logged_run(f"c{rate}", algorithm="grpo", control="shuffled", learning_rate=rate) for rate in (1e-5, 2e-5)]
     assert f"GRPO and {control}, 3 groups" in title(Chart(read_runs([runs[0], *more]), "updates", 10))

@@ -141,7 +141,7 @@ def test_comparison_page_escapes_hostile_completions(evaluator, runs, tmp_path):
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
     start = Arm(START, [with_hostile_texts(start)])
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-    write_comparison(report, tables(report, start, arms), arms, curves, tmp_path, Screen())
+    write_comparison(report, tables(report, start, arms), arms, curves, tmp_path)
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == report
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_
     def write() -> None:
         if name == "comparison.html":
             found, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-            write_comparison(report, tables(report, start, found), found, curves, tmp_path, Screen())
+            write_comparison(report, tables(report, start, found), found, curves, tmp_path)
         else:
             report = make_report(made, singles, start) | {"second": True}
             write_report(report, evaluation_report.tables(report, singles, start), tmp_path, Screen())
@@ -207,11 +207,13 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
     filled = tables(report, start, arms)
-    write_comparison(report, filled, arms, curves, tmp_path, Screen())
+    write_comparison(report, filled, arms, curves, tmp_path)
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
-    figures, contrasts, equal, cost, settings = filled
+    figures, contrasts, equal, cost, settings = filled.folded
+    assert [row[0] for row in filled.summary["rows"]] == ["start model", "PPO", "GRPO", "TOY"]
+    assert [row[0] for row in filled.contrasts["rows"]][3:] == pairs
     assert settings["columns"] == ["", "PPO", "GRPO", "TOY"]
     assert ["use_lora", "false", "true", "true"] in settings["rows"]
     assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
@@ -226,7 +228,7 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page = Page(tmp_path / "comparison.html")
     assert "Comparison of PPO, GRPO and TOY" in page.text
-    assert all(sentence in page.text for sentence in report["verdict"])
+    assert all(sentence in page.text for sentence in [report["headline"], *report["verdict"]])
     assert "3 pairs are compared" in page.text
 
 

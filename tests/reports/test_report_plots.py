@@ -36,20 +36,26 @@ def evaluated_run(logged_run, name: str, kl, score, more=None, **facts) -> Path:
 # contrasts
 
 
-def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
-    contrasts = [contrast("A - B"), contrast("A - C", value=2.0, low=1.0, high=4.0), contrast("A - B", "judge/x"),
-                 contrast("A - B", "judge")]  # fmt: skip
+def intervals(axes) -> list:
+    """Return the ends of the horizontal lines."""
+    segments = [segment.tolist() for found in axes.collections for segment in found.get_segments()]
+    return [segment for segment in segments if segment[0][1] == segment[1][1]]
+
+
+def test_forest_has_a_row_per_contrast_by_the_measure_that_decides():
+    contrasts = [contrast("A - B", "judge"), contrast("A - C", "judge", value=2.0, low=1.0, high=4.0),
+                 contrast("A - B", "judge/x"), contrast("A - B")]  # fmt: skip
     figure = forest(contrasts, ["exact match", "x"])
-    judge, score, other = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["judge exact match", "score", "judge x"]
-    assert [label.get_text() for label in judge.get_yticklabels()] == ["A - B (98.3%)", "A - C (98.3%)"]
-    first, second = judge.get_yticks()
+    [axes] = figure.axes
+    assert "exact match" in axes.get_xlabel()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["A - B (98.3%)", "A - C (98.3%)"]
+    first, second = axes.get_yticks()
     assert first > second
-    assert [f.get_xydata().tolist() for f in score.lines if f.get_marker() == "o"] == [[[1, first]], [[2, second]]]
-    assert [c.get_segments()[0].tolist() for c in score.collections] == [
-        [[0.5, first], [1.5, first]], [[1, second], [4, second]],
-    ]  # fmt: skip
-    assert score.lines[0].get_xdata() == [0, 0] and len(other.patches) == 1
+    assert [f.get_xydata().tolist() for f in axes.lines if f.get_marker() == "o"] == [[[1, first]], [[2, second]]]
+    assert intervals(axes) == [[[0.5, first], [1.5, first]], [[1, second], [4, second]]]
+    assert axes.lines[0].get_xdata() == [0, 0]
+    [by_score] = forest([contrast("A - B", "judge"), contrast("A - B", value=3.0)], []).axes
+    assert [f.get_xdata() for f in by_score.lines if f.get_marker() == "o"] == [[3.0]], "no judge: the score decides"
     assert sorted(legend(figure), key=len) == [
         "difference",
         "confidence interval (level)",
@@ -57,12 +63,15 @@ def test_forest_has_a_row_per_contrast_and_a_panel_per_measure():
     ]
 
 
-def test_forest_shades_the_smallest_visible_difference_of_each_row():
-    [axes] = forest([contrast("A - B"), contrast("A - C", visible=None), contrast("B - C", visible=2.0)], []).axes
-    assert [(band.get_x(), band.get_width()) for band in axes.patches] == [(-0.25, 0.5), (-2, 4)]
-    rows = axes.get_yticks()
-    middles = [band.get_y() + band.get_height() / 2 for band in axes.patches]
-    assert middles == pytest.approx([rows[0], rows[2]])
+def test_forest_marks_the_smallest_visible_difference_of_each_row():
+    """Marks, because an area would look like an interval. A difference that no comparison can see has none."""
+    unseen = contrast("C - D", visible=float("inf"))
+    rows = [contrast("A - B"), contrast("A - C", visible=None), contrast("B - C", visible=2.0), unseen]
+    [axes] = forest(rows, []).axes
+    segments = [segment for found in axes.collections for segment in found.get_segments()]
+    marks = [(float(x), (low + high) / 2) for (x, low), (end, high) in segments if x == end]
+    first, _, third, _ = axes.get_yticks()
+    assert marks == [pytest.approx(mark) for mark in ((-0.25, first), (0.25, first), (-2, third), (2, third))]
 
 
 def test_forest_draws_what_is_known():

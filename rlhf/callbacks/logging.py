@@ -110,7 +110,7 @@ class ProgressLine(Callback):
             last=update == updates,
         )
         if update == FIRST_UPDATES:
-            whole = {part: passed + left[part] for part, passed in progress.spent.items()}
+            whole = {part: sum(each) + left[part] for part, each in progress.seconds.items()}
             progress.predicted[f"predicted after update {update} of {updates}"] = whole
             self.screen.say(f"time, predicted from the first {update} updates: {parts_text(whole)}")
 

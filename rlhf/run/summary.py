@@ -173,7 +173,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
-    times = trainer.progress.predicted | {"time": trainer.progress.spent}
+    spent = {part: sum(each) for part, each in trainer.progress.seconds.items()}
+    times = trainer.progress.predicted | {"time": spent}
     screen.facts([(name, parts_text(parts)) for name, parts in times.items()])
     if config.reward.control != "none":
         screen.say(f"{config.title}: {CONTROL_MEANS}, so the reward did not cause these changes")

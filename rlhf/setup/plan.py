@@ -28,7 +28,7 @@ from rlhf.setup.fit import estimator, free_memory, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
 from rlhf.setup.precision import product_seconds
-from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
+from rlhf.setup.shape import adapter_weights, weights_of
 from rlhf.trainer.progress import Predicted, Progress, parts_text
 from rlhf.utils.console import Screen, counted, gib
 from rlhf.utils.intervals import prompts_needed, smallest_change
@@ -59,7 +59,6 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     sets = inputs.prompts
     tensors = weights_of(inputs.start.folder)
     estimate = estimator(inputs, updates, device, config.run.memory)
-    total = parameters_in(tensors)
     trained = adapter_weights(tensors, m.lora_r, m.lora_targets)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
@@ -76,7 +75,10 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("algorithm", config.title),
         ("recipe", config.recipe),
         *user_file_rows(config),
-        ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
+        (
+            "start model",
+            f"{m.actor_model}{quantized(inputs.start.folder)} ({estimate.policy.parameters:,} parameters, {how})",
+        ),
         *reward_model_rows(config, inputs),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),

@@ -71,8 +71,8 @@ def measured(hidden: int, inner: int) -> tuple[float, float]:
 def product_seconds(shape: Shape, dtype: torch.dtype | None) -> float:
     """Return the mean seconds per token and weight in a forward pass, with torch's present threads. A pass as in
     `measured` has two matrices, and twice the products of a forward pass in its backward pass."""
-    timed = _timed(MOST_ROWS, shape.hidden, shape.inner, torch.get_num_threads(), SECONDS, dtype)
-    return timed.mean / (6 * MOST_ROWS * shape.hidden * shape.inner)
+    products = 6 * MOST_ROWS * shape.hidden * shape.inner
+    return _timed(MOST_ROWS, shape.hidden, shape.inner, torch.get_num_threads(), SECONDS, dtype).mean / products
 
 
 def _timed(

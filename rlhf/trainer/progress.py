@@ -36,11 +36,6 @@ class Progress:
         """Add the seconds of one more of a part that began at this time of `perf_counter`."""
         self.seconds.setdefault(part, []).append(perf_counter() - began)
 
-    @property
-    def spent(self) -> Parts:
-        """The seconds of each part so far."""
-        return {part: sum(each) for part, each in self.seconds.items()}
-
     def left(self, run: RunSettings, updates: int, update: int) -> Parts:
         """Return the seconds of each part that remain after an update, from the medians of the latest ones. The
         evaluation and the checkpoint that follow the update remain, too."""

@@ -65,7 +65,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
     predicted = {}
-    time = "predicted from measured updates, in their progress lines"
+    time = "predicted in the progress lines, from measured updates"
     if device.type == "cpu" and not (process_rows() or config.run.resume):
         product = product_seconds(estimate.policy, dtype)
         parts = Progress(seconds=predicted_seconds(config, estimate, product)).left(config.run, updates, 0)

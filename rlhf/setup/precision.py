@@ -22,7 +22,7 @@ from rlhf.utils.system import threads_variable
 
 CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up what the products save
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
-SECONDS = 0.5  # of the measurement of each precision
+SECONDS = 0.5  # of the measurement of each precision, and of the products for the plan
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
 MOST_ROWS = 128
 FEWEST_ROWS = 32

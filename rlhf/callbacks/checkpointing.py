@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from signal import Signals
+from time import perf_counter
 from typing import Any
 
 from rlhf.callbacks.base import Callback
@@ -142,9 +143,11 @@ class Checkpoints(Callback):
 
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
+        began = perf_counter()
         require_equal_weights(self.trainer.host.model, f"update {update}")
         on_first(lambda: self.write(update))
         self.trainer.host_callbacks.call("on_save")
+        self.trainer.progress.spend("checkpoints", began)
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""

@@ -22,6 +22,7 @@ from rlhf.settings.types import kl_text
 from rlhf.trainer.eval_metrics import shown
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.progress import parts_text
 from rlhf.utils.console import Screen, clock, number, one_line
 
 FIRST_UPDATES = 3
@@ -89,17 +90,12 @@ class ProgressLine(Callback):
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
         self.trainer = trainer
         self.screen = screen
-        self.started = time.monotonic()
-        self.first = 0
-
-    def on_train_begin(self, trainer):
-        self.started = time.monotonic()
-        self.first = trainer.host.state.global_step
 
     def on_update_end(self, update, metrics):
         updates = self.trainer.updates
+        progress = self.trainer.progress
         target = self.trainer.kl.target_of(update)
-        left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
+        left = progress.left(self.trainer.config.run, updates, update)
         kl = metrics[target.metric]
         aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
         topic = self.trainer.sampler.topic_of(update)
@@ -110,9 +106,13 @@ class ProgressLine(Callback):
             f"update {update}/{updates} | {shown_topic}{score} | KL "
             f"{kl_text(kl, target.per)} ({aim}) | beta {metrics['kl_coef']:.3g} | "
             f"length {metrics['completions/mean_length']:.0f} tokens | {signs}"
-            f"{speed_text(metrics['throughput/tokens_per_s'])} tokens/s | {clock(left)} left",
+            f"{speed_text(metrics['throughput/tokens_per_s'])} tokens/s | {clock(sum(left.values()))} left",
             last=update == updates,
         )
+        if update == FIRST_UPDATES:
+            whole = {part: sum(each) + left[part] for part, each in progress.seconds.items()}
+            progress.predicted[f"predicted after update {update} of {updates}"] = whole
+            self.screen.say(f"time, predicted from the first {update} updates: {parts_text(whole)}")
 
     def on_update_skipped(self, update, rollout, batch, reason):
         self.screen.say(f"warning: skipping the rest of update {update}: {reason}")

@@ -17,6 +17,7 @@ from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.progress import parts_text
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, number
 from rlhf.utils.files import update_dir_atomically
@@ -172,6 +173,9 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
+    spent = {part: sum(each) for part, each in trainer.progress.seconds.items()}
+    times = trainer.progress.predicted | {"time": spent}
+    screen.facts([(name, parts_text(parts)) for name, parts in times.items()])
     if config.reward.control != "none":
         screen.say(f"{config.title}: {CONTROL_MEANS}, so the reward did not cause these changes")
 

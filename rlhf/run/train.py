@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from time import perf_counter
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import environment
@@ -16,7 +15,7 @@ from rlhf.distributed.group import agree, in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
 from rlhf.settings.training import Config
-from rlhf.setup.build import Components, load_models, prepare_demo_components
+from rlhf.setup.build import load_models, prepare_demo_components
 from rlhf.setup.fit import choose_settings
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import load_inputs
@@ -31,24 +30,19 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
 
 
 def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop:
-    """Return the trainer of a run."""
+    """Load the parts of a run, and print its plan. Returns its trainer. Raises UserError."""
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    config, components = load_parts(config, screen, device, selection)
-    config = with_horizon(config, planned_updates(config, components.prompts.train))
-    return RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
-
-
-def load_parts(
-    config: Config, screen: Screen, device: torch.device, selection: Selection | None
-) -> tuple[Config, Components]:
-    """Load the parts of a run, and print its plan. Returns the completed configuration and the parts. Raises
-    UserError."""
     require_equal(environment()["versions"], "Install the same versions everywhere")
     check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
+    began = perf_counter()
     inputs = load_inputs(config, screen, selection=selection)
     config = choose_settings(config, inputs, device, screen)
-    plan_run(config, inputs, device, screen)
-    components = load_models(config, inputs, device, screen)
-    return config, replace(components, gold=gold_of(config))
+    predicted = plan_run(config, inputs, device, screen)
+    components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
+    config = with_horizon(config, planned_updates(config, components.prompts.train))
+    trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
+    trainer.progress.predicted = predicted
+    trainer.progress.spend("start", began)
+    return trainer

@@ -23,10 +23,13 @@ from rlhf.models.device import autocast_dtype
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import Split
+from rlhf.setup.duration import predicted_seconds
 from rlhf.setup.fit import estimator, free_memory, what_helps
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
-from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
+from rlhf.setup.precision import product_seconds
+from rlhf.setup.shape import adapter_weights, weights_of
+from rlhf.trainer.progress import Predicted, Progress, parts_text
 from rlhf.utils.console import Screen, counted, gib
 from rlhf.utils.intervals import prompts_needed, smallest_change
 from rlhf.utils.processes import size
@@ -35,10 +38,10 @@ MOST_TOPICS = 12  # listed in the plan
 MORE_SAMPLES = (2, 4, 8)  # completions per evaluation prompt that the plan recommends
 
 
-def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> None:
-    """Print the plan of a run with all prompts of its data."""
+def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Predicted:
+    """Print the plan of a run with all prompts of its data. Returns what `show_plan` does."""
     updates = planned_updates(config, inputs.prompts.train)
-    show_plan(with_horizon(config, updates), inputs, updates, device, screen)
+    return show_plan(with_horizon(config, updates), inputs, updates, device, screen)
 
 
 def process_rows() -> list[tuple[str, str]]:
@@ -49,23 +52,33 @@ def process_rows() -> list[tuple[str, str]]:
     return [("processes", f"{count}, each with a share of every batch; the memory is per process")]
 
 
-def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
-    """Print the plan, warnings about memory and KL control, and the first prompt."""
+def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> Predicted:
+    """Print the plan, warnings about memory and KL control, and the first prompt. Returns the predicted seconds; {} if
+    only measured updates can predict them: on a GPU, with several processes, and in a resumed run."""
     m = config.model
     sets = inputs.prompts
     tensors = weights_of(inputs.start.folder)
     estimate = estimator(inputs, updates, device, config.run.memory)
-    total = parameters_in(tensors)
     trained = adapter_weights(tensors, m.lora_r, m.lora_targets)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
+    predicted = {}
+    time = "predicted in the progress lines, from measured updates"
+    if device.type == "cpu" and not (process_rows() or config.run.resume):
+        product = product_seconds(estimate.policy, dtype)
+        parts = Progress(seconds=predicted_seconds(config, estimate, product)).left(config.run, updates, 0)
+        predicted[f"predicted before update 1 of {updates}"] = parts
+        time = f"about {parts_text(parts)} after loading, with completions of {config.sampling.max_new_tokens} tokens"
     rows = [
         ("algorithm", config.title),
         ("recipe", config.recipe),
         *user_file_rows(config),
-        ("start model", f"{m.actor_model}{quantized(inputs.start.folder)} ({total:,} parameters, {how})"),
+        (
+            "start model",
+            f"{m.actor_model}{quantized(inputs.start.folder)} ({estimate.policy.parameters:,} parameters, {how})",
+        ),
         *reward_model_rows(config, inputs),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
@@ -79,6 +92,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
         *process_rows(),
+        ("time", time),
         *estimate(config).rows(estimate.total),
         *([] if config.in_python else [("output", config.run.output)]),
     ]
@@ -93,6 +107,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
     for line in filter(None, doubts):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {inputs.start.tokenizer.decode(list(sets.train[0].ids))!r}")
+    return predicted
 
 
 def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:

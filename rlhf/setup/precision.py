@@ -16,13 +16,13 @@ from rlhf.distributed.group import from_first
 from rlhf.models.device import OWN_THREADS, autocast, set_threads
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
-from rlhf.setup.shape import shape_of
+from rlhf.setup.shape import Shape, shape_of
 from rlhf.utils.console import Screen
 from rlhf.utils.system import threads_variable
 
 CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up what the products save
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
-SECONDS = 0.5  # of the measurement of each precision
+SECONDS = 0.5  # of the measurement of each precision, and of the products for the plan
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
 MOST_ROWS = 128
 FEWEST_ROWS = 32
@@ -65,6 +65,14 @@ def measured(hidden: int, inner: int) -> tuple[float, float]:
     rows = max(FEWEST_ROWS, min(MOST_ROWS, WORK // (hidden * inner)))
     sizes = (rows, hidden, inner)
     return _timed(*sizes, 1, SECONDS).median, _timed(*sizes, 1, SECONDS, torch.bfloat16).median
+
+
+@cache  # so that all runs of a process have the same prediction
+def product_seconds(shape: Shape, dtype: torch.dtype | None) -> float:
+    """Return the mean seconds per token and weight in a forward pass, with torch's present threads. A pass as in
+    `measured` has two matrices, and twice the products of a forward pass in its backward pass."""
+    products = 6 * MOST_ROWS * shape.hidden * shape.inner
+    return _timed(MOST_ROWS, shape.hidden, shape.inner, torch.get_num_threads(), SECONDS, dtype).mean / products
 
 
 def _timed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 from peft import PeftModel
 from torch import Tensor, nn
@@ -228,6 +229,7 @@ class OnPolicyLoop:
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         with self.passes.weights.in_use():
+            began = perf_counter()
             self.host_callbacks.call("on_step_begin")
             timer = Timer()
             experience = None
@@ -252,6 +254,7 @@ class OnPolicyLoop:
             finally:
                 self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
             self.progress.count_update(scores)
+            self.progress.spend("updates", began)
             require_finite_weights(self.host.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, timer) | stats
             # 5. next beta: towards the KL target
@@ -361,12 +364,14 @@ class OnPolicyLoop:
         prompts that cannot be read."""
         if prompts is not None:
             return self._evaluated(self.evaluator.read(prompts)).metrics()
+        began = perf_counter()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
         self.update_peak_memory()
         self.host_callbacks.log(result.metrics())
         self.host_callbacks.call("on_evaluate", metrics=result.metrics())
         self.events.call("on_evaluation", result)
+        self.progress.spend("evaluations", began)
         return result.metrics()
 
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
 
+from rlhf.settings.training import RunSettings
 from rlhf.trainer.scores import Scores
+from rlhf.utils.console import clock
+
+Parts = dict[str, float]  # part of a run -> seconds
+Predicted = dict[str, Parts]  # when it was predicted -> the whole run
+LATEST = 10  # of a part: completions and the load of the machine change during a run
 
 
 @dataclass
@@ -20,6 +28,24 @@ class Progress:
     skipped_in_a_row: int = 0
     scores: list[float] = field(default_factory=list)  # lowest and highest score so far
     functions: dict[str, list[float]] = field(default_factory=dict)  # the same of each function, before its weight
+    # part -> seconds of each: the "start" of a new run, and each of its "updates", "evaluations" and "checkpoints"
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    predicted: Predicted = field(default_factory=dict)
+
+    def spend(self, part: str, began: float) -> None:
+        """Add the seconds of one more of a part that began at this time of `perf_counter`."""
+        self.seconds.setdefault(part, []).append(perf_counter() - began)
+
+    def left(self, run: RunSettings, updates: int, update: int) -> Parts:
+        """Return the seconds of each part that remain after an update, from the medians of the latest ones. The
+        evaluation and the checkpoint that follow the update remain, too."""
+        done = update - 1
+        counts = {
+            "updates": updates - update,
+            "evaluations": -(-updates // run.eval_every) - done // run.eval_every,  # one is after the last update
+            "checkpoints": -(-updates // run.save_every) - done // run.save_every,
+        }
+        return {part: counts.get(part, 0) * median(each[-LATEST:]) for part, each in self.seconds.items()}
 
     def count_update(self, scores: Scores | None) -> None:
         """Count one update with these scores (None: it was skipped)."""
@@ -36,3 +62,9 @@ def _extended(extremes: list[float], values: list[float]) -> list[float]:
     """Return the lowest and the highest of earlier extremes and new values; empty without any."""
     known = [*extremes, *values]
     return [min(known), max(known)] if known else []
+
+
+def parts_text(seconds: Parts) -> str:
+    """Return the seconds of a run and of its parts."""
+    parts = ", ".join(f"{part} {clock(passed)}" for part, passed in seconds.items())
+    return f"{clock(sum(seconds.values()))} ({parts})"

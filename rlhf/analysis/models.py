@@ -179,9 +179,15 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
         there = other.run.flat_settings
         for name in set(MEASURED_WITH).intersection(differences(first.run.settings, other.run.settings, given)):
             flag = _flag_of(name)
-            fix = f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
+            fix = f"Set it with --{flag.replace('_', '-')}" if flag else "Give only runs with the same value"
             values = f"{here.get(name)} in {first.name}, {there.get(name)} in {other.name}"
             problems[name] = Problem(f"the runs differ in {name}", values, fix)
+            if name in ("prompts", *OF_THE_FILE) and name != "split":  # another setting of one run does not help
+                raise UserError(
+                    f"the runs have different data ({name}) and cannot be compared on it",
+                    values,
+                    "Give only runs of one task, or evaluation prompts for all of them with --prompts",
+                )
         in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
         if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
             problems["prompts"] = Problem(

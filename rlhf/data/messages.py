@@ -11,10 +11,11 @@ from typing import Any
 from rlhf.utils.errors import UserError
 
 Message = dict[str, str]
-ROLES = ("system", "user", "assistant", "tool")
+# role -> role of the chat; developer is OpenAI's newer name
+ROLES = {**{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system"}
 # "from" of a ShareGPT message -> role
 SHAREGPT_ROLES = {
-    **{role: role for role in ROLES},
+    **ROLES,
     **dict.fromkeys(("human",), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
@@ -60,7 +61,7 @@ def _message(message: dict, where: str, name: str) -> Message:
     if {"role", "content"} <= message.keys():
         role = message["role"]
         content = message["content"]
-        roles = dict.fromkeys(ROLES)
+        roles = ROLES
     elif {"from", "value"} <= message.keys():
         role = message["from"]
         content = message["value"]
@@ -69,7 +70,7 @@ def _message(message: dict, where: str, name: str) -> Message:
         raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
     if not isinstance(role, str) or role not in roles:
         raise UserError(f"unknown chat role {shown(role, repr)}", where, f"Use one of {', '.join(roles)}")
-    return {"role": roles[role] or role, "content": check_text(_joined(content), name, where)}
+    return {"role": roles[role], "content": check_text(_joined(content), name, where)}
 
 
 def _joined(content: Any) -> Any:

@@ -215,7 +215,7 @@ def name_output(error: BaseException | None, output: str | Path) -> None:
         error.filename = error.filename or str(output)
 
 
-REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
+REDUCE_MEMORY = "Try a smaller model, close other programs, or train with --micro-batch-size 1 --use-lora --lora-r 8"
 CLOSE = 0.75  # difflib ratio: allows one typo in a short word, two in a long one
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's message, after the name of the operator
 
@@ -226,7 +226,7 @@ def torch_error(error: RuntimeError) -> str | None:
     if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
         return f"out of memory on the CPU: {first[max(0, first.find('DefaultCPUAllocator')) :]:.120}. {REDUCE_MEMORY}"
     if type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close other GPU programs"
+        return f"out of memory: {first}. Try a smaller model, or train with --use-lora --load-in-4bit"
     if NOT_DETERMINISTIC in first or ("Deterministic behavior" in first and "CuBLAS" in first):
         operator = first.split(NOT_DETERMINISTIC)[0] if NOT_DETERMINISTIC in first else "cuBLAS"
         return (

@@ -146,8 +146,8 @@ def columns_flag(new: str, old: str) -> str:
 def _prompt_like(row: dict) -> list[str]:
     """Return the columns whose name suggests that they contain the prompt."""
     names = {name.lower(): name for name in row if isinstance(name, str)}
-    near = difflib.get_close_matches("prompt", names, cutoff=0.82)
-    return [names[name] for name in (*PROMPT_COLUMNS, *PROMPT_LIKE, *near) if name in names]
+    known = [*PROMPT_COLUMNS, *PROMPT_LIKE, *difflib.get_close_matches("prompt", names, cutoff=0.82)]
+    return [names[name] for name in known if name in names]
 
 
 # --- completions -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from rlhf.data.source import DataSource
 from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import local_path, missing_path
 
-ARROW = b"\xff\xff\xff\xff"  # the first bytes of an Arrow stream
 Row = tuple[str, Any]  # position for error messages, and the row
 
 
@@ -62,9 +61,13 @@ def read_file(file: Path, source: DataSource) -> list[Row]:
         start = stream.read(64)
     if start.startswith(b"PAR1"):
         return tables.read_parquet(file)
-    if start.startswith(ARROW):
-        parquet = f"datasets.Dataset.from_file({str(file)!r}).to_parquet('NEW.parquet')"
-        raise UserError("an Arrow file", file, f"Give the folder that save_to_disk wrote, or write Parquet: {parquet}")
+    if start.startswith(b"\xff\xff\xff\xff"):  # an Arrow stream
+        raise UserError(
+            "an Arrow file",
+            file,
+            "Give the folder that save_to_disk wrote, or write Parquet: "
+            f"datasets.Dataset.from_file({str(file)!r}).to_parquet('NEW.parquet')",
+        )
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     suffix = file.suffix.lower()
     if suffix == ".parquet":
@@ -100,8 +103,11 @@ def _reason(error: Exception) -> str:
 def _line_rows(file: Path, text: str) -> list[Row]:
     """Return the rows of a JSONL file. Raises UserError that lists every line that is not JSON."""
     if _is_table(text):
-        fix = "Write one object per row: the inner list alone, or DataFrame.to_json(FILE, orient='records')"
-        raise UserError("one JSON object with all rows", file, fix)
+        raise UserError(
+            "one JSON object with all rows",
+            file,
+            "Write one object per row: the inner list alone, or DataFrame.to_json(FILE, orient='records')",
+        )
     rows = []
     problems = []
     lines = text.split("\n")

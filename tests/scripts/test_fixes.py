@@ -39,6 +39,7 @@ from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli
 from rlhf.settings.types import Renaming
 from rlhf.setup.inputs import check_fills_a_batch
 from rlhf.utils.errors import Problem, RunError, UserError
+from tests.advice import FLAG
 from tests.conftest import typed
 from tests.documents import python_block
 from tests.settings.test_next_commands import commands_in
@@ -332,6 +333,22 @@ def test_every_setting_in_which_runs_can_differ_has_a_fix(with_settings):
         flag = re.fullmatch(r"Set it with (--[\w-]+)", problem.fix)[1]
         given = value if isinstance(value, list) else [value]
         settings_of_models([one, two, flag, *given], compares=True)
+
+
+def test_a_run_whose_data_has_changed(with_settings, pairs_file, tmp_path):
+    """The advice of the reader is for training: an evaluation reads the data as the run did."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(pairs_file.read_text() + '{"question": " "}\n')
+    argv = [str(word) for word in ("--model-path", with_settings("run", prompts=str(data)), "--num-prompts", 2,
+                                   "--max-new-tokens", 4, "--output", tmp_path / "out")]  # fmt: skip
+    first, row = problems_of(lambda: evaluate_generations.main(argv))
+    assert first.place == str(data) and str(row.place).startswith(f"{data}:121")
+    assert "--skip-bad-rows" in row.fix and FLAG.findall(first.fix) == ["--prompts"]
+    skip = problem_of(lambda: parse_evaluation_cli([*argv, "--skip-bad-rows", "1"]))
+    assert "--prompts" in skip.fix
+    evaluate_generations.main([*argv, "--prompts", str(pairs_file)])
+    data.write_text(pairs_file.read_text())
+    evaluate_generations.main(argv)
 
 
 def test_a_model_without_a_run_is_evaluated_by_a_rule(start_model, tmp_path):

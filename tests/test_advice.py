@@ -133,6 +133,19 @@ def test_flags_of_printed_commands_exist():
     assert wrong == []
 
 
+def test_examples_of_the_help_are_read():
+    for name, (_, lines) in COMMANDS.items():
+        for line in lines:
+            for words, _ in line.examples:
+                given, problems = line.read(words.split())
+                assert problems == [], f"{name} {words}"
+                for typed, (value, place) in given.items():
+                    first = name_table(line.settings).get(typed)
+                    assert first is not None or typed == "recipe"
+                    if first is not None:
+                        convert(line.settings[first], value, place)  # raises UserError
+
+
 def values_of_flags() -> list[tuple[Message, str, str]]:
     """Return the flags in texts that are followed by a value: a word in small letters, a number, none."""
     pattern = re.compile(rf"({FLAG.pattern}) ([a-z0-9][\w.-]*)(?![\w.={{}}-])")

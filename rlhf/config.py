@@ -210,8 +210,8 @@ def config_of_run(run: RunRecord, **changed: Any) -> Config:
     """Return the configuration of a run, with some settings `changed`. Settings that this version does not have, or
     that the algorithm does not use, are ignored. Raises UserError for an unknown algorithm."""
     row = algorithm_row(run.algorithm, RUN_FILE)
-    if "eval_func" in changed:  # the run's best rule may be one of its evaluation functions
-        changed = {"best_rule": "score", **changed}
+    if "eval_func" in changed:  # without it, the run's best rule may have no function, and its critic no reward model
+        changed = {"best_rule": "score", "critic": "shared", **changed}
     layer = {name: (value, "a changed setting") for name, value in changed.items()}
     stored = stored_layer(run.settings)
     return _built(row, [*lower_layers(DEFAULT_RECIPE, row, {}), stored, layer], run.settings["recipe"])

@@ -162,7 +162,7 @@ def common_kls(groups: Runs) -> tuple[list[float], str]:
     highest, below = min((kl[-1], name) for name, _, kl in paths)
     if max(first / FARTHEST, *(kl[0] for _, _, kl in paths)) >= highest:
         reason = f"{above} was first evaluated at KL {first:.3g}, and a run of {below} reached only KL {highest:.3g}"
-        return [], f"{reason}: evaluate more often with --eval-every"
+        return [], f"{reason}: train with a smaller --eval-every"
     return np.unique(np.linspace(min(max(first, highest / 3), highest), highest, KLS)).tolist(), ""
 
 

@@ -33,11 +33,10 @@ from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
-from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
-from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.rewards import Rewards, check_functions
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
@@ -143,7 +142,7 @@ class ModelEvaluator:
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
         self.examples = self.prompts.examples
-        check_columns([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
+        check_functions([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 length = self.config.sampling.max_new_tokens
@@ -187,7 +186,7 @@ class ModelEvaluator:
                     Problem(
                         f"{self.models[0].name} does not belong to a run, so the settings are those of the recipe",
                         f"--like {self.settings.like}",
-                        "Choose another recipe, or give --rm-model and --prompts",
+                        "Choose another recipe, or give --prompts, and --rm-model or --rm-model none --reward-func",
                     ),
                 ]
             ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.checkpoints.manifest import update_number
@@ -177,10 +177,20 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
     for other in runs[1:]:
         there = other.run.flat_settings
         for name in set(MEASURED_WITH).intersection(differences(first.run.settings, other.run.settings, given)):
-            flag = _flag_of(name)
-            fix = f"Set it with --{flag.replace('_', '-')}" if flag else "Evaluate one of them at a time"
+            flag = "baseline" if name == "actor_model" else name
+            fix = (
+                f"Set it with --{flag.replace('_', '-')}"
+                if hasattr(MeasureSettings, flag)
+                else "Give only runs with the same value"
+            )
             values = f"{here.get(name)} in {first.name}, {there.get(name)} in {other.name}"
             problems[name] = Problem(f"the runs differ in {name}", values, fix)
+            if name in ("prompts", *OF_THE_FILE) and name != "split":  # another setting of one run does not help
+                raise UserError(
+                    f"the runs have different data ({name}) and cannot be compared on it",
+                    values,
+                    "Give only runs of one task, or evaluation prompts for all of them with --prompts",
+                )
         in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
         if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
             problems["prompts"] = Problem(
@@ -241,12 +251,6 @@ def episodes_of(model: ModelRef) -> int:
 def in_4_bit(model: ModelRef) -> bool:
     """True for an adapter whose run had its base model in 4 bits. Merged weights are in full precision."""
     return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
-
-
-def _flag_of(name: str) -> str | None:
-    """Return the evaluation setting that replaces the setting `name` of runs; None if there is none."""
-    flag = "baseline" if name == "actor_model" else name
-    return flag if flag in {f.name for f in fields(MeasureSettings)} else None
 
 
 def find_start(config: Config, models: Sequence[ModelRef], measure: MeasureSettings) -> ModelRef | None:

@@ -17,7 +17,7 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import Config, DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import listed
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.rng import rng_for
 
 EVERY_PROMPT = 10**9
@@ -59,7 +59,12 @@ def choose_prompts(
             skipped = f"{sets.too_long} longer than --prompt-length {data.prompt_length}"
             of = f"{len(pool)} of the {sets.rows} rows of {data.prompts} (skipped: {skipped})"
     else:
-        sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
+        try:
+            sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
+        except UserError as error:
+            fix = "Restore the data, or give other prompts with --prompts"
+            error.problems.insert(0, Problem("the data of the runs gives no evaluation prompts", data.prompts, fix))
+            raise
         count = settings.num_prompts or usual
         pool, unseen = _unused(sets.evaluation, models, count, tokenizer, say)
         of_text = sets.evaluation[: config.data.eval_prompts]  # that of the runs: their own evaluation prompts

@@ -84,10 +84,11 @@ def cut_off(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]
 
 
 def never_fires(figures: SampleFigures, name: str) -> Finding:
+    whole = "If it compares the whole completion with an answer, use one that finds it in the text: last_number. "
     text = (
         f"the reward function {name!r} gives {min(figures.functions[name]):g} to all completions ({figures.of}): "
-        "--reward-func. Check that this is right. If it compares the whole completion with an answer, use a function "
-        "that finds the answer in the text, such as last_number; if the answer comes too late, raise --max-new-tokens"
+        f"--reward-func. Check that this is right. {'' if name.startswith('last_number') else whole}If the answer "
+        "comes too late, raise --max-new-tokens"
     )
     if figures.removed:
         text += (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, as_os_error, first_line
-from rlhf.utils.files import make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
+from rlhf.utils.files import check_folder, make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
 from rlhf.utils.libraries import pip_install, version_of
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, is_interrupted_save, missing_path, resolve_path
 from rlhf.utils.system import remove_folder, replace, waiting_lock
@@ -116,11 +116,19 @@ def _converted(file: Path, place: str) -> Path:
         "transformers": version_of("transformers"),  # its reader decides the tokenizer
     }
     key = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{file.stem}-{key}"
+    folder = cache_folder() / f"{file.stem[:50]}-{key}"  # 50 characters are at most 200 of the 255 bytes of a name
     if _is_complete(folder, source):
         return folder
     _check_readable(file, place)
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        check_folder(str(cache_folder()), "HF_HOME")
+    except (OSError, UserError) as error:
+        raise UserError(
+            f"cannot write the converted model ({first_line(error)})",
+            place,
+            "Set HF_HOME to a folder that can be written",
+        ) from None
     # several processes of a run start at the same time. One lock for all files: only killed ones have left anything
     with waiting_lock(cache_folder() / ".lock"):
         for left in filter(is_interrupted_save, cache_folder().iterdir()):

@@ -63,12 +63,7 @@ def find_model(name: str, flag: str) -> str:
     folder = resolve_path(name)
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
-            raise UserError(
-                "an adapter, not a full model",
-                f"{flag} {name}",
-                f"Merge it into its base ({base_of_adapter(folder)}): "
-                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)",
-            )
+            raise UserError("an adapter, not a full model", f"{flag} {name}", _how_to_merge(folder))
         if is_interrupted_save(folder) and not (folder / RUN_FILE).is_file():
             raise UserError("an interrupted save, not a complete model", f"{flag} {name}", "Train it again")
         if not (folder / "config.json").is_file():
@@ -79,6 +74,23 @@ def find_model(name: str, flag: str) -> str:
     if is_path(name) or interrupted_saves(folder):
         raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder, a GGUF file or a hub name")
     return find_on_hub(name, "model", f"{flag} FOLDER")
+
+
+def _how_to_merge(adapter: Path) -> str:
+    """Return the end of an error message about an adapter in place of a model: the command that merges it."""
+    base = base_of_adapter(adapter)
+    task = read_object(adapter / ADAPTER_CONFIG).get("task_type")
+    # peft refuses a class with a task for an adapter without one, and the other way round
+    model = {"SEQ_CLS": "ForSequenceClassification", None: ""}.get(task, "ForCausalLM")
+    more = ", num_labels=1" if task == "SEQ_CLS" else ""
+    folder = json.dumps(str(adapter))
+    tokenizer = folder if (adapter / "tokenizer_config.json").is_file() else json.dumps(base)
+    code = (
+        "import peft, transformers; "
+        f'peft.AutoPeftModel{model}.from_pretrained({folder}{more}).merge_and_unload().save_pretrained("FOLDER"); '
+        f'transformers.AutoTokenizer.from_pretrained({tokenizer}).save_pretrained("FOLDER")'
+    )
+    return f"Merge it into its base ({base}), and give FOLDER: {command('python', '-c', code)}"
 
 
 def find_on_hub(name: str, kind: str, hint: str) -> str:

@@ -34,12 +34,12 @@ def evaluate_command(argv: list[str] | None = None) -> None:
         check_libraries("matplotlib")
     folder = check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
-    require_trusted_code(models, config.measure)
     if config.evaluation.chat:
         import_libraries(screen)
         from rlhf.analysis.chat import chat
 
         return chat(config, screen)
+    require_trusted_code(models, config.measure)
     with RunLock(folder, RUN_AGAIN) as lock:  # another evaluation would replace its files
         import_libraries(screen)
         return evaluate(config, models, lock, screen)

@@ -193,7 +193,7 @@ def _example(
         raise UserError(
             f'no "topic" among the columns {sorted(row)}',
             where,
-            "Add a topic to every row, or remove --steps-per-topic",
+            "Add a topic to every row, or train without --steps-per-topic",
         )
     example = Example(
         messages=tuple(parts.messages),

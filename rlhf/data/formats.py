@@ -128,7 +128,10 @@ def _no_prompt(row: dict, where: str) -> UserError:
     """Return the error for a row without a prompt, with the column that may be the prompt."""
     like = _prompt_like(row)
     columns = sorted(map(str, row))
-    fix = f". If {like[0]!r} is the prompt, add {columns_flag('prompt', like[0])}" if like else ""
+    fix = ""
+    if like:
+        new = like[0].lower() if like[0].lower() in PROMPT_COLUMNS else "prompt"
+        fix = f". If {like[0]!r} is the prompt, add {columns_flag(new, like[0])}"
     if "instruction" in row and row.get("input"):
         fix = ". If the prompt is 'instruction' and 'input' together, write both into one column 'prompt'"
     elif "conversation" in row:
@@ -143,8 +146,9 @@ def columns_flag(new: str, old: str) -> str:
 
 def _prompt_like(row: dict) -> list[str]:
     """Return the columns whose name suggests that they contain the prompt."""
-    names = [name for name in row if isinstance(name, str)]
-    return [*(name for name in PROMPT_LIKE if name in row), *difflib.get_close_matches("prompt", names, cutoff=0.82)]
+    names = {name.lower(): name for name in row if isinstance(name, str)}
+    known = [*PROMPT_COLUMNS, *PROMPT_LIKE, *difflib.get_close_matches("prompt", names, cutoff=0.82)]
+    return [names[name] for name in known if name in names]
 
 
 # --- completions -----------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from typing import Any
 from rlhf.utils.errors import UserError
 
 Message = dict[str, str]
-ROLES = ("system", "user", "assistant", "tool")
-CHAT_ROLES = {role: role for role in ROLES}
+# role -> role of the chat; developer is OpenAI's newer name
+ROLES = {**{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system"}
 # "from" of a ShareGPT message -> role
 SHAREGPT_ROLES = {
-    **CHAT_ROLES,
+    **ROLES,
     **dict.fromkeys(("human",), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
@@ -61,7 +61,7 @@ def _form_of(message: dict) -> tuple[str, str, dict[str, str]]:
     the names of the other form have null."""
     if message.get("role") is None and message.get("from") is not None:
         return "from", "value", SHAREGPT_ROLES
-    return "role", "content", CHAT_ROLES
+    return "role", "content", ROLES
 
 
 def _message(message: dict, where: str, name: str) -> Message:

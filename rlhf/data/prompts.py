@@ -146,7 +146,7 @@ def load_prompts(
         where = where if data.eval_dataset is None else f"--eval-dataset {data.eval_dataset}"
         raise _no_prompts("evaluate", where, parts["evaluation"], tokenizer, data)
     train = sets.train[: data.max_prompts]
-    if by_topic:
+    if by_topic and not evaluation_alone:
         _warn_about_lost_topics(examples, train, data.prompts, say)
     return dataclasses.replace(
         sets,

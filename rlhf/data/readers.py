@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.data import tables
 from rlhf.data.folders import files_of_split, saved_splits
+from rlhf.data.formats import PROMPT_COLUMNS
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.paths import local_path, missing_path
@@ -62,6 +63,13 @@ def read_file(file: Path, source: DataSource) -> list[Row]:
         start = stream.read(64)
     if start.startswith(b"PAR1"):
         return tables.read_parquet(file)
+    if start.startswith(b"\xff\xff\xff\xff"):  # an Arrow stream
+        raise UserError(
+            "an Arrow file",
+            file,
+            "Give the folder that save_to_disk wrote, or write Parquet: "
+            f"datasets.Dataset.from_file({str(file)!r}).to_parquet('NEW.parquet')",
+        )
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     suffix = file.suffix.lower()
     if suffix == ".parquet":
@@ -78,7 +86,9 @@ def read_text(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            "not UTF-8", f"{file}, byte {error.start}", "Save the file as UTF-8 text, and not compressed"
+            "not UTF-8",
+            f"{file}, byte {error.start}",
+            "Save the file as UTF-8 text (in Excel: CSV UTF-8), and not compressed",
         ) from None
 
 
@@ -94,6 +104,12 @@ def _reason(error: Exception) -> str:
 
 def _line_rows(file: Path, text: str) -> list[Row]:
     """Return the rows of a JSONL file. Raises UserError that lists every line that is not JSON."""
+    if _is_table(text):
+        raise UserError(
+            "one JSON object with all rows",
+            file,
+            "Write one object per row: the inner list alone, or DataFrame.to_json(FILE, orient='records')",
+        )
     rows = []
     problems = []
     lines = text.split("\n")
@@ -108,6 +124,16 @@ def _line_rows(file: Path, text: str) -> list[Row]:
             problems.append(Problem(f"not JSON ({_reason(error)})", where, fix))
     raise_if(problems)
     return rows
+
+
+def _is_table(text: str) -> bool:
+    """True for one JSON object with all rows: a table by columns, or a list of rows under a name."""
+    try:
+        values = list(json.loads(text).values())
+        firsts = [value[0] for value in values if isinstance(value, list) and value]
+        return all(isinstance(value, dict) for value in values) or any(map(set(PROMPT_COLUMNS).intersection, firsts))
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return False
 
 
 def _array_rows(file: Path, text: str) -> list[Row]:

@@ -59,7 +59,9 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
     has_it = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted and not has_it:
         raise UserError(
-            f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16", "--bf16", "Remove the flag"
+            f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16",
+            "--bf16",
+            "Remove the flag, or use another GPU",
         )
     use = wanted if wanted is not None else device.type == "cuda" and has_it
     return torch.bfloat16 if use else None

@@ -88,14 +88,14 @@ def check_nf4(device: torch.device) -> None:
             f"bitsandbytes cannot quantize on this device ({reason:.200})",
             "--load-in-4bit",
             f"Install a release for torch {torch.__version__}{cuda} with: pip install --upgrade bitsandbytes, or "
-            "remove the flag",
+            "train without the flag",
         ) from None
     error = float((found - weights.T).abs().max())
     if not error <= NF4_ERROR:
         raise UserError(
             f"a layer with weights in [-1, 1] has an error of {error:.3f} on {device.type}",
             "--load-in-4bit",
-            "Install another release of bitsandbytes, or remove the flag",
+            "Install another release of bitsandbytes, or train without the flag",
         )
 
 

@@ -188,15 +188,16 @@ def check_columns(
         for column in (present if functions else ())
         if column in RESERVED
     ]
-    problems += [
-        Problem(
-            f"{kind} {name_of(function)!r} requires columns that the data lacks ({', '.join(map(repr, missing))})",
-            source,
-            f"{has}. Add each missing column, or give its parameter a default",
-        )
-        for function in functions
-        if (missing := [name for name in required_columns(function) if name not in present])
-    ]
+    for function in functions:
+        lacks = [column for column in required_columns(function) if column not in present]
+        what = f"{kind} {name_of(function)!r} requires columns that the data lacks ({', '.join(map(repr, lacks))})"
+        fix = f"{has}. Add each missing column, or give its parameter a default"
+        if not {"completions", "completion_ids"}.intersection(p.name for p in parameters_of(function)):
+            fix = (  # the form of verl or OpenRLHF
+                "It has no parameter completions. A function here receives lists, completions and the columns: "
+                f"docs/coming_from_trl.md#reward-functions-of-openrlhf-and-verl. {has}"
+            )
+        problems += [Problem(what, source, fix)] if lacks else []
     raise_if(problems)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 import sys
 import sysconfig
 import traceback
@@ -29,6 +30,10 @@ PACKAGE = str(Path(__file__).parents[1])
 LIBRARIES = (PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
+FIX = "Fix the function"
+CHATS = "The rows have messages, so a completion is a list of messages: its text is completion[0]['content']"
+
+
 class BadScore(RunError):
     """A score that is not finite or too large. Training skips the update; an evaluation ends the run."""
 
@@ -45,9 +50,10 @@ def call_function(
     errors. `limit_s` is the time limit in seconds (None: no limit).
     """
     texts = arguments.texts
-    these = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
+    given = arguments.per_completion["completions"]
+    these = f"{len(texts)} completions, the first is {given[0]!r:.60}"
 
-    def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
+    def failure(what: str, which: str, hint: str = FIX, kind: type[RunError] = RunError) -> RunError:
         return kind(what, f"{who}, {which}", hint, inputs=arguments.per_completion)
 
     try:
@@ -55,12 +61,13 @@ def call_function(
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:
-        hint = "Make it faster, or raise --reward-timeout"
+        hint = "Make it faster, or train with a larger --reward-timeout"
         raise failure(f"no result after {limit_s:g} s", these, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         message = " ".join(str(error).split())
         what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
-        raise failure(what, these) from error
+        of_list = isinstance(error, AttributeError | TypeError) and re.search(r"\b(list|dict)\b", message)
+        raise failure(what, these, CHATS if of_list and not isinstance(given[0], str) else FIX) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
         what = f"expected {len(texts)} scores, got {got}"

@@ -34,8 +34,8 @@ def choose_engine(engine: str | None, packs: bool, device: torch.device) -> str:
 def check_engine(engine: str, packs: bool, model: str, device: torch.device) -> None:
     """Raise UserError if this model or device does not support the engine. `model` names the model in the error."""
     if engine == "graph" and device.type != "cuda":
-        raise UserError("CUDA graphs require a CUDA GPU", "--rollout-engine graph", "Remove the flag")
+        raise UserError("CUDA graphs require a CUDA GPU", "--rollout-engine graph", "Use --rollout-engine auto")
     if engine in WITH_SLOTS and not packs:
         raise UserError(
-            f"the attention of {model} cannot be replaced", f"--rollout-engine {engine}", "Remove the flag"
+            f"the attention of {model} cannot be replaced", f"--rollout-engine {engine}", "Use --rollout-engine auto"
         )

@@ -26,6 +26,8 @@ HELD_OUT_PROMPTS = 20  # drawn by default
 HELD_OUT_PROMPTS_TO_COMPARE = 128
 MEASURED = ("!chat", "!tokens")  # needs of the settings that only an evaluation or a comparison reads
 OF_PROMPTS = ("prompts", *MEASURED)  # and of those that describe --prompts: a run's own data is read as in the run
+# settings of a run that `none` unsets. As values, they are the text none or (), because None is "as in the run"
+UNSET_BY_NONE = ("rm_model", "rm_text", "eval_text", "stop", "reward_weights", "reward_func", "eval_func")
 # declares a setting of a run again: unset, it is as in the run
 as_in_run = partial(same_as, default=None, unset="as in the run", brief=False, needs=MEASURED)
 
@@ -138,7 +140,7 @@ class MeasureSettings:
     trust_reward_code: bool = setting(
         False,
         "allow to execute the Python files of reward and evaluation functions that are listed in a run's run.json",
-        needs="!tokens",
+        needs=MEASURED,
     )
 
 
@@ -309,6 +311,9 @@ def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
     given = read_command(line, argv, lambda _: ([], None))
     values = merged(line.config_class, [given.flags], given.problems)
+    for name, (value, place) in values.items():
+        if name in UNSET_BY_NONE and value is None and place != "default":
+            values[name] = () if name.endswith("func") else "none", place
     return build(line.config_class, values, checks=(line.config_class.validate,), given=given.flags)
 
 

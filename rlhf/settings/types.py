@@ -168,8 +168,9 @@ class ArmName(str):
     def parse(cls, text: str) -> ArmName:
         name, equals, model = (part.strip() for part in str(text).partition("="))
         is_baseline = re.fullmatch(r"start|best-of-([2-9]|[1-9]\d+)", name) is not None
-        is_named = name and name.isprintable() and model and name.lower() not in RESERVED
-        if is_baseline == bool(equals) or not (is_baseline or is_named):
+        if equals and (is_baseline or name.lower() in RESERVED):
+            raise UserError(f"{name!r} is the name of a baseline", f"--arm {text}", "Give the model another name")
+        if not is_baseline and not (name and name.isprintable() and model):
             raise ValueError(text)
         return cls(f"{name}{equals}{PathName.parse(model) if model else ''}")
 

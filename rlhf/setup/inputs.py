@@ -66,10 +66,12 @@ def _is_there(name: str, built: Container[str]) -> bool:
 def check_fills_a_batch(config: Config, prompts: int) -> None:
     """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
     if prompts < config.batch.batch_size:
+        largest = max(n for n in range(prompts + 1) if n * config.group_size % config.batch.minibatches == 0)
+        smaller = f"--batch-size {largest or prompts}{'' if largest else ' --minibatches 1'}"
         raise UserError(
             f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size})",
             f"--prompts {config.data.prompts}",
-            "Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size",
+            f"Use more prompts (--prompts, --split, --max-prompts), or add {smaller}",
         )
 
 

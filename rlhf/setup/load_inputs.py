@@ -24,9 +24,9 @@ from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.models.device import autocast_dtype
-from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
 from rlhf.rewards.find import RewardSources, find_eval_functions, find_given, find_rewards, given_eval_functions
+from rlhf.rewards.rewards import check_functions
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
@@ -123,7 +123,7 @@ def load_inputs(
         check_critic(config, sources.folder, start, sets)
     held_out = [p.example for p in sets.evaluation]
     kind = "evaluation function"
-    check_columns(list(watched.values()), held_out, "the evaluation prompts", kind)
+    check_functions(list(watched.values()), held_out, "the evaluation prompts", kind)
     return RunInputs(start, sets, sources, watched)
 
 
@@ -225,10 +225,10 @@ def _load_prompt_sets(
         check_warmup(config, PromptSampler(config, sets.train).updates)
     train, evaluation = ([p.example for p in part] for part in (sets.train, sets.evaluation))
     if separate is None:
-        check_columns(sources.rules, [*train, *evaluation], source)
+        check_functions(sources.rules, [*train, *evaluation], source)
     else:  # prompts of --eval-dataset need the columns, too
-        check_columns(sources.rules, train, source)
-        check_columns(sources.rules, evaluation, separate)
+        check_functions(sources.rules, train, source)
+        check_functions(sources.rules, evaluation, separate)
     return sets
 
 

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 def default_oom_hint() -> str:
-    """Return the advice for a trainer that is used alone."""
-    return "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
+    """Return the advice for a trainer that is used alone, and for an evaluation."""
+    return "Halve --max-new-tokens, or train with --use-lora or --gradient-checkpointing"
 
 
 class Pass(NamedTuple):

@@ -215,8 +215,8 @@ def name_output(error: BaseException | None, output: str | Path) -> None:
         error.filename = error.filename or str(output)
 
 
-REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
-REDUCE_GPU_MEMORY = "Try --use-lora, --load-in-4bit, a smaller model, or close other GPU programs"
+REDUCE_MEMORY = "Try a smaller model, close other programs, or train with --micro-batch-size 1 --use-lora --lora-r 8"
+REDUCE_GPU_MEMORY = "Try a smaller model, or train with --use-lora --load-in-4bit"
 CLOSE = 0.75  # difflib ratio: allows one typo in a short word, two in a long one
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's message, after the name of the operator
 

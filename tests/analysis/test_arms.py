@@ -72,15 +72,20 @@ def test_no_model(words, user_error):
         "middle",
         "=model",
         "name=",
-        "start=model",
-        "Start model=x",
-        "best-of-4=x",
         "a\x07=b",
     ],
 )
 def test_what_is_no_arm(text):
     with pytest.raises(ValueError):
         ArmName.parse(text)
+
+
+@pytest.mark.parametrize("text", ["start=model", "START=model", "Start model=x", "best-of-4=x"])
+def test_a_reserved_name_is_called_reserved(text, user_error):
+    with user_error(text.partition("=")[0]) as error:
+        parse_comparison_cli(["--arm", text])
+    assert [problem.place for problem in error.value.problems] == [f"--arm {text}"]
+    assert "NAME=" not in str(error.value), "the text has this form"
 
 
 def test_parts_of_an_arm():

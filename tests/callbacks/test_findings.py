@@ -47,6 +47,13 @@ def test_findings_of_figures(changed, names):
     assert [finding.name for finding in findings_of(replace(GOOD, **changed), SAMPLING)] == names
 
 
+@pytest.mark.parametrize(("name", "recommends"), [("exact", True), ("last_number", False), ("last_number_2", False)])
+def test_no_warning_recommends_the_function_that_it_is_about(name, recommends):
+    (found,) = findings_of(replace(GOOD, functions={name: (0.0, 0.0)}), SAMPLING)
+    after = found.text.partition("--reward-func")[2]
+    assert ("last_number" in after) == recommends and "--max-new-tokens" in after
+
+
 @pytest.mark.parametrize(
     ("changed", "fix"),
     [

@@ -343,6 +343,37 @@ def test_the_missing_library_is_named_with_its_command(tiny, monkeypatch, user_e
         find_model(str(tiny), FLAG)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("HF_HOME", "file"), ("HF_HOME", "file/below"), ("HOME", "file/home")]
+)
+def test_a_cache_that_cannot_be_written_names_the_variable(tiny, tmp_path, monkeypatch, variable, value):
+    """And a folder that can be written, in that variable, is enough."""
+    (tmp_path / "file").write_text("taken")
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / value))
+    with pytest.raises(UserError) as error:
+        converter.gguf_folder(str(tiny), "--actor-model")
+    (problem,) = error.value.problems
+    assert problem.place == f"--actor-model {tiny}" and problem.fix.startswith("Set HF_HOME ")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "writable"))
+    assert (converter.gguf_folder(str(tiny), "--actor-model") / "model.safetensors").is_file()
+
+
+def test_a_cache_of_another_user_names_the_variable(tiny, monkeypatch):
+    monkeypatch.setattr("rlhf.utils.files.os.access", lambda *_: False)  # simulated: root may write everywhere
+    with pytest.raises(UserError) as error:
+        converter.gguf_folder(str(tiny), "--actor-model")
+    assert error.value.problems[0].fix.startswith("Set HF_HOME ")
+
+
+@pytest.mark.parametrize("letter", ["a", "ü"])
+def test_the_longest_name_of_a_file(tiny, letter):
+    """A name has at most 255 bytes, and the folder's name also has a number, and that of a lock its suffix."""
+    file = tiny.rename(tiny.with_name(letter * (240 // len(letter.encode())) + ".gguf"))
+    assert (converter.gguf_folder(str(file), "--actor-model") / "model.safetensors").is_file()
+
+
 def test_a_missing_file(tmp_path, user_error):
     with user_error(tmp_path / "none.gguf", FLAG):
         find_model(str(tmp_path / "none.gguf"), FLAG)

@@ -84,14 +84,15 @@ def test_arguments_equal_those_of_trls_trainer(start_model, tmp_path, prompt):
     config = parse_cli([str(flag) for flag in [*flags, "--batch-size", 1, "--K", 2]], "grpo")
     trainer = make_trainer(config, rows, rewards=[spy])
     trainer.collector.score(trainer.collector.collect(trainer.episodes_of(1), 1))
-    theirs, ours = calls
+    theirs, *trial, ours = calls
+    assert [len(call["completions"]) for call in trial] == ([] if isinstance(prompt, str) else [1]), "before the run"
     assert ours.keys() - theirs.keys() == {"messages", "ended", "prompt"}
     assert theirs.keys() - ours.keys() == set()
     assert len(ours["completions"]) == len(theirs["completions"]) == 2
     assert ours["prompts"] == theirs["prompts"] and ours["answer"] == theirs["answer"] == [4, 4]
     for name in ("completions", "completion_ids"):
         assert [form_of(entry) for entry in ours[name]] == [form_of(entry) for entry in theirs[name]]
-    assert states == [(0, 1), (0, 1)]
+    assert (states[0], states[-1]) == ((0, 1), (0, 1))
     for log in (theirs, ours):
         assert log["log_extra"]("answer", [4, 4]) is log["log_metric"]("accuracy", 1.0) is None
 

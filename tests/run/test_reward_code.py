@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import shutil
+import sys
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
     with pytest.raises(UserError) as refused:
         call()
     assert rule in str(refused.value) and "--reward-func" in str(refused.value)
+    assert not (tmp_path / "mark").exists(), "the file was executed"
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_chat_needs_no_code_of_its_run(untrusted_run, tmp_path, monkeypatch, capsys, merged):
+    """The command that a run prints has no reward function."""
+    model = untrusted_run
+    if merged:
+        record = json.loads((model / "run.json").read_text())
+        (model / "run.json").write_text(json.dumps({**record, "merged": {"which": "final", "update": 2}}))
+        model = shutil.copytree(untrusted_run, tmp_path / "copy").rename(untrusted_run / "merged")
+        (model / "run.json").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    evaluate_generations.main(["--chat", "--model-path", str(model), "--max-new-tokens", "3"])
+    assert "/exit" in capsys.readouterr().out
     assert not (tmp_path / "mark").exists(), "the file was executed"
 
 

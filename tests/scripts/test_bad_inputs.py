@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,22 +26,26 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import reward_model.train
 import train_grpo
 import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
 from rlhf.callbacks import checkpointing
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.config import parse_cli
+from rlhf.config import command_line, parse_cli
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
+from rlhf.settings.reward_model import LINE, parse_reward_cli
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils import files, hub
-from rlhf.utils.errors import RunError, UserError, run_command
+from rlhf.utils.errors import Problem, RunError, UserError, run_command
+from tests.advice import FLAG
 from tests.models.test_models import Hub
 from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 from tests.systems import link_to_full_device, make_link
+from tests.test_advice import NAMES_TRAINING
 
 FORM = re.compile(r"error: .+: .+\. [\w-].*|and \d+ more")  # problem: place. fix
 
@@ -413,6 +418,7 @@ def installed(name: str, version: str | None) -> Flags:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 GRPO = train_grpo.main
+ALGORITHM = {train_ppo.main: "ppo", GRPO: "grpo", from_python: "ppo"}
 REWARD_MODEL = reward_model.train.main
 NOT_FOUND = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))
 
@@ -660,6 +666,10 @@ REWARDS = [
         "my_rewards.py:5 JSONDecodeError 'f' failed_inputs.json", place="reward function 'f', 6", status=1),
     Row(66, "hangs", reward_function("time.sleep(20)", "--reward-timeout", 0.1),
         "0.1 'f' 6 --reward-timeout failed_inputs.json", place="reward function 'f', 6", status=1),
+    Row(62, "takes chats for texts", lambda inputs: [
+            *data(*({"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(30)))(inputs),
+            *reward_function("return [float(len(c.strip())) for c in completions]")(inputs)],
+        "my_rewards.py:4 AttributeError 'f' completion", place="reward function 'f', 1"),
     Row(67, "the same for the whole run", reward_function("return [1.0] * len(completions)"), "1 2 f", status=0),
 ]  # fmt: skip
 
@@ -804,7 +814,7 @@ LATE = {
     *("a template with a huge range", "a template that adds text and a number"),
     *("not found", "gated", "offline", "needs trust_remote_code", "no pad token", "pad equals EOS"),
     *("policy's weights with NaN", "reward model's weights with infinity", "too little space for the checkpoints"),
-    *("no column for an evaluation function", "nothing to learn"),
+    *("no column for an evaluation function", "nothing to learn", "takes chats for texts"),
     *("tokenizer larger than the policy", "tokenizer larger than the reward model"),
 }
 LATE |= {
@@ -826,6 +836,29 @@ def inputs(tmp_path, start_model, reward_folder, pairs_file, monkeypatch) -> Inp
 def refuse_loading(monkeypatch) -> None:
     for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
         monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+VALUE = r"(?: (?!to\b|or\b|and\b)(?:[a-z0-9][\w.=/-]*\w|\d+|[A-Z]+\b))?"
+TYPED = re.compile(rf"(?<=[Aa]dd |[Uu]se )--[\w-]+{VALUE}(?: --[\w-]+{VALUE})*")
+
+
+def wrong_in_fix(row: Row, argv: list[str], problem: Problem) -> list[str]:
+    """Return the flags in a fix that the command lacks, and the new errors of the command line if the flags that the
+    fix adds are typed after it."""
+    parse = parse_reward_cli if row.main is REWARD_MODEL else partial(parse_cli, algorithm=ALGORITHM.get(row.main))
+    line = LINE if row.main is REWARD_MODEL else command_line(ALGORITHMS[ALGORITHM[row.main]])
+    found = [f for f in FLAG.findall(problem.fix) if f not in line.flags and not NAMES_TRAINING.search(problem.fix)]
+
+    def errors(words: list[str]) -> set[str]:
+        try:
+            parse(words)
+        except UserError as error:
+            return {str(problem) for problem in error.problems}
+        return set()
+
+    for flags in TYPED.findall(problem.fix):
+        found += sorted(errors([*argv, *flags.split()]) - errors(argv))
+    return found
 
 
 def missing_parts(parts: str, text: str) -> list[str]:
@@ -876,6 +909,7 @@ def test_bad_input(row, inputs, capsys):
     lines = output.err.splitlines()
     assert missing_parts(parts, output.err) == [], lines
     (error,) = found
+    assert [wrong for problem in error.problems for wrong in wrong_in_fix(row, argv, problem)] == []
     assert isinstance(error, RunError) == (row.status == 1), type(error)
     first = error.problems[0]
     place = str(first.place).replace(str(inputs.folder), "<tmp>")

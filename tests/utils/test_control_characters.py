@@ -64,9 +64,11 @@ def test_an_error_about_a_foreign_run_shows_control_characters(theirs, capfd, gr
     with pytest.raises(SystemExit) as status:
         run_command(lambda: evaluate_generations.main(["--model-path", folder, "--output", "out"]))
     printed = capfd.readouterr()
-    (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert status.value.code == 2 and part in line
-    assert_clean(line)
+    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 + (group == "data"), "for the data of a run, the first line names --prompts"
+    assert status.value.code == 2 and part in lines[-1]
+    for line in lines:
+        assert_clean(line)
     assert not [c for c in RAW if c in printed.out + printed.err]
 
 

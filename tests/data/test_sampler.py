@@ -179,10 +179,10 @@ def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_
     chart = Chart([run], "updates", 1)
     axes = draw(chart).axes
     assert chart.topics == ["tea_cake", "rain", "c_d"] and len(axes) == 6
-    assert [[line.get_label() for line in a.lines] for a in axes[4:]] == [
+    assert [[line.get_label() for line in a.lines] for a in axes[2:4]] == [
         ["topic tea_cake", "topic rain", "topic c_d"]
     ] * 2
-    assert axes[4].lines[1].get_xdata().tolist() == [4, 5, 6]
+    assert axes[2].lines[1].get_xdata().tolist() == [4, 5, 6]
     rows = [json.loads(r) for r in (tmp_path / "run" / "samples" / "update-000004.jsonl").read_text().splitlines()]
     for topic, name in (("tea & cake", "tea_cake"), ("rain", "rain")):
         scores = [row["score"] for row in rows if row["topic"] == topic]

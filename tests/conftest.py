@@ -14,7 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # --deterministic refuses a process that has used CUDA without it, and tests marked gpu run in the same process
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
+import copy
 import dataclasses
+import gc
 import json
 import random
 import shutil
@@ -30,9 +32,11 @@ import torch
 from filelock import FileLock
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.callbacks.reward_warning import RewardWarning
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import parse_cli
 from rlhf.data.prompts import PromptSets, load_prompts
+from rlhf.models.load import read_model
 from rlhf.run.session import RunSession
 from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
@@ -61,7 +65,8 @@ def attach(trainer) -> RunLog:
     session.trainer, session.log = trainer, RunLog(output, **facts_of(trainer.config, trainer.updates))
     trainer.passes.oom_hint = session.memory_advice
     for callback in session.callbacks(trainer, GracefulStop()):
-        trainer.add_callback(callback)
+        if not isinstance(callback, RewardWarning):  # its probes take a fifth of the time, and only print
+            trainer.add_callback(callback)
     return session.log
 
 
@@ -85,6 +90,20 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords also contain the name of a folder
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+
+
+def pytest_collection_finish():
+    """Exclude what the imports and the collection made from garbage collections, each of which would visit it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """Files of tests need not survive a power failure. tests/utils/test_system.py tests the calls of `fsync`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -258,8 +277,23 @@ def load_prompts_once(pairs_file):
     return load
 
 
+@pytest.fixture(scope="session")
+def read_model_once(start_model, reward_folder):
+    """Return read_model, which reads the two tiny models once for all tests, and returns copies."""
+    read: dict[tuple, tuple] = {}
+
+    def copy_of(kind: type, name: str, *, quantization_config=None, **more):
+        if str(name) not in (str(start_model), str(reward_folder)) or quantization_config is not None:
+            return read_model(kind, name, quantization_config=quantization_config, **more)
+        if (kind, name) not in read:
+            read[kind, name] = read_model(kind, name, **more)
+        return copy.deepcopy(read[kind, name])
+
+    return copy_of
+
+
 @pytest.fixture
-def build(configured, load_prompts_once, monkeypatch):
+def build(configured, load_prompts_once, read_model_once, monkeypatch):
     """Return a function that makes a trainer from flags, with only the given callbacks. `parts_changed` replaces
     fields of Components.
 
@@ -268,6 +302,10 @@ def build(configured, load_prompts_once, monkeypatch):
     from rlhf.setup.build import build_trainer, load_components
 
     monkeypatch.setattr("rlhf.setup.load_inputs.load_prompts", load_prompts_once)
+    for user in ("rlhf.models.load", "rlhf.rewards.reward_model"):
+        monkeypatch.setattr(f"{user}.read_model", read_model_once)
+    # the accuracy of a reward model without a record costs a quarter of the time and changes nothing in the trainer
+    monkeypatch.setattr("rlhf.setup.build.check_unrecorded", lambda *_: None)
 
     def make(*flags: object, algorithm: str = "ppo", callbacks=(), **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()

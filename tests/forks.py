@@ -67,6 +67,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.fsync = lambda _: None  # as in conftest.py
     import rlhf.analysis.evaluator
     import rlhf.reports.comparison_report
     import rlhf.rewards.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from pathlib import Path
@@ -25,17 +26,23 @@ def render(template: str, **data: Any) -> str:
     Filters: `text` for text of a model or a user (makes control and direction characters visible), `cell` for the same
     in a Markdown table, `tojson` for data in a script element.
     """
-    environment = Environment(
+    return environment(template.endswith(".html")).get_template(template).render(**data)
+
+
+@functools.cache  # compiling a template takes longer than rendering it
+def environment(autoescape: bool) -> Environment:
+    """Return the environment of the templates, with their filters."""
+    made = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=template.endswith(".html"),
+        autoescape=autoescape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"text": visible, "cell": markdown_cell}
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": True}
-    return environment.get_template(template).render(**data)
+    made.filters |= {"text": visible, "cell": markdown_cell}
+    made.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": True}
+    return made
 
 
 def markdown_cell(text: str) -> str:

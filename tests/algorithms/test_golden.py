@@ -221,6 +221,7 @@ class StockRLOO(RLOOTrainer):
 
 
 STOCK = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (StockRLOO, RLOOConfig)}
+STOCK_SETTINGS = {"grpo": {"beta": 0.0, "scale_rewards": "none"}, "rloo": {"beta": 0.0}}
 
 
 class StockGroups:
@@ -262,103 +263,55 @@ class StockGroups:
         return [None if math.isnan(score) else score for score in self.scores[self.index].tolist()]
 
 
+GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+
+
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
-        (["--kl-placement", "none"], {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo"}),
+        ("", {"loss_type": "dapo"}),
         (
-            ["--kl-placement", "loss", "--kl-coef", "0.4", "--scale-rewards", "group", "--loss-type", "grpo"],
+            "--kl-placement loss --kl-coef 0.4 --scale-rewards group --loss-type grpo",
             {"beta": 0.4, "scale_rewards": "group", "loss_type": "grpo"},
         ),
         (
-            ["--kl-placement", "none", "--scale-rewards", "batch", "--loss-type", "dr_grpo", "--entropy-coef", "0.1"],
-            {"beta": 0.0, "scale_rewards": "batch", "loss_type": "dr_grpo", "entropy_coef": 0.1},
+            "--scale-rewards batch --loss-type dr_grpo --entropy-coef 0.1",
+            {"scale_rewards": "batch", "loss_type": "dr_grpo", "entropy_coef": 0.1},
         ),
-        (["--kl-placement", "loss", "--kl-coef", "0.4", "--minibatches", "2"], {"beta": 0.4, "scale_rewards": "none"}),
-        (
-            ["--kl-placement", "none", "--loss-type", "cispo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.2},
-        ),
-        (
-            ["--kl-placement", "none", "--loss-type", "gspo", "--minibatches", "2"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
-        ),
+        ("--kl-placement loss --kl-coef 0.4 --minibatches 2", {"beta": 0.4}),
+        ("--loss-type cispo", {"loss_type": "cispo", "epsilon_high": 1.2}),
+        ("--loss-type gspo --minibatches 2", GSPO),
         # clipped ratios
-        (
-            ["--kl-placement", "none", "--clip-range", "0.002"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo", "epsilon": 0.002},
-        ),
-        (
-            ["--kl-placement", "none", "--loss-type", "cispo", "--clip-range", "0.002"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.002},
-        ),
-        (
-            ["--kl-placement", "none", "--loss-type", "gspo", "--clip-range", "0.002"],
-            {
-                "beta": 0.0,
-                "scale_rewards": "none",
-                "loss_type": "grpo",
-                "importance_sampling_level": "sequence",
-                "epsilon": 0.002,
-            },
-        ),
+        ("--clip-range 0.002", {"loss_type": "dapo", "epsilon": 0.002}),
+        ("--loss-type cispo --clip-range 0.002", {"loss_type": "cispo", "epsilon_high": 1.002}),
+        ("--loss-type gspo --clip-range 0.002", {**GSPO, "epsilon": 0.002}),
         # clip-higher and two-sided clipping
+        ("--clip-range 0.002 --epsilon-high 0.05", {"loss_type": "dapo", "epsilon": 0.002, "epsilon_high": 0.05}),
+        ("--clip-range 0.002 --delta 1.003 --minibatches 2", {"epsilon": 0.002, "delta": 1.003}),
         (
-            ["--kl-placement", "none", "--clip-range", "0.002", "--epsilon-high", "0.05"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo", "epsilon": 0.002, "epsilon_high": 0.05},
+            "--clip-range 0.002 --delta 1.003 --loss-type gspo --minibatches 2",
+            {**GSPO, "epsilon": 0.002, "delta": 1.003},
         ),
-        (
-            ["--kl-placement", "none", "--clip-range", "0.002", "--delta", "1.003", "--minibatches", "2"],
-            {"beta": 0.0, "scale_rewards": "none", "epsilon": 0.002, "delta": 1.003},
-        ),
-        (
-            [
-                "--kl-placement",
-                "none",
-                "--clip-range",
-                "0.002",
-                "--delta",
-                "1.003",
-                "--loss-type",
-                "gspo",
-                "--minibatches",
-                "2",
-            ],
-            {
-                "beta": 0.0,
-                "scale_rewards": "none",
-                "loss_type": "grpo",
-                "importance_sampling_level": "sequence",
-                "epsilon": 0.002,
-                "delta": 1.003,
-            },
-        ),
-        (
-            ["--kl-placement", "none", "--loss-type", "cispo", "--epsilon-high", "0.002"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.002},
-        ),
+        ("--loss-type cispo --epsilon-high 0.002", {"loss_type": "cispo", "epsilon_high": 1.002}),
     ],
 )
-def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):
+def test_three_updates_of_two_epochs_match_trls_grpo(compare_with_stock, flags, settings):
     """The weights equal TRL's with each loss type, a KL in the loss, scaled rewards, entropy bonus and clipping."""
-    compare_with_stock("grpo", build, start_model, tmp_path, monkeypatch, flags, settings)
+    compare_with_stock("grpo", flags, settings)
 
 
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
-        (["--kl-placement", "none"], {"beta": 0.0}),
-        (["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
-        (["--kl-placement", "none", "--minibatches", "2", "--clip-range", "0.01"], {"beta": 0.0, "epsilon": 0.01}),
-        (
-            ["--kl-placement", "none", "--clip-range", "0.01", "--epsilon-high", "0.3"],
-            {"beta": 0.0, "epsilon": 0.01, "epsilon_high": 0.3},
-        ),
+        ("", {}),
+        ("--kl-placement reward --kl-coef 0.4", {"beta": 0.4}),
+        ("--minibatches 2 --clip-range 0.01", {"epsilon": 0.01}),
+        ("--clip-range 0.01 --epsilon-high 0.3", {"epsilon": 0.01, "epsilon_high": 0.3}),
     ],
 )
-def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_path, monkeypatch, flags, settings):
+def test_three_updates_of_two_epochs_match_trls_rloo(compare_with_stock, flags, settings):
     """The weights equal TRL's without a KL, with a KL in the reward, and with minibatches and clipped ratios."""
-    compare_with_stock("rloo", build, start_model, tmp_path, monkeypatch, flags, settings)
+    compare_with_stock("rloo", flags, settings)
 
 
 def by_length(completions, **_) -> list[float]:
@@ -375,15 +328,15 @@ def some_none(completions, **_) -> list[float | None]:
 @pytest.mark.parametrize(
     ("algorithm", "flags", "settings"),
     [
-        ("grpo", ["--kl-placement", "loss", "--kl-coef", "0.4"], {"beta": 0.4, "scale_rewards": "none"}),
-        ("grpo", ["--kl-placement", "none", "--scale-rewards", "batch"], {"beta": 0.0, "scale_rewards": "batch"}),
-        ("rloo", ["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
+        ("grpo", "--kl-placement loss --kl-coef 0.4", {"beta": 0.4}),
+        ("grpo", "--scale-rewards batch", {"scale_rewards": "batch"}),
+        ("rloo", "--kl-placement reward --kl-coef 0.4", {"beta": 0.4}),
     ],
 )
-def test_completions_without_a_score_match_trl(build, start_model, tmp_path, monkeypatch, algorithm, flags, settings):
+def test_completions_without_a_score_match_trl(compare_with_stock, algorithm, flags, settings):
     """Weights equal TRL's if the reward function returns None for some completions."""
     some_none.calls = 0
-    compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, some_none)
+    compare_with_stock(algorithm, flags, settings, some_none)
 
 
 def half_end(monkeypatch) -> None:
@@ -402,72 +355,64 @@ def half_end(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "flags", "settings"),
     [
-        (
-            "grpo",
-            ["--kl-placement", "loss", "--kl-coef", "0.4", "--entropy-coef", "0.1"],
-            {"beta": 0.4, "scale_rewards": "none", "entropy_coef": 0.1},
-        ),
-        (
-            "grpo",
-            ["--kl-placement", "none", "--loss-type", "grpo", "--minibatches", "2", "--entropy-coef", "0.2"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "entropy_coef": 0.2},
-        ),
-        (
-            "grpo",
-            ["--kl-placement", "none", "--loss-type", "dr_grpo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dr_grpo"},
-        ),
-        (
-            "grpo",
-            ["--kl-placement", "none", "--loss-type", "gspo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
-        ),
-        ("rloo", ["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
+        ("grpo", "--kl-placement loss --kl-coef 0.4 --entropy-coef 0.1", {"beta": 0.4, "entropy_coef": 0.1}),
+        ("grpo", "--loss-type grpo --minibatches 2 --entropy-coef 0.2", {"loss_type": "grpo", "entropy_coef": 0.2}),
+        ("grpo", "--loss-type dr_grpo", {"loss_type": "dr_grpo"}),
+        ("grpo", "--loss-type gspo", GSPO),
+        ("rloo", "--kl-placement reward --kl-coef 0.4", {"beta": 0.4}),
     ],
 )
-def test_masked_truncated_completions_match_trl(build, start_model, tmp_path, monkeypatch, algorithm, flags, settings):
+def test_masked_truncated_completions_match_trl(compare_with_stock, monkeypatch, algorithm, flags, settings):
     """Weights equal TRL's if two of four completions are truncated and left out of the loss."""
     half_end(monkeypatch)
-    flags = [*flags, "--mask-truncated-completions"]
     settings = {**settings, "mask_truncated_completions": True}
-    compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings)
+    compare_with_stock(algorithm, f"{flags} --mask-truncated-completions", settings)
 
 
-def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, reward=by_length):
-    fixed = [] if "none" in flags else ["--kl-schedule", "fixed"]
-    ours = build(
-        *flags, *fixed, "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
-        "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
-        algorithm=algorithm, rewards=[reward],
-    )  # fmt: skip
-    rollouts = []
-    scores = []
-    advantages = ours.advantages
+@pytest.fixture
+def compare_with_stock(build, start_model, tmp_path, monkeypatch):
+    """Return a function that trains with the flags, and with TRL and the settings, and compares the weights. Both have
+    no KL and no scaled rewards if the flags and the settings do not have them."""
 
-    def recorded(rollout, rollout_scores):
-        rollouts.append(rollout)
-        scores.append(rollout_scores)
-        return advantages(rollout, rollout_scores)
+    def compare(algorithm: str, flags: str, settings: dict, reward=by_length) -> None:
+        fixed = "--kl-schedule fixed" if "--kl-placement" in flags else "--kl-placement none"
+        ours = build(
+            *f"{flags} {fixed} --temperature 1 --max-grad-norm 0.5 --lr-schedule constant".split(),
+            "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
+            algorithm=algorithm, rewards=[reward],
+        )  # fmt: skip
+        rollouts = []
+        scores = []
+        advantages = ours.advantages
 
-    ours.advantages = recorded
-    ours.evaluate = lambda: None
-    # TRL shuffles with torch's global generator. Neither trainer shuffles here, so that minibatches are the same.
-    monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
-    ours.policy_optimizer.minibatches = lambda update, epoch: iter(
-        torch.arange(4).view(-1, ours.config.minibatch_size).tolist()
-    )
-    settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
-    for update in range(1, UPDATES + 1):
-        ours.update_step(update)
-    stock = StockGroups(algorithm, start_model, tmp_path, rollouts, scores, **settings)
-    stock.trainer.train()
-    start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
-    our_weights, trl_weights, start_weights = (
-        torch.cat([w.detach().flatten() for w in model.parameters()])
-        for model in (ours.host.model, stock.trainer.model, start)
-    )
-    assert stock.index == UPDATES - 1
-    assert float((our_weights - trl_weights).abs().max()) < 2e-5, (
-        "differs by more than rounding errors amplified by Adam"
-    )
-    assert float((our_weights - start_weights).abs().max()) > 1e-3
+        def recorded(rollout, rollout_scores):
+            rollouts.append(rollout)
+            scores.append(rollout_scores)
+            return advantages(rollout, rollout_scores)
+
+        ours.advantages = recorded
+        ours.evaluate = lambda: None
+        # TRL shuffles with torch's global generator. Neither trainer shuffles here, so that minibatches are the same.
+        monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
+        ours.policy_optimizer.minibatches = lambda update, epoch: iter(
+            torch.arange(4).view(-1, ours.config.minibatch_size).tolist()
+        )
+        for update in range(1, UPDATES + 1):
+            ours.update_step(update)
+        stock = StockGroups(
+            algorithm, start_model, tmp_path, rollouts, scores,
+            **{"per_device_train_batch_size": ours.config.minibatch_size, **STOCK_SETTINGS[algorithm], **settings},
+        )  # fmt: skip
+        stock.trainer.train()
+        start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+        our_weights, trl_weights, start_weights = (
+            torch.cat([w.detach().flatten() for w in model.parameters()])
+            for model in (ours.host.model, stock.trainer.model, start)
+        )
+        assert stock.index == UPDATES - 1
+        assert float((our_weights - trl_weights).abs().max()) < 2e-5, (
+            "differs by more than rounding errors amplified by Adam"
+        )
+        assert float((our_weights - start_weights).abs().max()) > 1e-3
+
+    return compare

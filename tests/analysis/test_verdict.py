@@ -155,11 +155,6 @@ def test_a_difference_that_rounds_to_zero_has_no_sign():
     assert sentence.count("+0.000") == 3 and "-0.000" not in sentence, sentence
 
 
-def test_equal_groups_have_no_significant_difference():
-    groups = [group("PPO", *three(1.0, 0.5)), group("GRPO", *three(1.0, 0.5))]
-    assert results(judge_runs(groups, START, "gold quality", 1), "judge")["PPO - GRPO"] == "equal"
-
-
 def test_difference_smaller_than_seed_variation_is_not_significant():
     """The mean difference is 0.5, but the seeds of each group are 1 apart."""
     ppo, grpo = ([completions(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
@@ -180,12 +175,6 @@ def test_caveats_depend_on_the_number_of_seeds():
     assert [c.over for c in first.contrasts] == ["prompts", "seeds and prompts", "prompts"]
 
 
-def test_verdict_reports_unequal_budgets_in_capitals():
-    groups = [group("PPO", *three(1.0), episodes=50), group("GRPO", *three(0.5), episodes=800)]
-    sentence = judge_runs(groups, completions(0.0), None, 1).sentences[0]
-    assert "50" in sentence and "800" in sentence
-
-
 def test_contrast_matches_hand_computed_values():
     """Two seeds against the start model: the difference of means per prompt, and the win rate over all pairs."""
     a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), {}, None, None, None, None)
@@ -196,13 +185,6 @@ def test_contrast_matches_hand_computed_values():
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
     assert found.win_rate.value == pytest.approx((3 / 4 + 1 / 4 + 3 / 4 + 1 / 2) / 4)
     assert found.name == "PPO - start model"
-
-
-def test_caveat_if_only_the_judge_finds_a_difference():
-    groups = [group("PPO", *three(1.0, 0.8)), group("GRPO", *three(1.0, 0.2))]
-    verdict = judge_runs(groups, START, "gold quality", 1)
-    assert results(verdict)["PPO - GRPO"] == "equal" and results(verdict, "judge")["PPO - GRPO"] == "better"
-    assert len(verdict.caveats) == 1 and "by score" in verdict.caveats[0]
 
 
 def test_caveat_for_few_prompts():
@@ -273,12 +255,6 @@ def test_verdict_uses_the_names_of_the_arms():
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert results(verdict, "judge")["A - B"] == "worse"
     assert [sentence[:2] for sentence in verdict.sentences] == ["B ", "A ", "B "]
-
-
-def test_verdict_of_one_group_reports_what_it_cannot_show():
-    verdict = judge_runs([group("TOY", *three(1.0))], completions(0.0), None, 1)
-    assert results(verdict) == {"TOY - start model": "better"}
-    assert len(verdict.sentences) == 1 and verdict.sentences[0].startswith("TOY ")
 
 
 # --- KL and baselines ------------------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def test_after_an_early_error_an_older_folder_stays(report, tmp_path, user_error
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows does not rename a folder with open files")
-@pytest.mark.parametrize("copied", [True, False], ids=["another folder", "no folder"])
+@pytest.mark.parametrize(
+    "copied", [True, pytest.param(False, marks=pytest.mark.ci)], ids=["another folder", "no folder"]
+)
 def test_a_report_is_not_written_into_another_folder(report, tmp_path, monkeypatch, copied):
     folder = tmp_path / "new" / "report"
 

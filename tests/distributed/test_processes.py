@@ -26,6 +26,7 @@ from tests.scripts.test_scripts import ROOT
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 ADAPTER_FILE = "adapter_model.safetensors"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+BOTH = ("alone", "shared")  # the output folders of the same training in one process and in two
 
 
 def driver(name: str, *given: object) -> list[dict]:
@@ -177,32 +178,32 @@ def launcher_commands(launcher: str) -> list[list[str]]:
              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]]  # fmt: skip
 
 
-def gap_to_one_process(folder: Path, launcher: str, *more: str) -> float:
+def gap_to_one_process(forks, folder: Path, launcher: str, *more: str) -> float:
     """Train with python and with the launcher's own command. Return the largest gap of the saved weights."""
     inputs = proof.Inputs.make(folder / "inputs")
-    starts = {"alone": [[]], launcher: [["-m", *command] for command in launcher_commands(launcher)]}
-    for name, commands in starts.items():
-        argv = [str(ROOT / "train_ppo.py"), *words("ppo", inputs, folder / name, *more)]
-        started = [
-            subprocess.Popen([sys.executable, *command, *argv], cwd=folder, env=ENVIRONMENT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for command in commands
-        ]  # fmt: skip
-        ended = [process.communicate(timeout=200) for process in started]
-        assert [process.returncode for process in started] == [0] * len(commands), ended
-        printed = "".join(out for out, _ in ended)
-        assert printed.count("update 5/5") == 1, "only the first process prints"
-        assert ("processes" in printed) == (name != "alone")
-    run = RunRecord.read(folder / launcher)
+    alone, shared = ([str(ROOT / "train_ppo.py"), *words("ppo", inputs, folder / name, *more)] for name in BOTH)
+    done = forks.run(alone, folder)
+    assert done.returncode == 0 and "processes" not in done.stdout, done.stderr
+    started = [
+        subprocess.Popen([sys.executable, "-m", *command, *shared], cwd=folder, env=ENVIRONMENT, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for command in launcher_commands(launcher)
+    ]  # fmt: skip
+    ended = [process.communicate(timeout=200) for process in started]
+    assert {process.returncode for process in started} == {0}, ended
+    printed = "".join(out for out, _ in ended)
+    assert printed.count("update 5/5") == 1 and "processes" in printed, "only the first process prints"
+    run = RunRecord.read(folder / "shared")
     assert run.status == "finished" and run.processes == 2
     file = ADAPTER_FILE if "--use-lora" in more else "model.safetensors"
-    return largest_gap(*(load_file(folder / name / file) for name in starts))
+    return largest_gap(*(load_file(folder / name / file) for name in BOTH))
 
 
+# with torchrun on one machine: test_adapters_over_4_bit_weights_on_two_processes
 @pytest.mark.ci
-@pytest.mark.parametrize("launcher", ["torchrun", "two-machines", "accelerate"])
-def test_commands_of_the_launchers(tmp_path, launcher):
-    assert gap_to_one_process(tmp_path, launcher) < 5e-6
+@pytest.mark.parametrize("launcher", ["two-machines", "accelerate"])
+def test_commands_of_the_launchers(forks, tmp_path, launcher):
+    assert gap_to_one_process(forks, tmp_path, launcher) < 5e-6
 
 
 @pytest.mark.ci
@@ -228,24 +229,32 @@ def test_one_line_after_a_killed_process_of_torchrun(tmp_path, victim):
 
 
 @pytest.mark.ci
-def test_adapters_over_4_bit_weights_on_two_processes(tmp_path):
+def test_adapters_over_4_bit_weights_on_two_processes(forks, tmp_path):
     pytest.importorskip("bitsandbytes")
-    assert gap_to_one_process(tmp_path, "torchrun", "--use-lora", "--lora-r", "4", "--load-in-4bit") < 1e-5
+    assert gap_to_one_process(forks, tmp_path, "torchrun", "--use-lora", "--lora-r", "4", "--load-in-4bit") < 1e-5
+
+
+def in_one_and_in_two(forks, folder: Path, command: list[str]) -> list[str]:
+    """Run a command alone and with torchrun. Its last argument is the output. Return what both runs print."""
+    alone, shared = ([*command, str(folder / name)] for name in BOTH)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    ended = [
+        forks.run(alone, ROOT),
+        subprocess.run([sys.executable, *torchrun, *shared], cwd=ROOT, capture_output=True, text=True, timeout=200,
+                       env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}),
+    ]  # fmt: skip
+    assert [one.returncode for one in ended] == [0, 0], ended
+    return [one.stdout for one in ended]
 
 
 @pytest.mark.ci
-def test_reward_model_of_two_processes_is_that_of_one(tmp_path):
+def test_reward_model_of_two_processes_is_that_of_one(forks, tmp_path):
     inputs = proof.Inputs.make(tmp_path / "inputs")
     flags = ["--pairs", inputs.pairs, "--base-model", inputs.start, "--actor-model", "none", "--rm-epochs", 2,
              "--rm-batch-size", 7, "--split", "60/30/10", "--rm-learning-rate", "1e-4"]  # fmt: skip
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    for name, start in (("alone", []), ("shared", torchrun)):
-        ended = subprocess.run(
-            [sys.executable, *start, "-m", "reward_model.train", *map(str, flags), "--rm-output", tmp_path / name],
-            cwd=ROOT, capture_output=True, text=True, timeout=200, env=ENVIRONMENT,
-        )  # fmt: skip
-        assert ended.returncode == 0 and ended.stdout.count("reward model saved") == 1, ended.stderr[-2000:]
-    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
+    trained = in_one_and_in_two(forks, tmp_path, ["-m", "reward_model.train", *map(str, flags), "--rm-output"])
+    assert [printed.count("reward model saved") for printed in trained] == [1, 1]
+    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in BOTH)
     start = load_file(inputs.start / "model.safetensors")
     assert largest_gap(plain, shared, without={"score.weight"}) < 1e-6
     moved = [n for n in start if n in plain and not torch.equal(start[n], plain[n])]
@@ -269,18 +278,12 @@ trainer.save_model(sys.argv[2])
 
 
 @pytest.mark.ci
-def test_python_api_on_two_processes(tmp_path):
-    inputs = proof.Inputs.make(tmp_path / "inputs")
+def test_python_api_on_two_processes(forks, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    for name, start in (("alone", []), ("shared", torchrun)):
-        ended = subprocess.run(
-            [sys.executable, *start, str(program), str(inputs.start), str(tmp_path / name)], cwd=ROOT,
-            capture_output=True, text=True, timeout=200, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
-    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
+    start = proof.Inputs.make(tmp_path / "inputs").start
+    in_one_and_in_two(forks, tmp_path, [str(program), str(start)])
+    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in BOTH)
     assert largest_gap(plain, shared) < 1e-6
 
 

@@ -296,15 +296,16 @@ def test_training_and_its_check_refuse_an_incomplete_start_model(more, incomplet
 
 
 def test_evaluations_and_comparisons_refuse_incomplete_weights(runs, incomplete, tmp_path, user_error):
+    page = str(tmp_path / "page")
     run = rewritten(runs["ppo", 1], tmp_path / "ppo", without(LAYER))
     with user_error("1 missing", LAYER, str(run)):
-        evaluate_generations.main(["--model-path", str(run), "--output", str(tmp_path / "page")])
+        evaluate_generations.main(["--model-path", str(run), "--output", page])
     with user_error("1 missing", LAYER, str(run)):
         compare_runs.main([str(run), str(runs["ppo", 2]), "--output", str(tmp_path / "comparison")])
     grpo = runs["grpo", 1]
     name = sorted(load_file(grpo / "adapter_model.safetensors"))[-1]
     adapter = rewritten(grpo, tmp_path / "grpo", without(name), "adapter_model.safetensors")
     with user_error("1 missing", name, str(adapter)):
-        evaluate_generations.main(["--model-path", str(adapter), "--output", str(tmp_path / "page")])
+        evaluate_generations.main(["--model-path", str(adapter), "--output", page])
     with user_error("1 missing", LAYER, str(incomplete)):
-        evaluate_generations.main(["--model-path", str(grpo), "--baseline", str(incomplete), "--output", "page"])
+        evaluate_generations.main(["--model-path", str(grpo), "--baseline", str(incomplete), "--output", page])

@@ -139,6 +139,7 @@ def test_a_file_changes_no_state_when_it_is_loaded(tmp_path, code, fails):
         find_rule(f"{tmp_path}/rules.py:f")
 
 
+@pytest.mark.ci
 def test_torch_has_its_defaults_after_a_file_has_imported_it(tmp_path):
     (tmp_path / "rules.py").write_text(f"{CHANGES}change()\ndef f(completions): pass")
     get = ("is_grad_enabled", "get_default_dtype", "get_default_device")
@@ -260,6 +261,7 @@ def test_a_file_that_was_corrected_gets_its_name(own_modules, tmp_path):
     assert rules_in(tmp_path, "rules_to_correct").__module__ == "rules_to_correct"
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no POSIX signals")
 def test_processes_of_a_function_import_its_file_and_sigterm_ends_the_run(run_flags, tmp_path):
     """The signal comes while the pool works."""

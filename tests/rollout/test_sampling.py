@@ -233,6 +233,7 @@ def test_each_probability_is_exact_to_a_millionth(vocabulary):
     assert_close(found, logits[0].double().softmax(-1)[tokens], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.ci
 def test_few_tokens_change_compared_to_a_search_in_float64():
     """Only random numbers next to the end of an interval can give another token."""
     generator = torch.Generator().manual_seed(0)

@@ -72,6 +72,7 @@ def test_commands_work_on_a_disk_without_a_call(forks, start_model, pairs_file, 
         assert (tmp_path / file).is_file()
 
 
+@pytest.mark.ci
 def test_full_disk_in_a_command_names_its_output(forks, runs, tmp_path):
     """Evaluation, comparison and plot: the line has the file or the output, and how to fix this disk."""
     (tmp_path / "full.py").write_text(FULL)

@@ -113,6 +113,7 @@ def test_a_run_in_a_python_program_ends_as_always(start_model, tmp_path, lose):
         assert log.record.console_lost == record.console_lost, "a resumed run keeps it"
 
 
+@pytest.mark.ci
 def test_other_commands_write_their_files(runs, pairs_file, start_model, tmp_path, lose, capsys):
     model = str(runs["ppo", 1])
     lose("pipe")

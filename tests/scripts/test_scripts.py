@@ -68,12 +68,13 @@ OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORIT
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
-def test_a_run_from_start_to_saved_model(project, flags, algorithm):
+def test_a_run_from_start_to_saved_model(project, forks, flags, algorithm):
+    """PPO in a new process."""
     more, batch = ALONE if ALGORITHMS[algorithm].group_size == 1 else GROUPS
     script = f"train_{algorithm}.py"
     flags = [*flags, *more]
     name = f"{algorithm}_training_output"
-    done = run([script, *flags], project)
+    done = run([script, *flags], project) if algorithm == "ppo" else forks.run([script, *flags], project)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no warnings, progress bars or retries of libraries"
     assert "{'" not in done.stdout, "no raw dictionaries"
@@ -125,24 +126,24 @@ def test_training_scripts_differ_only_in_the_algorithms_name():
 
 
 @pytest.mark.ci
-def test_all_algorithms_plan_the_same_budget(project, flags):
+def test_all_algorithms_plan_the_same_budget(project, forks, flags):
     plans = []
     at = flags.index("--num-iterations")
     flags = [*flags[:at], *flags[at + 2 :]]
     for algorithm, row in ALGORITHMS.items():
         more = ["--batch-size", "4"] if row.group_size == 1 else GROUPS[0]
-        done = run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
+        done = forks.run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
         assert done.returncode == 0, done.stderr
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
     assert len(plans) == len(ALGORITHMS) and len(set(plans)) == 1
     assert "8 updates x 4 = 32 episodes (--episodes 30, " in plans[0] and "), 32 optimizer steps" in plans[0]
 
 
-def test_unfinished_run_is_not_overwritten(project, flags):
+def test_unfinished_run_is_not_overwritten(project, forks, flags):
     folder = project / "mine"
     folder.mkdir()
     (folder / "run.json").write_text('{"status": "running"}')
-    done = run(["train_ppo.py", *flags, "--output", "mine"], project)
+    done = forks.run(["train_ppo.py", *flags, "--output", "mine"], project)
     assert done.returncode == 2
     assert all(part in done.stderr for part in (": --output mine. ", "--resume", "--overwrite"))
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
@@ -161,13 +162,13 @@ ERRORS = {
 # tests/scripts/test_bad_inputs.py tests all errors without a process for each
 @pytest.mark.ci
 @pytest.mark.parametrize("what", ERRORS)
-def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
+def test_errors_are_one_line_with_exit_status_2(project, forks, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
         shutil.copytree(reward_folder, weak)
         (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5, "calibration": {}}')
     more, part = ERRORS[what]
-    done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
+    done = forks.run(["train_ppo.py", *flags, "--output", "unused", *more], project)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and part in done.stderr and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
@@ -175,9 +176,9 @@ def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, w
 
 
 @pytest.mark.ci
-def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
+def test_prompts_that_do_not_parse_are_reported_by_line(project, forks, flags):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
-    done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
+    done = forks.run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: ") and "bad.jsonl:2" in lines[0]

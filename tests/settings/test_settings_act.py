@@ -45,7 +45,7 @@ def run(build):
     """Return a function that does a short run and returns its metrics, sum of weights and best update as JSON."""
 
     def observe(*flags, algorithm="ppo") -> str:
-        length = [] if "--episodes" in flags else ["--num-iterations", 3]
+        length = [] if "--episodes" in flags else ["--num-iterations", 2]
         horizon = [] if "fixed" in flags else ["--kl-horizon", 40]
         trainer = build(*length, "--learning-rate", "1e-2", *horizon, *flags, algorithm=algorithm)
         with attach(trainer) as log:
@@ -58,83 +58,100 @@ def run(build):
     return observe
 
 
-# setting -> flags with which a run must differ from the run without them, and flags that both runs have
+# setting -> flags with which a run must differ from the run without them
 BY_RUN = {
-    "use_lora": (["--use-lora"], []),
-    "lora_r": (["--lora-r", "2"], ["--use-lora"]),
-    "lora_alpha": (["--lora-alpha", "2"], ["--use-lora"]),
-    "lora_targets": (["--lora-targets", "down_proj"], ["--use-lora"]),
-    "lora_dropout": (["--lora-dropout", "0.3"], ["--use-lora"]),
-    "load_in_4bit": (["--load-in-4bit"], ["--use-lora"]),
-    "bf16": (["--bf16"], []),
-    "split": (["--split", "10/80/10"], []),
-    "prompt_length": (["--prompt-length", "40"], []),
-    "eval_text": (["--eval-text", "README.md"], []),
-    "max_prompts": (["--max-prompts", "5"], []),
-    "eval_prompts": (["--eval-prompts", "2"], []),
-    "max_new_tokens": (["--max-new-tokens", "5"], []),
-    "temperature": (["--temperature", "0.9"], []),
-    "top_k": (["--top-k", "5"], []),
-    "top_p": (["--top-p", "0.5"], []),
-    "stop": (["--stop", "e", "\n"], []),
-    "batch_size": (["--batch-size", "6"], []),
-    "K": (["--K", "4"], []),
-    "ppo_epochs": (["--ppo-epochs", "3"], []),
-    "minibatches": (["--minibatches", "2"], []),
-    "clip_range": (["--clip-range", "0.01"], []),
-    "epsilon_high": (["--epsilon-high", "0.5"], ["--clip-range", "0.01"]),
-    "delta": (["--delta", "1.011"], ["--clip-range", "0.01", "--minibatches", "2"]),
-    "critic": (["--critic", "separate"], []),
-    "value_coef": (["--value-coef", "0.7"], []),
-    "value_clip_range": (["--value-clip-range", "0.001"], []),
-    "mask_truncated_completions": (["--mask-truncated-completions"], []),
-    "entropy_coef": (["--entropy-coef", "0.1"], []),
-    "gamma": (["--gamma", "0.8"], []),
-    "lam": (["--lam", "0.5"], []),
-    "critic_learning_rate": (["--critic-learning-rate", "3e-2"], []),
-    "critic_lam": (["--critic-lam", "1"], ["--lam", "0.5"]),
-    "critic_warmup": (["--critic-warmup", "2"], []),
-    "whiten_rewards": (["--whiten-rewards"], []),
-    "whiten_advantages": (["--no-whiten-advantages"], []),
-    "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
-    "reward_func": (["--reward-func", "length_penalty"], []),
-    "reward_weights": (["--reward-weights", "0.5"], []),
-    "eval_func": (["--eval-func", "length_penalty"], []),
-    "keywords": (["--keywords", "e"], ["--reward-func", "keyword_bonus"]),
-    "normalize_scores": (["--normalize-scores"], []),
-    "score_ema": (["--score-ema", "0.1"], ["--normalize-scores"]),
-    "control": (["--control", "shuffled"], []),
-    "kl_coef": (["--kl-coef", "0.5"], []),
-    "kl_placement": (["--kl-placement", "loss"], []),
-    "kl_schedule": (["--kl-schedule", "fixed"], []),
-    "kl_target": (["--kl-target", "0.001/token"], []),
-    "kl_horizon": (["--kl-horizon", "20"], []),
-    "kl_penalty_at": (["--kl-penalty-at", "eos"], ["--kl-coef", "0.5"]),
-    "learning_rate": (["--learning-rate", "3e-3"], []),
-    "warmup_steps": (["--warmup-steps", "2"], []),
-    "weight_decay": (["--weight-decay", "0.1"], []),
-    "optim": (["--optim", "adamw_8bit"], []),
-    "lr_schedule": (["--lr-schedule", "constant"], []),
-    "adam_beta1": (["--adam-beta1", "0.5"], []),
-    "adam_beta2": (["--adam-beta2", "0.9"], []),
-    "max_grad_norm": (["--max-grad-norm", "0.01"], []),
-    "seed": (["--seed", "7"], []),
-    "num_iterations": (["--num-iterations", "2"], []),
-    "episodes": (["--episodes", "8"], []),
-    "eval_every": (["--eval-every", "1"], []),
-    "eval_samples": (["--eval-samples", "2"], []),
-    "eval_temperature": (["--eval-temperature", "0"], []),
+    "use_lora": "--use-lora",
+    "lora_r": "--lora-r 2",
+    "lora_alpha": "--lora-alpha 2",
+    "lora_targets": "--lora-targets down_proj",
+    "lora_dropout": "--lora-dropout 0.3",
+    "load_in_4bit": "--load-in-4bit",
+    "bf16": "--bf16",
+    "split": "--split 10/80/10",
+    "prompt_length": "--prompt-length 40",
+    "eval_text": "--eval-text README.md",
+    "max_prompts": "--max-prompts 5",
+    "eval_prompts": "--eval-prompts 2",
+    "max_new_tokens": "--max-new-tokens 5",
+    "temperature": "--temperature 0.9",
+    "top_k": "--top-k 5",
+    "top_p": "--top-p 0.5",
+    "stop": "--stop e",
+    "batch_size": "--batch-size 6",
+    "K": "--K 4",
+    "ppo_epochs": "--ppo-epochs 3",
+    "minibatches": "--minibatches 2",
+    "clip_range": "--clip-range 0.01",
+    "epsilon_high": "--epsilon-high 0.5",
+    "delta": "--delta 1.011",
+    "critic": "--critic separate",
+    "value_coef": "--value-coef 0.7",
+    "value_clip_range": "--value-clip-range 0.001",
+    "mask_truncated_completions": "--mask-truncated-completions",
+    "entropy_coef": "--entropy-coef 0.1",
+    "gamma": "--gamma 0.8",
+    "lam": "--lam 0.5",
+    "critic_learning_rate": "--critic-learning-rate 3e-2",
+    "critic_lam": "--critic-lam 1",
+    "critic_warmup": "--critic-warmup 1",
+    "whiten_rewards": "--whiten-rewards",
+    "whiten_advantages": "--no-whiten-advantages",
+    "missing_eos_penalty": "--missing-eos-penalty 2",
+    "reward_func": "--reward-func length_penalty",
+    "reward_weights": "--reward-weights 0.5",
+    "eval_func": "--eval-func length_penalty",
+    "keywords": "--keywords e",
+    "normalize_scores": "--normalize-scores",
+    "score_ema": "--score-ema 0.1",
+    "control": "--control shuffled",
+    "kl_coef": "--kl-coef 0.5",
+    "kl_placement": "--kl-placement loss",
+    "kl_schedule": "--kl-schedule fixed",
+    "kl_target": "--kl-target 0.001/token",
+    "kl_horizon": "--kl-horizon 20",
+    "kl_penalty_at": "--kl-penalty-at eos",
+    "learning_rate": "--learning-rate 3e-3",
+    "warmup_steps": "--warmup-steps 1",
+    "weight_decay": "--weight-decay 0.1",
+    "optim": "--optim adamw_8bit",
+    "lr_schedule": "--lr-schedule constant",
+    "adam_beta1": "--adam-beta1 0.5",
+    "adam_beta2": "--adam-beta2 0.9",
+    "max_grad_norm": "--max-grad-norm 0.01",
+    "seed": "--seed 7",
+    "num_iterations": "--num-iterations 1",
+    "episodes": "--episodes 4",
+    "eval_every": "--eval-every 1",
+    "eval_samples": "--eval-samples 2",
+    "eval_temperature": "--eval-temperature 0",
 }
 
 # the same for settings that only GRPO reads
 BY_GRPO_RUN = {
-    "dynamic_sampling": (["--dynamic-sampling", "2"], ["--rm-model", "none", "--reward-func", "keyword_bonus"]),
-    "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
-    "loss_type": (["--loss-type", "dr_grpo"], []),
+    "dynamic_sampling": "--dynamic-sampling 2",
+    "scale_rewards": "--scale-rewards group",
+    "loss_type": "--loss-type dr_grpo",
 }
 # the same for settings that choose the best of two evaluations: score 1, perplexity 10 and score 2, perplexity 12
 BY_BEST = {
-    "best_rule": (["--best-rule", "perplexity"], []),
+    "best_rule": "--best-rule perplexity",
+}
+
+# flags of both runs
+IN_BOTH = {
+    "lora_r": "--use-lora",
+    "lora_alpha": "--use-lora",
+    "lora_targets": "--use-lora",
+    "lora_dropout": "--use-lora",
+    "load_in_4bit": "--use-lora",
+    "epsilon_high": "--clip-range 0.01",
+    "delta": "--clip-range 0.01 --minibatches 2",
+    "critic_lam": "--lam 0.5",
+    "keywords": "--reward-func keyword_bonus",
+    "score_ema": "--normalize-scores",
+    "kl_penalty_at": "--kl-coef 0.5",
+    "dynamic_sampling": "--rm-model none --reward-func keyword_bonus",
+    "scale_rewards": "--kl-placement loss",
 }
 
 
@@ -142,11 +159,12 @@ BY_BEST = {
 def differs(run):
     """Return a function: True if flags change a run. The run without them is done once and cached for all tests."""
 
-    def compare(flags, both, algorithm="ppo") -> bool:
-        key = (*map(str, both), algorithm)
+    def compare(flags: str, name: str, *more: object, algorithm="ppo") -> bool:
+        both = (*IN_BOTH.get(name, "").split(), *more)
+        key = (*both, algorithm)
         if key not in RUNS_WITHOUT_FLAGS:
             RUNS_WITHOUT_FLAGS[key] = run(*both, algorithm=algorithm)
-        return run(*both, *flags, algorithm=algorithm) != RUNS_WITHOUT_FLAGS[key]
+        return run(*both, *flags.split(), algorithm=algorithm) != RUNS_WITHOUT_FLAGS[key]
 
     return compare
 
@@ -157,12 +175,12 @@ RUNS_WITHOUT_FLAGS: dict[tuple[str, ...], str] = {}
 
 @pytest.mark.parametrize("name", BY_RUN)
 def test_setting_changes_a_ppo_run(differs, name):
-    assert differs(*BY_RUN[name])
+    assert differs(BY_RUN[name], name)
 
 
 @pytest.mark.parametrize("name", BY_GRPO_RUN)
 def test_setting_changes_a_grpo_run(differs, name):
-    assert differs(*BY_GRPO_RUN[name], algorithm="grpo")
+    assert differs(BY_GRPO_RUN[name], name, algorithm="grpo")
 
 
 @pytest.mark.ci
@@ -179,11 +197,10 @@ def test_setting_changes_a_grpo_run(differs, name):
 )
 def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):
     """For settings in groups that the algorithm reads."""
-    flags, both = BY_RUN[name]
-    both = [*both, "--seed", 2]  # with this seed the KL is above 0 after the first update
+    both = ["--seed", 2]  # with this seed the KL is above 0 after the first update
     if algorithm == "rloo":  # after larger steps the ratio of a whole completion is outside the clip range
-        both += ["--learning-rate", "5e-3"]
-    assert differs(flags, both, algorithm=algorithm)
+        both += ["--learning-rate", "5e-3", "--num-iterations", 3]
+    assert differs(BY_RUN[name], name, *both, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("name", BY_BEST)
@@ -198,8 +215,7 @@ def test_setting_changes_the_best_checkpoint(build, monkeypatch, name):
             trainer.train()
         return log.record.best.update
 
-    flags, both = BY_BEST[name]
-    assert best(*both, *flags) != best(*both)
+    assert best(*BY_BEST[name].split()) != best()
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
@@ -362,24 +378,7 @@ def outcomes_deterministic(configured, tmp_path):
     return switched_on("--deterministic"), switched_on()
 
 
-OUTCOMES = {
-    f.__name__.removeprefix("outcomes_"): f
-    for f in (
-        outcomes_actor_model,
-        outcomes_rm_model,
-        outcomes_rm_text,
-        outcomes_allow_weak_reward_model,
-        outcomes_prompts,
-        outcomes_eval_dataset,
-        outcomes_plain_prompts,
-        outcomes_few_shot,
-        outcomes_reward_timeout,
-        outcomes_epochs,
-        outcomes_overwrite,
-        outcomes_seeds,
-        outcomes_deterministic,
-    )
-}
+OUTCOMES = {name.removeprefix("outcomes_"): f for name, f in [*globals().items()] if name.startswith("outcomes_")}
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
@@ -536,22 +535,22 @@ def test_every_setting_is_tested():
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
 
 REWARD_SETTINGS = {
-    "split": ["--split", "60/30/10"],
-    "plain_prompts": ["--plain-prompts"],
-    "pair_length": ["--pair-length", "50"],
-    "rm_learning_rate": ["--rm-learning-rate", "1e-2"],
-    "rm_epochs": ["--rm-epochs", "2"],
-    "rm_batch_size": ["--rm-batch-size", "2"],
-    "rm_bf16": ["--rm-bf16"],
-    "rm_seed": ["--rm-seed", "5"],
-    "actor_model": ["--actor-model", "none"],
-    "calibration_prompts": ["--calibration-prompts", "7"],
-    "calibration_prompt_length": ["--calibration-prompt-length", "40"],
-    "max_new_tokens": ["--max-new-tokens", "3"],
-    "temperature": ["--temperature", "0.1"],
-    "top_k": ["--top-k", "2"],
-    "top_p": ["--top-p", "0.2"],
-    "stop": ["--stop", "e"],
+    "split": "--split 60/30/10",
+    "plain_prompts": "--plain-prompts",
+    "pair_length": "--pair-length 50",
+    "rm_learning_rate": "--rm-learning-rate 1e-2",
+    "rm_epochs": "--rm-epochs 2",
+    "rm_batch_size": "--rm-batch-size 2",
+    "rm_bf16": "--rm-bf16",
+    "rm_seed": "--rm-seed 5",
+    "actor_model": "--actor-model none",
+    "calibration_prompts": "--calibration-prompts 7",
+    "calibration_prompt_length": "--calibration-prompt-length 40",
+    "max_new_tokens": "--max-new-tokens 3",
+    "temperature": "--temperature 0.1",
+    "top_k": "--top-k 2",
+    "top_p": "--top-p 0.2",
+    "stop": "--stop e",
 }
 
 
@@ -580,7 +579,7 @@ def default_record(reward_record):
 @pytest.mark.ci
 @pytest.mark.parametrize("name", REWARD_SETTINGS)
 def test_setting_changes_a_reward_model(reward_record, default_record, name):
-    assert reward_record(*REWARD_SETTINGS[name]) != default_record
+    assert reward_record(*REWARD_SETTINGS[name].split()) != default_record
 
 
 def test_repeated_reward_model_training_does_not_differ(reward_record, default_record):
@@ -628,25 +627,25 @@ def test_every_reward_model_setting_is_tested():
 
 # setting of an evaluation -> flags that must change its report; `folders` replaces the names in capitals
 EVALUATION_SETTINGS = {
-    "which": ["--which", "best"],
-    "baseline": ["--baseline", "START"],
-    "judge_model": ["--judge-model", "REWARD"],
-    "eval_func": ["--eval-func", "length_penalty"],
-    "num_prompts": ["--num-prompts", "2"],
-    "completions": ["--completions", "1"],
-    "seed": ["--seed", "7"],
-    "rm_model": ["--rm-model", "REWARD"],
-    "prompts": ["--prompts", "FEWER"],
-    "split": ["--split", "45/25/30"],
-    "prompt_length": ["--prompt-length", "44"],
-    "eval_text": ["--eval-text", "README.md"],
-    "max_new_tokens": ["--max-new-tokens", "4"],
-    "temperature": ["--temperature", "2"],
-    "top_k": ["--top-k", "3"],
-    "top_p": ["--top-p", "0.2"],
-    "stop": ["--stop", "e"],
-    "reward_func": ["--reward-func", "length_penalty"],
-    "reward_weights": ["--reward-weights", "3"],
+    "which": "--which best",
+    "baseline": "--baseline START",
+    "judge_model": "--judge-model REWARD",
+    "eval_func": "--eval-func length_penalty",
+    "num_prompts": "--num-prompts 2",
+    "completions": "--completions 1",
+    "seed": "--seed 7",
+    "rm_model": "--rm-model REWARD",
+    "prompts": "--prompts FEWER",
+    "split": "--split 45/25/30",
+    "prompt_length": "--prompt-length 44",
+    "eval_text": "--eval-text README.md",
+    "max_new_tokens": "--max-new-tokens 4",
+    "temperature": "--temperature 2",
+    "top_k": "--top-k 3",
+    "top_p": "--top-p 0.2",
+    "stop": "--stop e",
+    "reward_func": "--reward-func length_penalty",
+    "reward_weights": "--reward-weights 3",
 }
 
 
@@ -681,7 +680,7 @@ def default_report(evaluated):
 @pytest.mark.ci
 @pytest.mark.parametrize("name", EVALUATION_SETTINGS)
 def test_setting_changes_an_evaluation(evaluated, default_report, name):
-    assert evaluated(*EVALUATION_SETTINGS[name]) != default_report
+    assert evaluated(*EVALUATION_SETTINGS[name].split()) != default_report
 
 
 def test_repeated_evaluation_does_not_differ(evaluated, default_report):

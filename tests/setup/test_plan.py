@@ -81,7 +81,12 @@ def warned(run_flags, tmp_path, capsys):
         (1300, (), ["--eval-samples 8", "--split 0/70/30 --eval-prompts 349"]),  # about 130
         (2000, ("--split", "0/70/30"), ["--eval-samples 8", "--eval-prompts 349"]),  # about 600, limited to 128
         (2000, ("--split", "0/70/30", "--eval-temperature", 0), ["--eval-prompts 349"]),
-        (2000, ("--split", "0/70/30", "--eval-prompts", 200), ["--eval-samples 4", "--eval-prompts 349"]),
+        pytest.param(
+            2000,
+            ("--split", "0/70/30", "--eval-prompts", 200),
+            ["--eval-samples 4", "--eval-prompts 349"],
+            marks=pytest.mark.ci,
+        ),
     ],
 )
 def test_too_few_evaluation_prompts_are_a_warning_whose_fixes_work(warned, rows, flags, fixes):

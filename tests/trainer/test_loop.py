@@ -16,11 +16,14 @@ from transformers import TrainerCallback
 
 from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import Rollout
+from rlhf.settings.fields import settings_of
+from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.scores import Scores
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
@@ -104,12 +107,27 @@ def test_same_seed_gives_identical_weights_and_another_seed_does_not(make):
     assert largest_difference(runs[0], runs[2]) > 0
 
 
-def test_micro_batch_size_does_not_change_the_result(make):
+OF_ONE_ALGORITHM = {
+    "grpo": [f"--loss-type {name}" for name in settings_of(Config)["loss_type"].choices],
+    "rloo": ["--ppo-epochs 2 --kl-placement reward", "--ppo-epochs 2 --kl-placement loss"],
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags"),
+    [
+        pytest.param(name, flags, marks=[] if name == "ppo" or flags else pytest.mark.ci)
+        for name in ALGORITHMS
+        for flags in OF_ONE_ALGORITHM.get(name, [""])
+    ],
+)
+def test_micro_batch_size_does_not_change_the_result(build, algorithm, flags):
     """One SGD step with the whole minibatch, and with micro-batches of 1 and 3 completions. The completions have
     different lengths, so a mean of micro-batch means would differ."""
     updated = []
     for size in (0, 1, 3):
-        trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--max-new-tokens", "24")
+        more = ("--micro-batch-size", size, "--max-new-tokens", 24, "--entropy-coef", 0.5)
+        trainer = build("--ppo-epochs", 1, *more, *flags.split(), algorithm=algorithm)
         trainer.host.optimizer.optimizer = torch.optim.SGD(trainer.host.model.parameters(), lr=1.0)
         trainer.update_step(1)
         updated.append(weights(trainer))

@@ -136,17 +136,23 @@ def test_bad_logits_while_sampling_end_the_run_with_its_advice(build, value, upd
     assert f"update {update}. " in line and ("learning_rate" in line) == bool(update)
 
 
-def test_training_continues_after_a_skipped_update(build):
-    trainer = build("--num-iterations", 4)
+def nan_in_call(trainer, number: int) -> None:
+    """Let the loss be NaN in one of its calls."""
     original = trainer.algorithm.loss
     calls = []
 
-    def nan_in_third_call(*args):
+    def loss_of(*args):
         calls.append(1)
+        factor = math.nan if len(calls) == number else 1.0
         loss, stats = original(*args)
-        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 3 else (loss, stats)
+        return loss * factor, {**stats, "loss": stats["loss"] * factor}
 
-    trainer.algorithm.loss = nan_in_third_call
+    trainer.algorithm.loss = loss_of
+
+
+def test_training_continues_after_a_skipped_update(build):
+    trainer = build("--num-iterations", 4)
+    nan_in_call(trainer, 3)
     recorder = UpdateRecorder()
     trainer.add_callback(recorder)
     metrics = trainer.train()
@@ -167,15 +173,7 @@ def test_beta_that_the_flag_refuses_is_refused(build, beta, user_error):
 def test_earlier_steps_of_a_skipped_update_are_kept(build):
     trainer = build("--ppo-epochs", 2)
     before = weights(trainer)
-    original = trainer.algorithm.loss
-    calls = []
-
-    def nan_in_second_call(*args):
-        calls.append(1)
-        loss, stats = original(*args)
-        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
-
-    trainer.algorithm.loss = nan_in_second_call
+    nan_in_call(trainer, 2)
     trainer.update_step(1)
     assert trainer.progress.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.settings.fields import same_as, setting
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import Command, build, merged, read_command
+from rlhf.settings.merge import Command, build, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
 from rlhf.settings.training import (
     LARGEST_SEED,
@@ -307,8 +307,7 @@ PLOT = CommandLine(
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
     given = read_command(line, argv, lambda _: ([], None))
-    values = merged(line.config_class, [given.flags], given.problems)
-    return build(line.config_class, values, checks=(line.config_class.validate,), given=given.flags)
+    return build(line.config_class, [given.flags], given.problems, checks=(line.config_class.validate,))
 
 
 parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig

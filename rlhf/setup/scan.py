@@ -16,8 +16,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
 from rlhf.data.sampler import drawn, shorten
-from rlhf.settings.fields import settings_of, unmet, values_in
-from rlhf.settings.next_commands import flag_words
+from rlhf.settings.fields import flag_words, settings_of, unmet, values_in
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components

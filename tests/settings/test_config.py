@@ -9,7 +9,7 @@ from rlhf.settings.evaluation import parse_comparison_cli
 from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
-from rlhf.settings.types import KLTarget, Split
+from rlhf.settings.types import KLTarget, PathName, Split
 from rlhf.utils.errors import UserError, run_command
 from tests.records import record_of
 from tests.settings.test_dependent_settings import flags_for
@@ -49,7 +49,7 @@ def test_names_of_the_reference_systems():
 
 
 def booleans() -> list[str]:
-    return [name for name, setting in settings_of(Config).items() if setting.is_bool]
+    return [name for name, setting in settings_of(Config).items() if setting.kind is bool]
 
 
 @pytest.mark.parametrize("name", booleans())
@@ -132,6 +132,8 @@ def test_from_python_a_setting_of_another_algorithm_is_refused(algorithm, settin
 def test_an_unknown_algorithm_is_refused_in_python(name, user_error):
     with user_error("make_config(algorithm=)"):
         make_config(algorithm=name)
+    with user_error("'PPO'", "mean ppo?"):
+        make_config(algorithm="PPO")
 
 
 def test_the_settings_of_an_unknown_algorithm_are_refused(user_error):
@@ -257,6 +259,69 @@ def test_errors_in_yaml(what, tmp_path, user_error):
     (tmp_path / "a.yaml").write_text(text)
     with user_error(*parts):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
+
+
+@pytest.mark.parametrize("line", ["batch_size: 1:30", "batch_size: 0x10", "gamma: yes", "gamma: 2001-01-01"])
+def test_yaml_values_are_read_as_the_text_of_a_flag(line, tmp_path, user_error):
+    """YAML 1.1 would read 90, 16, true and a date."""
+    (tmp_path / "a.yaml").write_text(line)
+    with user_error(*line.split(": ", 1), "a.yaml:1"):
+        parse_cli(["--config", str(tmp_path / "a.yaml")])
+
+
+def test_yaml_texts_stay_texts(tmp_path):
+    (tmp_path / "a.yaml").write_text("stop: [no, 1.50, 'null']\nmax_prompts: 010\noutput: 12_0\npacked: off\nK: ~\n")
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    assert config.sampling.stop == ("no", "1.50", "null") and config.data.max_prompts == 10
+    assert config.run.output == "12_0" and config.speed.packed is False and config.batch.K is None
+
+
+@pytest.mark.parametrize("name", ["seed", "seeds", "gamma", "target_kl", "check", "packed", "output"])
+def test_a_number_of_5000_digits_is_refused_in_python(name, user_error):
+    with user_error(f"make_config({name}=)"):
+        make_config(**{name: 10**5000})
+
+
+def set_in(way: str, folder, name: str, value: str) -> Config:
+    """Return the configuration in which a setting has this value, over a recipe that sets it to another one."""
+    lines = {"kind": "recipe", "reward_func": "length_penalty", name: VALUES_OF_RECIPES[name]}
+    (folder / "r.yaml").write_text("".join(f"{key}: {text}\n" for key, text in lines.items()))
+    (folder / "a.yaml").write_text(f"{name}: {value!r}\n")
+    recipe = str(folder / "r.yaml")
+    assert getattr(getattr(make_config(recipe), settings_of(Config)[name].group), name)
+    if way == "Python":
+        return make_config(recipe, **{name: None if value == "none" else value})
+    words = {"flag": [f"--{name}", value], "file": ["--config", str(folder / "a.yaml")]}
+    return parse_cli(["--recipe", recipe, *words[way]])
+
+
+VALUES_OF_RECIPES = {
+    "reward_func": "[length_penalty, word_penalty]", "eval_func": "[exact_match]", "columns": "{prompt: question}",
+    "reward_weights": "[1, 2]", "stop": '["\\n"]', "report_to": "[wandb]", "rm_model": "./judge", "eval_text": "a.txt",
+    "eval_dataset": "a.jsonl", "few_shot": "a.jsonl", "kl_target": "3/sequence", "write_parts": "./parts",
+}  # fmt: skip
+
+
+def test_the_lists_and_paths_that_a_recipe_can_set_are_known():
+    unset = {name for name, s in settings_of(Config).items() if s.can_be_unset and (s.is_list or s.kind is PathName)}
+    assert unset - VALUES_OF_RECIPES.keys() == {"check", "seeds"}  # of one command
+
+
+@pytest.mark.parametrize("way", ["flag", "file", "Python"])
+@pytest.mark.parametrize("name", VALUES_OF_RECIPES)
+def test_none_unsets_what_a_recipe_sets(name, way, tmp_path):
+    empty = () if name in ("reward_func", "eval_func", "columns") else None
+    config = set_in(way, tmp_path, name, "none")
+    assert getattr(getattr(config, settings_of(Config)[name].group), name) == empty
+
+
+@pytest.mark.parametrize("way", ["flag", "file", "Python"])
+@pytest.mark.parametrize("name", VALUES_OF_RECIPES)
+def test_an_empty_text_is_refused(name, way, tmp_path, user_error):
+    """It is an unset variable of the shell."""
+    place = {"flag": f": --{name}. ", "file": "a.yaml:1", "Python": f"make_config({name}=)"}[way]
+    with user_error(f"{name} is ''", place):
+        set_in(way, tmp_path, name, "")
 
 
 def test_missing_yaml_file(tmp_path, user_error):

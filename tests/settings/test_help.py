@@ -99,9 +99,7 @@ def test_help_shows_the_values_of_recipe_and_file(help_of, tmp_path):
     demo = spaced("--recipe", "demo", "--help")
     assert sizes(demo) == ("16", "4") and "recipe demo" in demo
     assert shown(spaced("--help", "--recipe", "demo", algorithm="ppo"), "--batch-size") == "64"
-    (batch_size,) = re.findall(
-        r" --batch-size BATCH_SIZE .*?\(default: .*?\)", spaced("--recipe", "demo", "--help-all")
-    )
+    (batch_size,) = re.findall(r" --batch-size N .*?\(default: .*?\)", spaced("--recipe", "demo", "--help-all"))
     assert "(default: 16, at least 1)" in batch_size
     (tmp_path / "a.yaml").write_text("recipe: demo\nupdate:\n  per_device_train_batch_size: 6\n")
     text = spaced("--help", "--config", str(tmp_path / "a.yaml"))

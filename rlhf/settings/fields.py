@@ -38,11 +38,14 @@ EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting of a command."""
+    """The declaration of one setting of a command. A group's OF_ALL has fields that hold for all of its settings."""
 
     name: str
     group: str
     type: Any
+    kind: Any  # the type of the value, or of each entry of a list
+    is_list: bool
+    optional: bool
     default: Any
     help: str  # meaning and unit
     unset: str = ""  # what happens if it is not set
@@ -73,23 +76,6 @@ class Setting:
     @property
     def flag(self) -> str:
         return flag_of(self.name)
-
-    @property
-    def optional(self) -> bool:
-        return isinstance(self.type, types.UnionType)
-
-    @property
-    def value_type(self) -> Any:
-        return typing.get_args(self.type)[0] if self.optional else self.type
-
-    @property
-    def is_list(self) -> bool:
-        return typing.get_origin(self.value_type) is tuple
-
-    @property
-    def kind(self) -> Any:
-        """The type of the value, or of each entry of a list."""
-        return typing.get_args(self.value_type)[0] if self.is_list else self.value_type
 
     @property
     def can_be_unset(self) -> bool:
@@ -127,7 +113,12 @@ def settings_of(config_class: type) -> dict[str, Setting]:
         if dataclasses.is_dataclass(group_class):
             hints = typing.get_type_hints(group_class)
             for f in dataclasses.fields(group_class):
-                found[f.name] = Setting(f.name, group, hints[f.name], f.default, **f.metadata)
+                optional = isinstance(hints[f.name], types.UnionType)
+                kind = typing.get_args(hints[f.name])[0] if optional else hints[f.name]
+                is_list = typing.get_origin(kind) is tuple
+                kind = typing.get_args(kind)[0] if is_list else kind
+                declared = {**f.metadata, **getattr(group_class, "OF_ALL", {})}
+                found[f.name] = Setting(f.name, group, hints[f.name], kind, is_list, optional, f.default, **declared)
     return found
 
 

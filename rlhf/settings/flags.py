@@ -20,8 +20,7 @@ HELP = "help"
 HELP_ALL = "help_all"
 PLACE = "command line"
 MANY = 10**9
-NARROW = 30  # characters: a column of texts is at least as wide
-LEFT = 22  # width of the column of flags in --help-all
+LEFT = 22  # width of the column of flags in the help
 METAVARS = {int: "N", float: "X", bool: "", MemorySize: "SIZE"}
 
 
@@ -59,16 +58,6 @@ class CommandLine:
     def positional(self) -> Setting | None:
         """The setting whose value is given without a flag."""
         return next((s for s in self.settings.values() if s.positional), None)
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The flags that take a file of settings, with their meaning."""
-        if not self.recipes:
-            return {}
-        return {
-            "--recipe NAME": f"recipe to start from: {', '.join(self.recipes)}, or a recipe file",
-            "--config FILE.yaml": "YAML file of settings, which replace those of the recipe",
-        }
 
     # --- flags to values ---------------------------------------------------------------------------------------------
 
@@ -138,42 +127,38 @@ class CommandLine:
         """Return the text of --help, one screen with the settings that have a `brief` text, or of --help-all: `every`
         setting in its group. Both show the `values` that the command would use, and their `source`."""
         command = " ".join(script_words(self.name))
-        words = "" if self.positional is None else f"[{self.positional.name.upper()} ...] "
-        usage = f"usage: {command} {words}{''.join(f'[{flag}] ' for flag in self.files)}[--FLAG VALUE ...]"
-        usage_lines = textwrap.wrap(usage, _width(), subsequent_indent=" " * 7, break_on_hyphens=False)
-        sections = {"": dict(self.files)}
+        words = "" if self.positional is None else f" [{self.positional.name.upper()} ...]"
+        recipes = f"recipe to start from: {', '.join(self.recipes)}, or a recipe file"
+        config = "YAML file of settings, which replace those of the recipe"
+        files = {"--recipe NAME": recipes, "--config FILE.yaml": config} if self.recipes else {}
+        all_settings = "print all settings, with their ranges and other names; --no-FLAG turns one off"
+        sections = {"": {**files, "-h, --help": "print the most important settings", "--help-all": all_settings}}
         groups = typing.get_type_hints(self.config_class)
         for s in self.settings.values():
             if every or s.brief:
-                title = groups[s.group].__doc__.strip().rstrip(".") if every else ""
                 name, text = self._row(s, values[s.name][0], every)
-                sections.setdefault(title, {})[name] = text
-        sections[""] |= {
-            "-h, --help": "print the most important settings",
-            "--help-all": "print all settings, with their ranges and other names; --no-FLAG turns one off",
-        }
-        lines = [*usage_lines, "", *textwrap.wrap(self.description, _width())]
-        for title, rows in sections.items():
-            lines += ["", *([f"{title}:"] if title else []), *_columns(rows, LEFT if every else max(map(len, rows)))]
-        lines += ["", f"{'defaults' if every else 'values in []'} are from {source}"] if source else []
+                sections.setdefault(groups[s.group].__doc__ if every else "", {})[name] = text
         if not every:
-            examples = {f"{command} {arguments}".rstrip(): text for arguments, text in self.examples}
-            lines += ["", "examples:", *_columns(examples, max(map(len, examples)))]
-        return "\n".join(lines)
+            sections["examples"] = {f"{command} {flags}".rstrip(): text for flags, text in self.examples}
+        lines = [f"usage: {command}{words} [--FLAG VALUE ...]", "", *textwrap.wrap(self.description, _width())]
+        for title, rows in sections.items():
+            lines += ["", *([f"{title}:"] if title else []), *_columns(rows)]
+        return "\n".join([*lines, *(["", f"values in [] are from {source}"] if source else [])])
 
     def _row(self, s: Setting, value: Any, every: bool) -> tuple[str, str]:
         """Return a row of the help: the flag with its value, and its meaning with the current value."""
         metavar = "LIST" if s.is_list else "|".join(s.choices) or METAVARS.get(s.kind, "NAME")
         name = f"{s.name.upper()} ..." if s.positional else f"{s.flag} {metavar}".rstrip()
-        if not every:
-            text = s.help if s.brief is True else str(s.brief)
-            return name, text if value in (None, (), False) else f"{text} [{as_text(value, ' ')}]"
-        conditions = [one.text() for one in s.conditions if all(name in self.settings for name, _ in one.others)]
-        notes = [s.help, *([f"unset: {s.unset}"] if s.unset else [])]
-        notes += [f"no effect {' or '.join(conditions)}"] if conditions else []
-        also = f" (or {', '.join(map(flag_of, s.aliases))})" if s.aliases else ""
-        default = ", ".join(filter(None, (f"default: {as_text(value)}", s.range)))
-        return f"{name}{also}", f"{'; '.join(notes)} ({default})"
+        notes = [s.help if every or s.brief is True else str(s.brief)]
+        is_set = value is not False and value not in (None, ())
+        shown = [as_text(value, " ")] if every or is_set else []
+        if every:
+            name += f" (or {', '.join(map(flag_of, s.aliases))})" if s.aliases else ""
+            conditions = [one.text() for one in s.conditions if all(name in self.settings for name, _ in one.others)]
+            notes += [f"unset: {s.unset}"] if s.unset else []
+            notes += [f"no effect {' or '.join(conditions)}"] if conditions else []
+            shown += [s.range] if s.range else []
+        return name, "; ".join(notes) + (f" [{', '.join(shown)}]" if shown else "")
 
 
 def _stray(word: str, known: Collection[str]) -> Problem:
@@ -189,17 +174,14 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and re.fullmatch(r"-|-\d*\.?\d+|(?!--)-.* .*", word, re.DOTALL) is None
 
 
-def _columns(rows: dict[str, str], left: int) -> list[str]:
-    """Return the lines of a table of two columns, wrapped to the width of the terminal. A name that is longer than
-    `left`, and each name if the terminal is too narrow, has a line of its own."""
-    left = left if left + 4 + NARROW <= _width() else 2
+def _columns(rows: dict[str, str]) -> list[str]:
+    """Return the lines of a table of two columns, wrapped to the width of the terminal. A long name has a line of its
+    own."""
     lines = []
     for name, text in rows.items():
-        first = f"  {name:<{left}}  "
-        if len(name) > left:
-            lines.append(f"  {name}")
-            first = " " * (left + 4)
-        lines += textwrap.wrap(text, _width(), initial_indent=first, subsequent_indent=" " * (left + 4))
+        lines += [f"  {name}"] if len(name) > LEFT else []
+        first = f"  {'' if len(name) > LEFT else name:<{LEFT}}  "
+        lines += textwrap.wrap(text, _width(), initial_indent=first, subsequent_indent=" " * len(first))
     return lines
 
 

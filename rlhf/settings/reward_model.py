@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf.settings.fields import UNREADABLE, Layer, name_table, same_as, setting, settings_of
 from rlhf.settings.flags import CommandLine
@@ -14,7 +14,7 @@ from rlhf.settings.merge import Command, build, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import PathName, Renaming, Split, StopText
+from rlhf.settings.types import PathName, Renaming, Split
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
 from rlhf.utils.errors import Problem
@@ -112,11 +112,7 @@ class CalibrationSettings:
 class CalibrationSampling(SamplingSettings):
     """Sampling of the completions for the calibration"""
 
-    max_new_tokens: int = same_as(SamplingSettings, "max_new_tokens", needs="actor_model")
-    temperature: float = same_as(SamplingSettings, "temperature", needs="actor_model")
-    top_k: int = same_as(SamplingSettings, "top_k", needs="actor_model")
-    top_p: float = same_as(SamplingSettings, "top_p", needs="actor_model")
-    stop: tuple[StopText, ...] | None = same_as(SamplingSettings, "stop", needs="actor_model")
+    OF_ALL: ClassVar = {"needs": "actor_model"}
 
 
 @dataclass(frozen=True)

@@ -73,18 +73,19 @@ def edits_line(
         unused_because: why config.py is not used; None: it is used.
         foreign: groups of settings that the command does not use.
     """
+    settings = settings_of(config_class)
     old = merged(config_class, layers({}))
+    values: dict[str, Any] = {}
+    edits = []
     try:
-        new = merged(config_class, layers(user))
+        values = {name: value for name, (value, _) in merged(config_class, layers(user)).items()}
     except UserError:
-        new = {}
-    values = {name: value for name, (value, _) in new.items()}
-    edits = [] if new else ["edited (with errors)"]
-    for name, setting in settings_of(config_class).items() if new else ():
-        if values[name] != old[name][0] and setting.group not in foreign:
-            idle = unmet(setting, values)
+        edits.append("edited (with errors)")
+    for name, value in values.items():
+        if value != old[name][0] and settings[name].group not in foreign:
+            idle = unmet(settings[name], values)
             note = "" if idle is None else f", no effect {idle.text(as_flags=False)}"
-            edits.append(f"{name} {as_text(values[name])} (default {as_text(old[name][0])}{note})")
+            edits.append(f"{name} {as_text(value)} (default {as_text(old[name][0])}{note})")
     if edits and unused_because is not None:
         edits.append(f"but not used: {unused_because}")
     return ", ".join(edits) or None

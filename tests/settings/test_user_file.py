@@ -179,7 +179,7 @@ def test_help_shows_edited_settings(write, capsys):
     text = help_text(capsys, "--help", file=file)
     assert (shown(text, "--learning-rate"), shown(text, "--max-new-tokens")) == ("3e-06", "99")
     assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
-    assert "(default: 3e-06, above 0)" in help_text(capsys, "--help-all", file=file)
+    assert "[3e-06, above 0]" in help_text(capsys, "--help-all", file=file)
     assert "gamma" not in help_text(capsys, "--help", algorithm="grpo", file=file), "GRPO does not read gamma"
     text = help_text(capsys, "--recipe", "demo", "--help", file=file)
     assert shown(text, "--learning-rate") == "0.0003"
@@ -234,8 +234,8 @@ def test_reward_model_help_shows_the_shared_settings(write, capsys):
     file = write("temperature = 1.1\nclip_range = 0.1\n")
     with pytest.raises(SystemExit):
         parse_reward_cli(["--help"], file)
-    expected = "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"
-    assert expected in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.endswith("recipe smollm2-orca; config.py: temperature 1.1 (default 0.7)")
     with pytest.raises(SystemExit):
         parse_reward_cli(["--recipe", "demo", "--help"], file)
     assert edits_in(" ".join(capsys.readouterr().out.split())) == ["temperature"]

@@ -177,7 +177,7 @@ def unmet(setting: Setting, values: Mapping[str, Any]) -> Condition | None:
 # --- text to value, and back -----------------------------------------------------------------------------------------
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
     """Return a written value, or the only entry of a list, as text in lower case."""
     entry = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     return shown(entry).strip("'").lower()
@@ -185,12 +185,12 @@ def _word(value: Any) -> str:
 
 def is_unset(value: Any) -> bool:
     """True if a written value means "unset"."""
-    return _word(value) in ("none", "null", "auto")
+    return word_of(value) in ("none", "null", "auto")
 
 
 def is_on(value: Any) -> bool | None:
     """Return the truth of a written value; None if it is neither true nor false."""
-    return TRUTH.get(_word(value))
+    return TRUTH.get(word_of(value))
 
 
 def convert(setting: Setting, value: Any, where: str) -> Any:

@@ -58,9 +58,6 @@ def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower) ->
             problems += error.problems
     recipe, place = file.pop("recipe", (DEFAULT_RECIPE, ""))
     recipe, place = flags.pop("recipe", (recipe, place))
-    if not isinstance(recipe, str):
-        problems.append(Problem(f"recipe is {recipe!r}", place, "Give the name or the file of a recipe"))
-        recipe = DEFAULT_RECIPE
     given = Given(file, flags, normal_name(recipe), place, problems)
     if HELP in flags or HELP_ALL in flags:
         layers, edits = lower(given.recipe)

@@ -60,7 +60,7 @@ def shipped_recipes() -> tuple[str, ...]:
 
 def normal_name(name: str) -> str:
     """Return the name of a recipe as run.json stores it; the path of a file is normalized."""
-    return name if name in shipped_recipes() else os.path.normpath(name)
+    return os.path.normpath(name) if isinstance(name, str) and name not in shipped_recipes() else name
 
 
 def read_settings(path: str) -> Layer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_on, is_unset, name_table
+from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_on, is_unset, name_table, word_of
 from rlhf.settings.types import bare_targets, is_bare_number
 from rlhf.utils.errors import Problem, did_you_mean
 
@@ -16,7 +16,7 @@ LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exact
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
 LOOKS = {"check_reward": "reward", "scan": "prompts"}  # names of parts of --check
 FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
-# name -> settings that it sets, too, if the layer does not; a name that ends with a colon is a block of a YAML file
+# name, or name=value -> settings that it sets, too, if the layer does not; `lora:` is a block of a YAML file
 IMPLIED: dict[str, dict[str, Any]] = {
     # in TRL's first PPO, an optimizer step follows each one
     "mini_batch_size": {"gradient_accumulation_steps": 1, "minibatches": 1},
@@ -26,6 +26,9 @@ IMPLIED: dict[str, dict[str, Any]] = {
     **{name: dict.fromkeys(LENGTHS) for name in ("steps_per_topic", *LENGTHS)},
     "gradient_accumulation_steps": {"minibatches": 1},
     "minibatches": {"gradient_accumulation_steps": None},
+    # a lower layer's target belongs to its adaptive schedule
+    "kl_schedule=fixed": {"kl_target": None},
+    "kl_schedule=phased": {"kl_target": None},
 }
 
 
@@ -54,13 +57,12 @@ def translate(layer: Layer, settings: Mapping[str, Setting]) -> tuple[Layer, lis
             known[first] = (bare_targets(value), place)
         else:
             known[first] = (LOOKS[name] if name in LOOKS and is_on(value) else value, place)
-    written = {name: place for name, (value, place) in (layer | known).items() if not is_unset(value)}
+    written = {}
+    for name, (value, place) in (layer | known).items():
+        written |= {} if is_unset(value) else {name: place, f"{name}={word_of(value)}": place}
     for name, others in IMPLIED.items():
         for other in others.keys() & settings.keys() if name in written else ():
             known.setdefault(other, (others[other], written[name]))
-    if "kl_schedule" in written and known.get("kl_schedule", ("adaptive",))[0] != "adaptive":
-        # a lower layer's target belongs to its adaptive schedule
-        known.setdefault("kl_target", (None, written["kl_schedule"]))
     steps = known.get("gradient_accumulation_steps", (None, ""))
     if "minibatches" in written and not is_unset(steps[0]):
         places = f"{written['minibatches']} and {steps[1]}"

@@ -1,7 +1,7 @@
 """Reads YAML files of settings, with file and line of each value and each error.
 
-All values are read as text, and converted like the text of a flag: YAML's own readings (1:30 is 90, 010 is 8, off is
-false) depend on its version.
+Numbers are read as text, and converted like the text of a flag: YAML's own readings (1:30 is 90, 010 is 8) depend on
+its version.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.paths import local_path
 
 DEEPEST = 20  # blocks in blocks
-NULLS = ("", "~", "null")  # without quotes, they mean that there is no value
+# what words without quotes mean. A text setting refuses a truth value, as in `rm_model: off`
+WORDS = dict.fromkeys(("", "~", "null")) | dict.fromkeys(("true", "yes", "on"), True)
+WORDS |= dict.fromkeys(("false", "no", "off"), False)
 TAGS = (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")))
 MAPPINGS = ("columns",)  # settings whose value may be a mapping
 
 
 class Block(dict[str, tuple[Any, str]]):
-    """A mapping in a YAML file: key -> value and "file:line". A value is text, None, a list or a Block."""
+    """A mapping in a YAML file: key -> value and "file:line". A value is text, a truth, None, a list or a Block."""
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Set a name. Raises UserError if the block has it."""
@@ -46,8 +48,8 @@ class _Loader(yaml.BaseLoader):
         self.depth -= 1
         return node
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
-        return None if node.style is None and node.value in NULLS else node.value
+    def construct_scalar(self, node: yaml.ScalarNode) -> str | bool | None:
+        return WORDS.get(node.value.lower(), node.value) if node.style is None else node.value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Block:
         block = Block()

@@ -231,16 +231,23 @@ def test_errors_in_yaml(what, tmp_path, user_error):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
-@pytest.mark.parametrize("line", ["batch_size: 1:30", "batch_size: 0x10", "gamma: yes", "gamma: 2001-01-01"])
-def test_yaml_values_are_read_as_the_text_of_a_flag(line, tmp_path, user_error):
-    """YAML 1.1 would read 90, 16, true and a date."""
+@pytest.mark.parametrize("line", ["batch_size: 1:30", "batch_size: 0x10", "gamma: 2001-01-01", "gamma: .inf"])
+def test_yaml_numbers_are_read_as_the_text_of_a_flag(line, tmp_path, user_error):
+    """YAML 1.1 would read 90, 16, a date and infinity."""
     (tmp_path / "a.yaml").write_text(line)
     with user_error(*line.split(": ", 1), "a.yaml:1"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
+@pytest.mark.parametrize("line", ["rm_model: off", "output: yes", "stop: no", "gamma: on", "K: no"])
+def test_a_yaml_truth_value_is_refused_for_other_settings(line, tmp_path, user_error):
+    (tmp_path / "a.yaml").write_text(line)
+    with user_error(line.split(":")[0], "a.yaml:1"):
+        parse_cli(["--config", str(tmp_path / "a.yaml")])
+
+
 def test_yaml_texts_stay_texts(tmp_path):
-    (tmp_path / "a.yaml").write_text("stop: [no, 1.50, 'null']\nmax_prompts: 010\noutput: 12_0\npacked: off\nK: ~\n")
+    (tmp_path / "a.yaml").write_text("stop: ['no', 1.50, 'null']\nmax_prompts: 010\noutput: 12_0\npacked: off\nK: ~\n")
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
     assert config.sampling.stop == ("no", "1.50", "null") and config.data.max_prompts == 10
     assert config.run.output == "12_0" and config.speed.packed is False and config.batch.K is None

@@ -200,12 +200,6 @@ def test_published_values_of_a_recipe(tmp_path):
     assert published_values(str(tmp_path / "deleted.yaml")) is None, "the plot of a run needs no recipe file"
 
 
-def test_published_values_are_allowed_in_recipes_only(tmp_path, user_error):
-    (tmp_path / "c.yaml").write_text("published: {metric: a, start: 0, end: 1, source: b}\n")
-    with user_error("c.yaml:1"):
-        parse_cli(["--config", str(tmp_path / "c.yaml")])
-
-
 def test_settings_of_qwen3_gsm8k_are_those_of_its_source():
     """train.sh of josancamon19/rl-scaling-laws: 4 epochs of 7,473 // 512 updates, 512 x 3 completions in one step."""
     config = parse_cli(["--recipe", "qwen3-gsm8k"], "grpo")
@@ -225,15 +219,11 @@ def test_recipe_can_switch_off_calibration(tmp_path):
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", None)
 
 
-def test_a_recipe_is_not_a_settings_file(custom_recipe, user_error):
-    with user_error("mine.yaml:2"):
-        parse_cli(["--config", custom_recipe])
-
-
-def test_recipe_and_settings_together(custom_recipe, tmp_path):
-    (tmp_path / "over.yaml").write_text("ppo:\n  gamma: 0.25\n")
-    config = parse_cli(["--recipe", custom_recipe, "--config", str(tmp_path / "over.yaml")])
-    assert (config.critic.gamma, config.sampling.temperature) == (0.25, 0.9)
+@pytest.mark.parametrize("line", ["kind: recipe", "algorithms: {}", "published: 3", "reward_model_training: {}"])
+def test_a_recipe_is_not_a_settings_file(line, tmp_path, user_error):
+    (tmp_path / "mine.yaml").write_text(f"gamma: 1\n{line}\n")
+    with user_error("mine.yaml:2", line.split(":")[0]):
+        parse_cli(["--config", str(tmp_path / "mine.yaml")])
 
 
 def test_settings_of_a_recipe_can_be_written_as_json(custom_recipe):

@@ -94,12 +94,10 @@ def test_run_length_in_the_file_replaces_the_default_and_flags_replace_it(write)
 BAD = {
     "an unknown name": ("clip_rang = 0.2\n", ["clip_rang: ", "config.py:1", "clip_range"]),
     "out of range": ("seed = 1\nclip_range = 7\n", ["clip_range is 7: ", "config.py:2", "above 0", "below 1"]),
-    "a wrong type": ("batch_size = {}\n", ["batch_size is {}: ", "config.py:1"]),
     "not Python": ("clip_range = 0.2\nseed = \n", ["(invalid syntax): ", "config.py:2"]),
     "an error": ("a = 1\nseed = 1 / 0\n", ["ZeroDivisionError (division by zero): ", "config.py:2"]),
     "an error in a function": ("def f():\n    return 1 / 0\nseed = f()\n", ["ZeroDivisionError", "config.py:2"]),
     "twice by its alias": ("lam = 1\ngae_lambda = 0.5\n", ["gae_lambda", "config.py:2 and ", "config.py:1"]),
-    "a bare KL target": ("kl_target = 6\n", ["kl_target is 6: ", "config.py:1", "above 0"]),
     "not UTF-8": ("", ["UTF-8: ", "config.py, byte 0"]),
     "a return": ("seed = 1\nreturn\n", ["('return' outside function): ", "config.py:2"]),
     "an exit": ("import sys\nsys.exit()\n", ["SystemExit (): ", "config.py:2"]),
@@ -124,13 +122,6 @@ def test_an_error_is_one_line_with_file_and_line(what, write, user_error):
     with user_error(*parts) as caught:
         parse_cli([], user_file=file)
     assert len(caught.value.problems) == 1
-
-
-def test_an_unreadable_file_is_a_problem_with_its_place(write):
-    with pytest.raises(UserError) as caught:
-        parse_cli([], user_file=write("seed = 1 / 0\n"))
-    (problem,) = caught.value.problems
-    assert problem.what.startswith("ZeroDivisionError") and str(problem.place).endswith("config.py:1") and problem.fix
 
 
 def test_settings_may_be_imported(write, tmp_path, monkeypatch):

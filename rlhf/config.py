@@ -62,9 +62,13 @@ def algorithm_row(name: str, where: str) -> Algorithm:
     """Return the row of an algorithm in the table. Raises UserError if there is none; `where` is the place in the
     error."""
     if name not in list(ALGORITHMS):  # it may not be hashable
-        fix = f"{did_you_mean(str(name), ALGORITHMS)}Known: {', '.join(ALGORITHMS)}"
-        raise UserError(f"unknown algorithm {name!r}", where, fix)
+        raise UserError(_unknown_algorithm(name, where))
     return ALGORITHMS[name]
+
+
+def _unknown_algorithm(name: Any, where: str) -> Problem:
+    fix = f"{did_you_mean(str(name), ALGORITHMS)}Known: {', '.join(ALGORITHMS)}"
+    return Problem(f"unknown algorithm {name!r}", where, fix)
 
 
 def foreign_settings(algorithm: str) -> dict[str, str]:
@@ -80,8 +84,8 @@ def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recip
     if recipe == DEFAULT_RECIPE:
         return [defaults, user]
     found = find_recipe(recipe, where)
-    for name, (_, place) in found.algorithms.items():
-        algorithm_row(name, place)
+    places = {name: place for name, (_, place) in found.algorithms.items() if name not in ALGORITHMS}
+    raise_if([_unknown_algorithm(name, place) for name, place in places.items()])
     return [defaults, *found.layers(row.name)]
 
 
@@ -132,12 +136,14 @@ def parse_cli(
     row = ALGORITHMS[algorithm]
     user = read_user_file(user_file, name_table(settings_of(Config)))
 
-    def lower(recipe: str) -> tuple[list[Layer], str | None]:
-        unused = None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}"
-        return lower_layers(recipe, row, user), user_file_line(user, row, unused)
+    def lower(recipe: str, place: str) -> list[Layer]:
+        return lower_layers(recipe, row, user, place)
 
-    given = read_command(command_line(row), argv, lower)
-    layers = lower_layers(given.recipe, row, user, given.recipe_place)
+    def edits(recipe: str) -> str | None:
+        return user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
+
+    given = read_command(command_line(row), argv, lower, edits)
+    layers = given.layers
     recipe = given.recipe
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
     stored = stored_run(row, [*of_command, given.file, given.flags])

@@ -306,7 +306,7 @@ PLOT = CommandLine(
 
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
-    given = read_command(line, argv, lambda _: ([], None))
+    given = read_command(line, argv, lambda *_: [], lambda _: None)
     return build(line.config_class, [given.flags], given.problems, checks=(line.config_class.validate,))
 
 

@@ -35,6 +35,7 @@ class Command:
 class Given(NamedTuple):
     """The settings of a command line."""
 
+    layers: list[Layer]  # below --config and the flags; one empty layer if the recipe has errors
     file: Layer  # of --config
     flags: Layer
     recipe: str  # the default recipe if none is given
@@ -42,29 +43,36 @@ class Given(NamedTuple):
     problems: list[Problem]
 
 
-# takes a recipe; returns the layers below --config, and one line on the changes in config.py (None: no changes)
-Lower = Callable[[str], tuple[list[Layer], str | None]]
+Lower = Callable[[str, str], list[Layer]]  # takes a recipe and its place; returns the layers below --config
+Edits = Callable[[str], str | None]  # takes a recipe; returns one line on the changes in config.py, None without any
 
 
-def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower) -> Given:
+def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower, edits: Edits) -> Given:
     """Return the settings of a command line (None: of this process), and its errors. If it requests help, print that
     instead, with the values that the command would use, and exit. Errors of the command line are then ignored."""
     flags, problems = line.read(sys.argv[1:] if argv is None else argv)
     file: Layer = {}
-    if "config" in flags:
-        try:
-            file = read_settings(flags.pop("config")[0])
-        except UserError as error:
-            problems += error.problems
+    layers: list[Layer] = [{}]
+    try:
+        file = read_settings(flags.pop("config")[0]) if "config" in flags else file
+    except UserError as error:
+        problems += error.problems
     recipe, place = file.pop("recipe", (DEFAULT_RECIPE, ""))
     recipe, place = flags.pop("recipe", (recipe, place))
-    given = Given(file, flags, normal_name(recipe), place, problems)
-    if HELP in flags or HELP_ALL in flags:
-        layers, edits = lower(given.recipe)
-        source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
+    recipe = normal_name(recipe)
+    wants_help = HELP in flags or HELP_ALL in flags
+    try:
+        layers = lower(recipe, place)
+    except UserError as error:
+        if wants_help:
+            raise
+        problems += error.problems
+    if wants_help:
+        changes = edits(recipe)
+        source = f"recipe {recipe}" + (f"; config.py: {changes}" if changes else "") if line.recipes else ""
         print_line(line.help(merged(line.config_class, [*layers, file]), source, HELP_ALL in flags))
         raise SystemExit(0)
-    return given
+    return Given(layers, file, flags, recipe, place, problems)
 
 
 # --- layers to a configuration ---------------------------------------------------------------------------------------

@@ -153,8 +153,12 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     """Return the configuration of `python -m reward_model.train`. With the default recipe, settings in `user_file`
     (config.py) that this command shares with training are used, too. Raises UserError that lists all errors."""
     user = read_user_file(user_file, name_table(settings_of(Config)))
-    given = read_command(LINE, argv, lambda recipe: (reward_layers(recipe, user), reward_file_line(user, recipe)))
-    layers = [*reward_layers(given.recipe, user, given.recipe_place), given.file, given.flags]
+
+    def lower(recipe: str, place: str) -> list[Layer]:
+        return reward_layers(recipe, user, place)
+
+    given = read_command(LINE, argv, lower, partial(reward_file_line, user))
+    layers = [*given.layers, given.file, given.flags]
     checks = (RewardModelConfig.validate,)
     top = {"recipe": given.recipe, "user_file": user}
     return build(RewardModelConfig, layers, given.problems, checks=checks, **top)

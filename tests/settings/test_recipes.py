@@ -169,6 +169,14 @@ def test_all_errors_of_a_recipe_and_the_flags_are_reported_together(tmp_path):
     with pytest.raises(UserError) as caught:
         parse_cli(["--recipe", str(tmp_path / "bad.yaml"), "--batch-size", "0"])
     assert len(caught.value.problems) == 4
+    (tmp_path / "bad.yaml").write_text("kind: recipe\nalgorithms: {dpo: {}, kto: {}}\n")
+    for recipe, count in ((str(tmp_path / "bad.yaml"), 4), ("demmo", 3)):
+        with pytest.raises(UserError) as caught:
+            parse_cli(["--recipe", recipe, "--batch-size", "0", "--gama", "1"])
+        assert len(caught.value.problems) == count
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--recipe", "demmo", "--help"])
+    assert len(caught.value.problems) == 1
 
 
 def test_missing_recipe(tmp_path, user_error):

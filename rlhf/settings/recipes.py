@@ -49,7 +49,7 @@ class Recipe:
 
     def layers(self, algorithm: str) -> list[Layer]:
         """Return the layers of a training run, the lower one first."""
-        return [self.training, self.algorithms[algorithm][0] if algorithm in self.algorithms else {}]
+        return [self.training, self.algorithms.get(algorithm, ({}, ""))[0]]
 
 
 @functools.cache

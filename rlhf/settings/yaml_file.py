@@ -100,7 +100,7 @@ def settings_in(block: Block) -> Layer:
             name = key.replace("-", "_")
             if not isinstance(value, Block):
                 found.add(name, value, place)
-            elif name in MAPPINGS:
+            elif name in MAPPINGS and not any(isinstance(old, Block) for old, _ in value.values()):
                 found.add(name, {new: old for new, (old, _) in value.items()}, place)
             else:
                 found[f"{name}:"] = (True, place)

@@ -26,11 +26,6 @@ def test_later_layers_replace_earlier_ones(tmp_path):
     assert (both.optimizer.learning_rate, both.critic.gamma) == (2e-4, 0.5)
 
 
-@pytest.mark.parametrize("flag", ["--learning-rate", "--learning_rate"])
-def test_flags_may_have_dashes_or_underscores(flag):
-    assert parse_cli([flag, "1e-4"]).optimizer.learning_rate == 1e-4
-
-
 def test_names_of_the_reference_systems():
     config = parse_cli(
         "--init_kl_coef 0.2 --cliprange 0.1 --response-length 9 --target-kl 5/sequence --rank 2 --use-lora".split()
@@ -87,6 +82,8 @@ def test_run_length_comes_from_the_latest_layer(tmp_path):
     assert updates(*file, "--num-iterations", "5") == 5
     assert updates("--recipe", "demo", "--epochs", "1.28") == 2
     assert updates("--recipe", "demo", "--episodes", "65") == 2, "rounded up to whole updates"
+    (tmp_path / "a.yaml").write_text("epochs: 3\nepisodes: 40")
+    assert updates("--config", str(tmp_path / "a.yaml")) == 10, "episodes are the first of two in one layer"
 
 
 def test_flags_of_another_algorithm_are_refused(tmp_path, user_error):
@@ -196,6 +193,7 @@ BAD_YAML = {  # others are in tests/scripts/test_bad_inputs.py
     "a wrong type": ("batch_size: [1, 2]\n", ["batch_size", "1", "2", "a.yaml:1"]),
     "a Python tag": ("seed: !!python/object/apply:os.getpid []\n", ["a.yaml:1"]),
     "a tag of a block": ("seed: 3\nkl: !x\n  kl_coef: 0.1\n", ["a.yaml:2"]),
+    "a block for a text": ("columns: {prompt: {question: a}}\n", ["question", "a.yaml:1"]),
     "an alias": ("keep: &a 1\nseed: *a\n", ["a.yaml:2"]),
     "an alias that contains itself": ("stop: &a [*a]\n", ["a.yaml:1"]),
     "two documents": ("seed: 1\n---\nkeep: 1\n", ["a.yaml:2"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -232,10 +231,6 @@ def test_a_recipe_is_not_a_settings_file(line, tmp_path, user_error):
     (tmp_path / "mine.yaml").write_text(f"gamma: 1\n{line}\n")
     with user_error("mine.yaml:2", line.split(":")[0]):
         parse_cli(["--config", str(tmp_path / "mine.yaml")])
-
-
-def test_settings_of_a_recipe_can_be_written_as_json(custom_recipe):
-    assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", custom_recipe]))))["recipe"] == custom_recipe
 
 
 # --- configs/ and docs/settings.md -----------------------------------------------------------------------------------

@@ -69,9 +69,8 @@ class Setting:
         return (self.name, *self.aliases)
 
     @property
-    def conditions(self) -> list[Condition]:
-        needs = (self.needs,) if isinstance(self.needs, str) else self.needs
-        return [Condition.parse(need) for need in needs]
+    def conditions(self) -> tuple[str, ...]:
+        return (self.needs,) if isinstance(self.needs, str) else self.needs
 
     @property
     def flag(self) -> str:
@@ -135,43 +134,35 @@ def flag_of(name: str) -> str:
 # --- settings that have an effect only with others -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One of the `needs` of a setting: one of `others` is set; with `unset`: none of them is."""
-
-    others: tuple[tuple[str, str], ...]  # name and value; an empty value: any
-    unset: bool
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        words = [word.partition("=") for word in text.removeprefix("!").split(" or ")]
-        return cls(tuple((name, value) for name, _, value in words), text.startswith("!"))
-
-    def is_met(self, values: Mapping[str, Any]) -> bool:
-        """True if `values` meet the condition, and if it is about a setting that is not in `values`: the command does
-        not have it, or it gets its value later."""
-        found = False
-        for name, wanted in self.others:
-            if name not in values:
-                return True
-            value = values[name]
-            entries = value if isinstance(value, tuple) else (value,)
-            found |= wanted in map(as_text, entries) if wanted else value not in (None, False, ())
-        return found != self.unset
-
-    def words(self, as_flags: bool) -> str:
-        """Return the other settings as text: `--kl-placement reward`, `--merge-lora or --push-to-hub`."""
-        named = [(flag_of(name) if as_flags else name, value) for name, value in self.others]
-        return " or ".join(f"{name} {value}".rstrip() for name, value in named)
-
-    def text(self, as_flags: bool = True) -> str:
-        """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
-        return f"{'with' if self.unset else 'without'} {self.words(as_flags)}"
+def alternatives(condition: str) -> list[tuple[str, str]]:
+    """Return the settings of a condition, each with the value that it must have; an empty one: any."""
+    words = [word.partition("=") for word in condition.removeprefix("!").split(" or ")]
+    return [(name, value) for name, _, value in words]
 
 
-def unmet(setting: Setting, values: Mapping[str, Any]) -> Condition | None:
-    """Return the first condition of a setting that `values` do not meet; None if the setting has an effect."""
-    return next((condition for condition in setting.conditions if not condition.is_met(values)), None)
+def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    """True if `values` meet a condition, and if it is about a setting that is not in `values`: the command does not
+    have it, or it gets its value later."""
+    found = False
+    for name, wanted in alternatives(condition):
+        if name not in values:
+            return True
+        value = values[name]
+        entries = value if isinstance(value, tuple) else (value,)
+        found |= wanted in map(as_text, entries) if wanted else value not in (None, False, ())
+    return found != condition.startswith("!")
+
+
+def unmet(setting: Setting, values: Mapping[str, Any]) -> str:
+    """Return the first condition of a setting that `values` do not meet; empty if the setting has an effect."""
+    return next((condition for condition in setting.conditions if not is_met(condition, values)), "")
+
+
+def in_words(condition: str, as_flags: bool = True) -> str:
+    """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
+    named = [(flag_of(name) if as_flags else name, value) for name, value in alternatives(condition)]
+    others = " or ".join(f"{name} {value}".rstrip() for name, value in named)
+    return f"{'with' if condition.startswith('!') else 'without'} {others}"
 
 
 # --- text to value, and back -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhf.settings.fields import Layer, Setting, as_text, flag_of, settings_of
+from rlhf.settings.fields import Layer, Setting, alternatives, as_text, flag_of, in_words, settings_of
 from rlhf.settings.translate import hint
 from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
@@ -154,7 +154,9 @@ class CommandLine:
         shown = [as_text(value, " ")] if every or is_set else []
         if every:
             name += f" (or {', '.join(map(flag_of, s.aliases))})" if s.aliases else ""
-            conditions = [one.text() for one in s.conditions if all(name in self.settings for name, _ in one.others)]
+            conditions = [
+                in_words(one) for one in s.conditions if dict(alternatives(one)).keys() <= self.settings.keys()
+            ]
             notes += [f"unset: {s.unset}"] if s.unset else []
             notes += [f"no effect {' or '.join(conditions)}"] if conditions else []
             shown += [s.range] if s.range else []

@@ -7,7 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rlhf.settings.fields import Layer, Setting, convert, flag_words, replaced, settings_of, unmet
+from rlhf.settings.fields import (
+    Layer,
+    Setting,
+    alternatives,
+    convert,
+    flag_words,
+    in_words,
+    replaced,
+    settings_of,
+    unmet,
+)
 from rlhf.settings.flags import HELP, HELP_ALL, PLACE, CommandLine
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name, read_settings
 from rlhf.settings.translate import translate
@@ -149,11 +159,12 @@ def without_effect(settings: dict[str, Setting], values: Layer, assumed: Collect
         as_flags = not place.startswith("make_config")
         counts = place != "default" if setting.strict else place.startswith(BY_HAND)
         condition = unmet(setting, read)
-        if condition is None or not counts or value is None or (value == setting.default and not value):
+        if not condition or not counts or value is None or (value == setting.default and not value):
             continue
-        other, wanted = condition.others[0]
-        fix = "Add" if not condition.unset else "Change" if wanted else "Remove"
-        what = f"{name} has no effect {condition.text(as_flags)}{in_file(values[other][1])}"
-        fix = f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}"
+        other, wanted = alternatives(condition)[0]
+        case = in_words(condition, as_flags)
+        fix = "Add" if case.startswith("without") else "Change" if wanted else "Remove"
+        what = f"{name} has no effect {case}{in_file(values[other][1])}"
+        fix = f"{fix} {case.partition(' ')[2]}, or remove {setting.flag if as_flags else name}"
         problems.append(Problem(what, place, fix))
     return problems

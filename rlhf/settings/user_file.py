@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of, unmet
+from rlhf.settings.fields import UNREADABLE, Layer, as_text, in_words, settings_of, unmet
 from rlhf.settings.merge import merged
 from rlhf.settings.yaml_file import read_text
 from rlhf.utils.errors import Problem, UserError
@@ -84,7 +84,7 @@ def edits_line(
     for name, value in values.items():
         if value != old[name][0] and settings[name].group not in foreign:
             idle = unmet(settings[name], values)
-            note = "" if idle is None else f", no effect {idle.text(as_flags=False)}"
+            note = f", no effect {in_words(idle, as_flags=False)}" if idle else ""
             edits.append(f"{name} {as_text(value)} (default {as_text(old[name][0])}{note})")
     if edits and unused_because is not None:
         edits.append(f"but not used: {unused_because}")

@@ -235,6 +235,6 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     foreign = ALGORITHMS[config.algorithm].foreign
     values = values_in(config) | {"check": ()} | recommended
     for name, one in settings_of(Config).items():
-        if values[name] != defaults[name] and one.group not in foreign and unmet(one, values) is None:
+        if values[name] != defaults[name] and one.group not in foreign and not unmet(one, values):
             words += flag_words(name, values[name])
     return command(*script_words(config.algorithm), *words)

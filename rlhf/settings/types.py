@@ -53,9 +53,10 @@ def kl_text(nats: float, per: str) -> str:
 def shown(value: Any) -> str:
     """Return a written value as text for an error message."""
     try:
-        return f"{value!r:.{LONGEST_SHOWN}}"
+        text = repr(value)
     except ValueError:  # Python does not print numbers with more than 4,300 digits
         return "a number with thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
 def _targets(value: Any) -> list[str]:

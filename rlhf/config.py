@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlhf.settings.translate import only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
-from rlhf.utils.errors import Problem, UserError, raise_if
+from rlhf.utils.errors import Problem, UserError, did_you_mean, raise_if
 
 # --- from Python -----------------------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ def make_config(recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
     layers = [*lower_layers(recipe, row, {}, "make_config"), layer]
-    return _built(row, layers, normal_name(recipe), given=layer, assumed=OF_MAKE_TRAINER, in_python=True)
+    return _built(row, layers, normal_name(recipe), assumed=OF_MAKE_TRAINER, in_python=True)
 
 
 # help() and the completion in notebooks show all settings in place of `**settings`
@@ -61,8 +62,13 @@ def algorithm_row(name: str, where: str) -> Algorithm:
     """Return the row of an algorithm in the table. Raises UserError if there is none; `where` is the place in the
     error."""
     if name not in list(ALGORITHMS):  # it may not be hashable
-        raise UserError(f"unknown algorithm {name!r}", where, f"Known: {', '.join(ALGORITHMS)}")
+        raise UserError(_unknown_algorithm(name, where))
     return ALGORITHMS[name]
+
+
+def _unknown_algorithm(name: Any, where: str) -> Problem:
+    fix = f"{did_you_mean(str(name), ALGORITHMS)}Known: {', '.join(ALGORITHMS)}"
+    return Problem(f"unknown algorithm {name!r}", where, fix)
 
 
 def foreign_settings(algorithm: str) -> dict[str, str]:
@@ -77,7 +83,10 @@ def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recip
     defaults: Layer = {name: (value, "default") for name, value in row.defaults.items()}
     if recipe == DEFAULT_RECIPE:
         return [defaults, user]
-    return [defaults, *find_recipe(recipe, ALGORITHMS, where).layers(row.name)]
+    found = find_recipe(recipe, where)
+    places = {name: place for name, (_, place) in found.algorithms.items() if name not in ALGORITHMS}
+    raise_if([_unknown_algorithm(name, place) for name, place in places.items()])
+    return [defaults, *found.layers(row.name)]
 
 
 def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -> Config:
@@ -94,16 +103,14 @@ def _built(
     recipe: str,
     user: Layer | None = None,
     problems: Sequence[Problem] = (),
-    given: Collection[str] = (),
     assumed: Collection[str] = (),
     in_python: bool = False,
     checked: bool = True,
 ) -> Config:
-    values = merged(Config, layers, problems)
     checks = (validate_training, row.validate) if checked else ()
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
     of_row = {"label": row.label, "compares": row.group_size > 1}
-    return build(Config, values, row.foreign, checks, given, assumed, **top, **of_row)
+    return build(Config, layers, problems, row.foreign, checks, assumed, **top, **of_row)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------
@@ -129,19 +136,21 @@ def parse_cli(
     row = ALGORITHMS[algorithm]
     user = read_user_file(user_file, name_table(settings_of(Config)))
 
-    def lower(recipe: str) -> tuple[list[Layer], str | None]:
-        unused = None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}"
-        return lower_layers(recipe, row, user), user_file_line(user, row, unused)
+    def lower(recipe: str, place: str) -> list[Layer]:
+        return lower_layers(recipe, row, user, place)
 
-    given = read_command(command_line(row), argv, lower)
-    layers = lower_layers(given.recipe, row, user, given.recipe_place)
+    def edits(recipe: str) -> str | None:
+        return user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
+
+    given = read_command(command_line(row), argv, lower, edits)
+    layers = given.layers
     recipe = given.recipe
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
     stored = stored_run(row, [*of_command, given.file, given.flags])
     if stored is not None:
         layers = [layers[0], *of_command, stored[0]]
         recipe = recipe if given.recipe_place else stored[1]
-    return _built(row, [*layers, given.file, given.flags], recipe, user, given.problems, given.flags)
+    return _built(row, [*layers, given.file, given.flags], recipe, user, given.problems)
 
 
 # settings of the command that resumes a run, which are not restored from the run
@@ -199,8 +208,7 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
 def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:
     """Return one line with the changes that config.py makes for an algorithm, and whether they are used; None if it
     contains the declared defaults."""
-    without, with_file = (lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user))
-    return edits_line(Config, without, with_file, unused_because, row.foreign)
+    return edits_line(Config, partial(lower_layers, DEFAULT_RECIPE, row), user, unused_because, row.foreign)
 
 
 # --- from a run.json -------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import yaml
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
-from rlhf.settings.fields import settings_of
-from rlhf.settings.flags import spellings
+from rlhf.settings.fields import flag_of, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.translate import REMOVED
@@ -132,9 +131,10 @@ def test_every_flag_that_a_page_names_exists():
     name flags of older versions."""
     known_commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
     settings = [s for command in known_commands for s in settings_of(command).values()]
-    known = {flag for s in settings for flag in spellings([*s.names, *(f"no_{name}" for name in s.names)])}
+    names = {name for s in settings for name in s.names}
+    known = {flag for name in names for flag in (flag_of(name), f"--{name}", flag_of(f"no_{name}"))}
     known |= {"--recipe", "--config", "--help", "--help-all"}
-    removed = set(spellings(REMOVED))
+    removed = {flag for name in REMOVED for flag in (flag_of(name), f"--{name}")}
     files = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
     sources = "".join(path.read_text("utf-8") for path in files)
     known |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', sources))

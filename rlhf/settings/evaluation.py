@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.settings.fields import same_as, setting
+from rlhf.settings.fields import replaced, same_as, setting
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, merged, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
@@ -309,12 +309,11 @@ PLOT = CommandLine(
 
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
-    given = read_command(line, argv, lambda _: ([], None))
+    given = read_command(line, argv, lambda *_: [], lambda _: None)
     values = merged(line.config_class, [given.flags], given.problems)
-    for name, (value, place) in values.items():
-        if name in UNSET_BY_NONE and value is None and place != "default":
-            values[name] = () if name.endswith("func") else "none", place
-    return build(line.config_class, values, checks=(line.config_class.validate,), given=given.flags)
+    config = build(line.config_class, [given.flags], checks=(line.config_class.validate,))
+    unset = [name for name in UNSET_BY_NONE if name in values and not values[name][0] and values[name][1] != "default"]
+    return replaced(config, **{name: () if name.endswith("func") else "none" for name in unset})
 
 
 parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig

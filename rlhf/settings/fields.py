@@ -7,27 +7,26 @@ import functools
 import math
 import operator
 import os
+import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from rlhf.settings.types import KLTarget, Renaming, Split
+from rlhf.settings.types import KLTarget, PathName, Renaming, Split, StopText, shown
 from rlhf.utils.errors import UserError, did_you_mean
 
-TRUE_WORDS = {"true", "yes", "on", "1"}
-FALSE_WORDS = {"false", "no", "off", "0"}
-UNSET_WORDS = {"none", "null", "auto", ""}
-NEVER_EMPTY = ("prompts", "pairs")  # an empty text is an unset variable of the shell; as a path, it is this folder
+TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+# an entry of a list with commas, which may be inside of parentheses: `f(a=1, b=(2, 3)),g` has two entries
+ENTRY = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)|[^,])+")
 # limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
 LARGEST_COUNT = 10**9
 MOST_DIGITS = 30
 # name -> value, and the place that set it: a flag, file:line, make_config(name=), or "default"
 Layer = dict[str, tuple[Any, str]]
 UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the Problem
-LONGEST_SHOWN = 80  # characters of a value in an error message
 BOUNDS = {
     "ge": ("at least", operator.ge),
     "gt": ("above", operator.gt),
@@ -39,11 +38,14 @@ EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting of a command."""
+    """The declaration of one setting of a command. A group's OF_ALL has fields that hold for all of its settings."""
 
     name: str
     group: str
     type: Any
+    kind: Any  # the type of the value, or of each entry of a list
+    is_list: bool
+    optional: bool
     default: Any
     help: str  # meaning and unit
     unset: str = ""  # what happens if it is not set
@@ -67,35 +69,27 @@ class Setting:
         return (self.name, *self.aliases)
 
     @property
-    def conditions(self) -> list[Condition]:
-        needs = (self.needs,) if isinstance(self.needs, str) else self.needs
-        return [Condition.parse(need) for need in needs]
+    def conditions(self) -> tuple[str, ...]:
+        return (self.needs,) if isinstance(self.needs, str) else self.needs
 
     @property
     def flag(self) -> str:
         return flag_of(self.name)
 
     @property
-    def optional(self) -> bool:
-        return isinstance(self.type, types.UnionType)
+    def can_be_unset(self) -> bool:
+        """True if the value may be `none`. In a list of folders, `none` is a folder."""
+        return self.optional or (self.default == () and self.kind is not PathName)
 
     @property
-    def base_type(self) -> Any:
-        return next(t for t in typing.get_args(self.type) if t is not type(None)) if self.optional else self.type
-
-    @property
-    def is_list(self) -> bool:
-        return typing.get_origin(self.base_type) is tuple
-
-    @property
-    def is_bool(self) -> bool:
-        return self.base_type is bool
+    def limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        """The declared bounds: each as words, as an operator, and its number."""
+        return [(*bound, getattr(self, name)) for name, bound in BOUNDS.items() if getattr(self, name) is not None]
 
     @property
     def range(self) -> str:
         """The bounds as text; empty without any."""
-        limits = [(words, getattr(self, name)) for name, (words, _) in BOUNDS.items()]
-        return " and ".join(f"{words} {_number(limit)}" for words, limit in limits if limit is not None)
+        return " and ".join(f"{words} {limit:,}" for words, _, limit in self.limits)
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
@@ -118,7 +112,12 @@ def settings_of(config_class: type) -> dict[str, Setting]:
         if dataclasses.is_dataclass(group_class):
             hints = typing.get_type_hints(group_class)
             for f in dataclasses.fields(group_class):
-                found[f.name] = Setting(f.name, group, hints[f.name], f.default, **f.metadata)
+                optional = isinstance(hints[f.name], types.UnionType)
+                kind = typing.get_args(hints[f.name])[0] if optional else hints[f.name]
+                is_list = typing.get_origin(kind) is tuple
+                kind = typing.get_args(kind)[0] if is_list else kind
+                declared = {**f.metadata, **getattr(group_class, "OF_ALL", {})}
+                found[f.name] = Setting(f.name, group, hints[f.name], kind, is_list, optional, f.default, **declared)
     return found
 
 
@@ -135,154 +134,121 @@ def flag_of(name: str) -> str:
 # --- settings that have an effect only with others -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One of the `needs` of a setting: one of `others` is set; with `unset`: none of them is."""
-
-    others: tuple[tuple[str, str], ...]  # name and value; an empty value: any
-    unset: bool
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        words = [word.partition("=") for word in text.removeprefix("!").split(" or ")]
-        return cls(tuple((name, value) for name, _, value in words), text.startswith("!"))
-
-    def is_met(self, values: Mapping[str, Any], assumed: Collection[str] = ()) -> bool:
-        """True if `values` meet the condition, and if it is about a setting that is in `assumed`, or that is not in
-        `values` because the command does not have it."""
-        found = False
-        for name, wanted in self.others:
-            if name in assumed or name not in values:
-                return True
-            value = values[name]
-            entries = value if isinstance(value, tuple) else (value,)
-            found |= wanted in map(as_text, entries) if wanted else value not in (None, False, ())
-        return found != self.unset
-
-    def words(self, as_flags: bool) -> str:
-        """Return the other settings as text: `--kl-placement reward`, `--merge-lora or --push-to-hub`."""
-        named = [(flag_of(name) if as_flags else name, value) for name, value in self.others]
-        return " or ".join(f"{name} {value}".rstrip() for name, value in named)
-
-    def text(self, as_flags: bool = True) -> str:
-        """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
-        return f"{'with' if self.unset else 'without'} {self.words(as_flags)}"
+def alternatives(condition: str) -> list[tuple[str, str]]:
+    """Return the settings of a condition, each with the value that it must have; an empty one: any."""
+    words = [word.partition("=") for word in condition.removeprefix("!").split(" or ")]
+    return [(name, value) for name, _, value in words]
 
 
-def unmet(setting: Setting, values: Mapping[str, Any], assumed: Collection[str] = ()) -> Condition | None:
-    """Return the first condition of a setting that `values` do not meet; None if the setting has an effect."""
-    return next((condition for condition in setting.conditions if not condition.is_met(values, assumed)), None)
+def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    """True if `values` meet a condition, and if it is about a setting that is not in `values`: the command does not
+    have it, or it gets its value later."""
+    found = False
+    for name, wanted in alternatives(condition):
+        if name not in values:
+            return True
+        value = values[name]
+        entries = value if isinstance(value, tuple) else (value,)
+        found |= wanted in map(as_text, entries) if wanted else value not in (None, False, ())
+    return found != condition.startswith("!")
+
+
+def unmet(setting: Setting, values: Mapping[str, Any]) -> str:
+    """Return the first condition of a setting that `values` do not meet; empty if the setting has an effect."""
+    return next((condition for condition in setting.conditions if not is_met(condition, values)), "")
+
+
+def in_words(condition: str, as_flags: bool = True) -> str:
+    """Return in which case a setting has no effect: `without --use-lora`, `with --kl-schedule fixed`."""
+    named = [(flag_of(name) if as_flags else name, value) for name, value in alternatives(condition)]
+    others = " or ".join(f"{name} {value}".rstrip() for name, value in named)
+    return f"{'with' if condition.startswith('!') else 'without'} {others}"
 
 
 # --- text to value, and back -----------------------------------------------------------------------------------------
 
 
+def word_of(value: Any) -> str:
+    """Return a written value, or the only entry of a list, as text in lower case."""
+    entry = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    return shown(entry).strip("'").lower()
+
+
 def is_unset(value: Any) -> bool:
     """True if a written value means "unset"."""
-    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
+    return word_of(value) in ("none", "null", "auto")
 
 
 def is_on(value: Any) -> bool | None:
     """Return the truth of a written value; None if it is neither true nor false."""
-    only = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    word = str(only).lower()
-    return word in TRUE_WORDS if word in TRUE_WORDS | FALSE_WORDS else None
+    return TRUTH.get(word_of(value))
 
 
 def convert(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
-    `where` as the place that set the value."""
-    if setting.name in NEVER_EMPTY and isinstance(value, str) and not value.strip():
-        raise UserError(f"{setting.name} is empty", where, "Give a data file, a folder or a hub dataset's name")
-    if setting.optional and is_unset(value):
-        return None
+    """Return `value` (text of a flag or a YAML file, or data from Python or run.json) in the type of the setting.
+    Raises UserError, with `where` as the place that set the value."""
+    if setting.can_be_unset and is_unset(value):
+        return None if setting.optional else ()
     if setting.alone and (on := is_on(value)) is not None:
         return setting.alone if on else ()
     if not setting.is_list:
-        return _convert_one(setting, value, setting.base_type, where)
-    kind = typing.get_args(setting.base_type)[0]
+        return _convert_one(setting, value, where)
     if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
         value = [f"{name}={entry}" for name, entry in value.items()]
+    strip = str.lstrip if setting.kind is Renaming else str.strip  # the name of a column may end with a space
     entries: list[Any] = []
     for part in value if isinstance(value, (list, tuple, range)) else [value]:
-        if isinstance(part, str) and getattr(kind, "at_commas", True):
-            strip = str.lstrip if kind is Renaming else str.strip  # the name of a column may end with a space
-            entries += map(strip, at_commas(part))
-        else:
-            entries.append(part)
-    return tuple(_convert_one(setting, entry, kind, where) for entry in entries)
+        is_split = isinstance(part, str) and getattr(setting.kind, "at_commas", True)
+        entries += map(strip, ENTRY.findall(part) or [part]) if is_split else [part]
+    return tuple(_convert_one(setting, entry, where) for entry in entries)
 
 
-def at_commas(text: str) -> list[str]:
-    """Split a list at its commas, but not at those in parentheses: `f(a=1, b=(2, 3)),g` has two entries."""
-    parts = [""]
-    depth = 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts if depth == 0 else text.split(",")
-
-
-def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
+def _convert_one(setting: Setting, value: Any, where: str) -> Any:
+    kind = setting.kind
     try:
-        result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
+        result = _parse(kind, value)
+        fix = _out_of_range(setting, result)
     except (ValueError, TypeError, ArithmeticError):
-        choices = f"one of {', '.join(setting.choices)}" if setting.choices else "text"
-        expects = getattr(kind, "expects", EXPECTED.get(kind, choices))
-        raise UserError(f"{setting.name} is {_shown(value)}", where, f"Give {expects}") from None
-    problem = _out_of_range(setting, result)
-    if problem:
-        raise UserError(f"{setting.name} is {_shown(value).strip(chr(39))}", where, problem)
-    return result
+        expected = getattr(kind, "expects", None) or EXPECTED.get(kind) or " or ".join(setting.choices)
+        fix = f"Give {expected or 'text'}"
+    if not fix:
+        return result
+    raise UserError(f"{setting.name} is {shown(value)}", where, fix)
 
 
-def _shown(value: Any) -> str:
-    """Return a value as text for an error message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print numbers with more than 4,300 digits
-        text = "a number with thousands of digits"
-    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " ..."
-
-
-def _parse(kind: type, value: Any) -> Any:
+def _parse(kind: Any, value: Any) -> Any:
     if kind is bool:
-        word = str(value).lower()
-        if isinstance(value, (dict, list)) or word not in TRUE_WORDS | FALSE_WORDS:
+        on = is_on(value)
+        if on is None:
             raise ValueError(value)
-        return word in TRUE_WORDS
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+        return on
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike, kind)):
         raise TypeError(value)
     if kind is float:
         return float(value)
     if kind is int:
         number = Decimal(str(value))  # accepts 1e4, and is exact for numbers above 2^53
-        small = number.is_finite() and number.adjusted() <= MOST_DIGITS
-        if not small or number != number.to_integral_value():
+        if number.adjusted() > MOST_DIGITS or number != int(number):
             raise ValueError(value)
         return int(number)
-    return kind.parse(value) if hasattr(kind, "parse") else str(value)
+    if not str(value).strip() and kind is not StopText:  # an empty text is an unset variable of the shell
+        raise ValueError(value)
+    if hasattr(kind, "parse"):
+        return value if isinstance(value, kind) else kind.parse(value)
+    return str(value)
 
 
-def _out_of_range(setting: Setting, value: Any) -> str | None:
+def _out_of_range(setting: Setting, value: Any) -> str:
+    """Return how to fix a value that the setting does not allow; empty if it is allowed."""
     if setting.choices and value not in setting.choices:
-        return f"{did_you_mean(str(value), setting.choices)}Choices: {', '.join(setting.choices)}"
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    if isinstance(value, int) and setting.le is None and value > LARGEST_COUNT:
+        return f"{did_you_mean(value, setting.choices)}Choices: {', '.join(setting.choices)}"
+    if setting.kind is int and setting.le is None and value > LARGEST_COUNT:
         return f"It must be at most {LARGEST_COUNT:,}"
-    limits = [(is_inside, getattr(setting, name)) for name, (_, is_inside) in BOUNDS.items()]
-    if math.isfinite(value) and all(limit is None or is_inside(value, limit) for is_inside, limit in limits):
-        return None
+    if setting.kind not in (int, float) or (
+        math.isfinite(value) and all(is_inside(value, limit) for _, is_inside, limit in setting.limits)
+    ):
+        return ""
     return f"It must be {setting.range or 'a finite number'}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
@@ -291,6 +257,15 @@ def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
     if isinstance(value, (tuple, list)):
         return between.join(map(str, value)) or empty
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return the command-line arguments that set one setting."""
+    if isinstance(value, bool):
+        return [flag_of(name) if value else flag_of(f"no_{name}")]
+    if isinstance(value, tuple):
+        return [flag_of(name), *(map(str, value or ["none"]))]
+    return [flag_of(name), "none" if value is None else str(value)]
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -303,11 +278,11 @@ def values_in(config: Any) -> dict[str, Any]:
 
 def replaced(config: Any, **values: Any) -> Any:
     """Return the configuration with other values of some settings."""
-    settings = settings_of(type(config))
-    groups: dict[str, dict[str, Any]] = {}
+    groups = {name: setting.group for name, setting in settings_of(type(config)).items()}
     for name, value in values.items():
-        groups.setdefault(settings[name].group, {})[name] = value
-    return replace(config, **{group: replace(getattr(config, group), **new) for group, new in groups.items()})
+        group = replace(getattr(config, groups[name]), **{name: value})
+        config = replace(config, **{groups[name]: group})
+    return config
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import sys
-import typing
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from rlhf.settings.fields import Layer, Setting, as_text, convert, flag_of, name_table, settings_of, unmet
-from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
-from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
+from rlhf.settings.fields import (
+    Layer,
+    Setting,
+    alternatives,
+    convert,
+    flag_words,
+    in_words,
+    replaced,
+    settings_of,
+    unmet,
+)
+from rlhf.settings.flags import HELP, HELP_ALL, PLACE, CommandLine
+from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name, read_settings
 from rlhf.settings.translate import translate
-from rlhf.settings.yaml_file import read_settings
 from rlhf.utils.errors import Problem, UserError, print_line, raise_if
 
+BY_HAND = ("--", PLACE, "make_config")  # the beginnings of places outside of files
 Check = Callable[[Any], list[Problem]]  # takes a configuration and returns its errors
 
 
@@ -33,10 +42,10 @@ class Command:
 # --- a command line to layers ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """The settings of a command line."""
 
+    layers: list[Layer]  # below --config and the flags; one empty layer if the recipe has errors
     file: Layer  # of --config
     flags: Layer
     recipe: str  # the default recipe if none is given
@@ -44,41 +53,36 @@ class Given:
     problems: list[Problem]
 
 
-# takes a recipe; returns the layers below --config, and one line on the changes in config.py (None: no changes)
-Lower = Callable[[str], tuple[list[Layer], str | None]]
+Lower = Callable[[str, str], list[Layer]]  # takes a recipe and its place; returns the layers below --config
+Edits = Callable[[str], str | None]  # takes a recipe; returns one line on the changes in config.py, None without any
 
 
-def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower) -> Given:
+def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower, edits: Edits) -> Given:
     """Return the settings of a command line (None: of this process), and its errors. If it requests help, print that
     instead, with the values that the command would use, and exit. Errors of the command line are then ignored."""
-    argv = sys.argv[1:] if argv is None else argv
-    kind = wants_help(argv)
-    if kind is None:
-        return _read(line, argv)
-    given = _read(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
-    layers, edits = lower(given.recipe)
-    source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
-    values = {name: value for name, (value, _) in merged(line.config_class, [*layers, given.file]).items()}
-    print_line(line.help(values, source) if kind == "help" else line.help_all(values, source))
-    raise SystemExit(0)
-
-
-def _read(line: CommandLine, argv: Sequence[str]) -> Given:
-    flags, problems = line.read(argv)
+    flags, problems = line.read(sys.argv[1:] if argv is None else argv)
     file: Layer = {}
-    if "config" in flags:
-        try:
-            file = read_settings(flags["config"][0])
-        except UserError as error:
-            problems += error.problems
-    recipe, place = {**file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
-    if not isinstance(recipe, str):
-        problems.append(Problem(f"recipe is {recipe!r}", place, "Give the name or the file of a recipe"))
-        recipe = DEFAULT_RECIPE
-    for layer in (file, flags):
-        layer.pop("recipe", None)
-        layer.pop("config", None)
-    return Given(file, flags, normal_name(recipe), place, problems)
+    layers: list[Layer] = [{}]
+    try:
+        file = read_settings(flags.pop("config")[0]) if "config" in flags else file
+    except UserError as error:
+        problems += error.problems
+    recipe, place = file.pop("recipe", (DEFAULT_RECIPE, ""))
+    recipe, place = flags.pop("recipe", (recipe, place))
+    recipe = normal_name(recipe)
+    wants_help = HELP in flags or HELP_ALL in flags
+    try:
+        layers = lower(recipe, place)
+    except UserError as error:
+        if wants_help:
+            raise
+        problems += error.problems
+    if wants_help:
+        changes = edits(recipe)
+        source = f"recipe {recipe}" + (f"; config.py: {changes}" if changes else "") if line.recipes else ""
+        print_line(line.help(merged(line.config_class, [*layers, file]), source, HELP_ALL in flags))
+        raise SystemExit(0)
+    return Given(layers, file, flags, recipe, place, problems)
 
 
 # --- layers to a configuration ---------------------------------------------------------------------------------------
@@ -105,75 +109,62 @@ def merged(config_class: type, layers: Sequence[Layer], problems: Sequence[Probl
 
 def build(
     config_class: type,
-    values: Layer,
+    layers: Sequence[Layer],
+    problems: Sequence[Problem] = (),
     foreign: Collection[str] = (),
     checks: Sequence[Check] = (),
-    given: Collection[str] = (),
     assumed: Collection[str] = (),
     **top: Any,
 ) -> Any:
-    """Return the configuration with `values`. Raises UserError with all errors that `checks` find, and with the
-    settings that have no effect.
+    """Return the configuration of `layers`, as in `merged`. Raises UserError with all errors that `checks` find, and
+    with the settings that have no effect.
 
     Args:
         foreign: groups of settings that the command does not use; they keep their declared defaults.
         checks: functions that return the errors of the whole configuration. Without them, nothing is checked.
-        given, assumed: as in `without_effect`.
+        assumed: as in `without_effect`.
         top: fields of the configuration that are not groups.
     """
+    values = merged(config_class, layers, problems)
     settings = {name: one for name, one in settings_of(config_class).items() if one.group not in foreign}
-    groups: dict[str, dict[str, Any]] = {}
-    for name, setting in settings.items():
-        groups.setdefault(setting.group, {})[name] = values[name][0]
-    hints = typing.get_type_hints(config_class)
-    config = config_class(**top, **{group: hints[group](**leaves) for group, leaves in groups.items()})
-    problems = [located(problem, values) for check in checks for problem in check(config)]
-    raise_if([*problems, *(without_effect(settings, values, given, assumed) if checks else [])])
+    config = replaced(config_class(**top), **{name: values[name][0] for name in settings})
+    if checks:
+        found = [located(problem, values) for check in checks for problem in check(config)]
+        raise_if([*found, *without_effect(settings, values, assumed)])
     return config.resolved()
 
 
 def located(problem: Problem, values: Layer) -> Problem:
     """Return a problem of settings with its place: their flags, values, and the file and line that set them."""
-    if not problem.settings:
-        return problem
     places = []
     for name in problem.settings:
-        value = values[name][0]
-        text = "" if isinstance(value, bool) else " none" if value is None else f" {as_text(value, ' ')}"
-        places.append(f"{flag_of(name)}{text}{file_of(values[name][1])}")
-    return replace(problem, place=", ".join(places))
+        value, place = values[name]
+        places.append(f"{' '.join(flag_words(name, value))}{in_file(place)}")
+    return replace(problem, place=", ".join(places) or problem.place)
 
 
-def file_of(place: str) -> str:
+def in_file(place: str) -> str:
     """Return ` (file:line)` for a setting that was set in a file, otherwise an empty text."""
-    return "" if place.startswith("--") or ":" not in place else f" ({place})"
+    return f" ({place})" if ":" in place else ""
 
 
-def without_effect(
-    settings: dict[str, Setting], values: Layer, given: Collection[str], assumed: Collection[str]
-) -> list[Problem]:
+def without_effect(settings: dict[str, Setting], values: Layer, assumed: Collection[str]) -> list[Problem]:
     """Return one error for each setting that has no effect because of another one, such as lora_r without use_lora.
-
-    Args:
-        settings: the settings that the command reads.
-        given: names of the settings that the command line or the call sets. Of all other settings, only the strict
-            ones are checked.
-        assumed: settings that get their values later: conditions on them count as met.
-    """
-    first = name_table(settings)
-    named = {first[name] for name in given if name in first}
-    read = {name: values[name][0] for name in settings}
+    Values in files are ignored, except for the strict ones. Conditions on the settings in `assumed`, which get their
+    values later, count as met."""
+    read = {name: values[name][0] for name in settings if name not in assumed}
     problems = []
     for name, setting in settings.items():
         value, place = values[name]
-        condition = unmet(setting, read, assumed)
-        is_off = value is None or (value == setting.default and not value)
-        if condition is None or is_off or not (name in named or (setting.strict and place != "default")):
-            continue
-        other, wanted = condition.others[0]
         as_flags = not place.startswith("make_config")
-        fix = "Add" if not condition.unset else "Change" if wanted else "Remove"
-        what = f"{name} has no effect {condition.text(as_flags)}{file_of(values[other][1])}"
-        fix = f"{fix} {condition.words(as_flags)}, or remove {setting.flag if as_flags else name}"
+        counts = place != "default" if setting.strict else place.startswith(BY_HAND)
+        condition = unmet(setting, read)
+        if not condition or not counts or value is None or (value == setting.default and not value):
+            continue
+        other, wanted = alternatives(condition)[0]
+        case = in_words(condition, as_flags)
+        fix = "Add" if case.startswith("without") else "Change" if wanted else "Remove"
+        what = f"{name} has no effect {case}{in_file(values[other][1])}"
+        fix = f"{fix} {case.partition(' ')[2]}, or remove {setting.flag if as_flags else name}"
         problems.append(Problem(what, place, fix))
     return problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlhf.settings.fields import flag_of
+from rlhf.settings.fields import flag_words
 from rlhf.settings.merge import merged
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
@@ -127,13 +127,3 @@ def _reading_words(data: Any, usual: Any) -> list[str]:
 
 def _recipe_words(recipe: str) -> list[str]:
     return [] if recipe == DEFAULT_RECIPE else ["--recipe", recipe]
-
-
-def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command-line arguments that set one setting."""
-    flag = flag_of(name)
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
-    if isinstance(value, tuple):
-        return [flag, *map(str, value)]
-    return [flag, "none" if value is None else str(value)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf.settings.fields import UNREADABLE, Layer, name_table, same_as, setting, settings_of
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import Command, build, merged, read_command
+from rlhf.settings.merge import Command, build, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import PathName, Renaming, Split, StopText
+from rlhf.settings.types import PathName, Renaming, Split
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
 from rlhf.utils.errors import Problem
@@ -111,11 +112,7 @@ class CalibrationSettings:
 class CalibrationSampling(SamplingSettings):
     """Sampling of the completions for the calibration"""
 
-    max_new_tokens: int = same_as(SamplingSettings, "max_new_tokens", needs="actor_model")
-    temperature: float = same_as(SamplingSettings, "temperature", needs="actor_model")
-    top_k: int = same_as(SamplingSettings, "top_k", needs="actor_model")
-    top_p: float = same_as(SamplingSettings, "top_p", needs="actor_model")
-    stop: tuple[StopText, ...] | None = same_as(SamplingSettings, "stop", needs="actor_model")
+    OF_ALL: ClassVar = {"needs": "actor_model"}
 
 
 @dataclass(frozen=True)
@@ -156,11 +153,15 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     """Return the configuration of `python -m reward_model.train`. With the default recipe, settings in `user_file`
     (config.py) that this command shares with training are used, too. Raises UserError that lists all errors."""
     user = read_user_file(user_file, name_table(settings_of(Config)))
-    given = read_command(LINE, argv, lambda recipe: (reward_layers(recipe, user), reward_file_line(user, recipe)))
-    layers = [*reward_layers(given.recipe, user, given.recipe_place), given.file, given.flags]
-    values = merged(RewardModelConfig, layers, given.problems)
+
+    def lower(recipe: str, place: str) -> list[Layer]:
+        return reward_layers(recipe, user, place)
+
+    given = read_command(LINE, argv, lower, partial(reward_file_line, user))
+    layers = [*given.layers, given.file, given.flags]
     checks = (RewardModelConfig.validate,)
-    return build(RewardModelConfig, values, (), checks, given.flags, recipe=given.recipe, user_file=user)
+    top = {"recipe": given.recipe, "user_file": user}
+    return build(RewardModelConfig, layers, given.problems, checks=checks, **top)
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
@@ -168,7 +169,7 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
     config.py that this command has, too. In the second case the policy's start model is also the reward model's base
     model, and the policy's prompts are used as pairs if they can be."""
     if recipe != DEFAULT_RECIPE:
-        return [find_recipe(recipe, where=where).reward_model_training]
+        return [find_recipe(recipe, where).reward_model_training]
     if UNREADABLE in user:
         return [user]
     known, _ = translate(user, settings_of(Config))
@@ -185,8 +186,8 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
 def reward_file_line(user: Layer, recipe: str) -> str | None:
     """Return one line on what config.py changes for this command, or that the recipe makes config.py unused; None if
     config.py changes nothing."""
-    layers = [reward_layers(DEFAULT_RECIPE, layer) for layer in ({}, user)]
-    return edits_line(RewardModelConfig, *layers, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
+    unused_because = None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}"
+    return edits_line(RewardModelConfig, partial(reward_layers, DEFAULT_RECIPE), user, unused_because)
 
 
 def may_have_pairs(source: str, columns: Any = ()) -> bool:
@@ -207,4 +208,4 @@ def may_have_pairs(source: str, columns: Any = ()) -> bool:
 
 def usual_reward_config(recipe: str, user: Layer) -> RewardModelConfig:
     """Return the configuration that the command uses without flags."""
-    return build(RewardModelConfig, merged(RewardModelConfig, reward_layers(recipe, user)), recipe=recipe)
+    return build(RewardModelConfig, reward_layers(recipe, user), recipe=recipe)

@@ -74,7 +74,7 @@ class ModelSettings:
         32.0,
         "scaling of the LoRA adapters: their output is multiplied by alpha / r",
         gt=0,
-        le=1e6,
+        le=1_000_000,
         aliases=("alpha",),
         needs="use_lora",
     )
@@ -290,7 +290,7 @@ class BatchSettings:
         "two-sided clip: largest policy ratio at a negative advantage, so that the loss is bounded (INTELLECT-2, "
         "arXiv 2505.07291; dual-clip PPO, arXiv 1912.09729: 3); above 1 + --epsilon-high; unset: no limit",
         gt=1,
-        le=1e6,
+        le=1_000_000,
         aliases=("clip_ratio_c", "dual_clip"),
         needs="!loss_type=cispo",  # it limits every ratio
         strict=True,

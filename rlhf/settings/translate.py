@@ -5,10 +5,10 @@ TRL 1.12, transformers, OpenRLHF, verl, LLaMA-Factory, Unsloth and CleanRL. docs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_on, is_unset, name_table
+from rlhf.settings.fields import UNREADABLE, Layer, Setting, as_text, is_on, is_unset, name_table, word_of
 from rlhf.settings.types import bare_targets, is_bare_number
 from rlhf.utils.errors import Problem, did_you_mean
 
@@ -16,77 +16,64 @@ LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exact
 BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
 LOOKS = {"check_reward": "reward", "scan": "prompts"}  # names of parts of --check
 FIRST_TRL = "init_kl_coef"  # next to this name of TRL before 0.12, a bare target_kl has the unit of its KL
+# name, or name=value -> settings that it sets, too, if the layer does not; `lora:` is a block of a YAML file
+IMPLIED: dict[str, dict[str, Any]] = {
+    # in TRL's first PPO, an optimizer step follows each one
+    "mini_batch_size": {"gradient_accumulation_steps": 1, "minibatches": 1},
+    "normalizer_alpha": {"normalize_scores": True},
+    "lora:": {"use_lora": True},
+    # a setting that replaces others unsets those of lower layers
+    **{name: dict.fromkeys(LENGTHS) for name in ("steps_per_topic", *LENGTHS)},
+    "gradient_accumulation_steps": {"minibatches": 1},
+    "minibatches": {"gradient_accumulation_steps": None},
+    # a lower layer's target belongs to its adaptive schedule
+    "kl_schedule=fixed": {"kl_target": None},
+    "kl_schedule=phased": {"kl_target": None},
+}
 
 
-def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[Problem]]:
-    """Return a layer with the first names of its settings, and the errors in its names, one line each.
-
-    A name of another trainer keeps its meaning there, and can set more than one setting. A setting that replaces
-    others (for example one length of the run) unsets those in lower layers. A name that ends with a colon is a block
-    of a YAML file (`lora:`).
-    """
-    known, problems = _under_first_names(layer, settings)
-
-    def add(name: str, value: Any, because: str) -> None:
-        """Set `name` because of the setting `because`, unless the layer sets it or the command does not have it."""
-        if name in settings:
-            known.setdefault(name, (value, (layer.get(because) or known[because])[1]))
-
-    def is_set(name: str) -> bool:
-        return name in known and not is_unset(known[name][0])
-
-    if "mini_batch_size" in layer:  # in TRL's first PPO, an optimizer step follows each one
-        add("gradient_accumulation_steps", 1, "mini_batch_size")
-    if "normalizer_alpha" in layer:
-        add("normalize_scores", True, "normalizer_alpha")
-    if "lora:" in layer:
-        add("use_lora", True, "lora:")
-    for length in filter(is_set, ("steps_per_topic", *LENGTHS)):
-        for other in LENGTHS:
-            add(other, None, length)
-    if is_set("minibatches") and is_set("gradient_accumulation_steps"):
-        places = " and ".join(known[name][1] for name in ("minibatches", "gradient_accumulation_steps"))
-        problems.append(Problem("minibatches and gradient_accumulation_steps exclude each other", places, "Keep one"))
-    elif is_set("minibatches"):
-        add("gradient_accumulation_steps", None, "minibatches")
-    elif is_set("gradient_accumulation_steps"):
-        add("minibatches", 1, "gradient_accumulation_steps")
-    if is_set("kl_schedule") and known["kl_schedule"][0] != "adaptive":
-        add("kl_target", None, "kl_schedule")  # a lower layer's target belongs to its adaptive schedule
-    return known, problems
-
-
-def only(layer: Layer, settings: dict[str, Setting], names: Collection[str]) -> Layer:
-    """Return the part of a layer that sets one of `names`, under any name of the setting."""
-    first = name_table(settings)
-    return {name: found for name, found in layer.items() if first.get(name) in names}
-
-
-def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[Problem]]:
-    """Return the layer with the first name of each setting instead of the written name, and the errors in the names,
-    one line each."""
+def translate(layer: Layer, settings: Mapping[str, Setting]) -> tuple[Layer, list[Problem]]:
+    """Return a layer with the first names of its settings, and the errors in its names. A name of another trainer
+    keeps its meaning there, and can set more than one setting."""
     names = name_table(settings)
-    problems = []
     known: Layer = {}
-    for name, (value, where) in layer.items():
-        first = names.get(name, "")
+    problems = []
+    for name, (value, place) in layer.items():
+        first = names.get(name, name)
         if name == UNREADABLE:
             problems.append(value)
         elif name.endswith(":"):
             continue
-        elif not first:
-            helper = ". Start the names of helper variables with _" if ".py" in where and not removed(name) else ""
-            problems.append(Problem(f"unknown setting {name}", where, f"{hint(name, names)}{helper}"))
+        elif first not in settings:
+            helper = ". Start the names of helper variables with _" if ".py" in place and not removed(name) else ""
+            problems.append(Problem(f"unknown setting {name}", place, f"{hint(name, names)}{helper}"))
         elif first in known:
-            problems.append(Problem(f"{name} is set twice", f"{where} and {known[first][1]}", "Keep one"))
+            problems.append(Problem(f"{name} is set twice", f"{place} and {known[first][1]}", "Keep one"))
         elif name == "target_kl" and FIRST_TRL not in layer and is_bare_number(value):
             number = as_text(value)
             fix = f"Give {number}/token as in verl, or {number}/sequence as in TRL before 0.12"
-            problems.append(Problem(f"target_kl {number} has no unit", where, fix))
+            problems.append(Problem(f"target_kl {number} has no unit", place, fix))
+        elif name in BARE_TARGETS:
+            known[first] = (bare_targets(value), place)
         else:
-            value = bare_targets(value) if name in BARE_TARGETS else value
-            known[first] = (LOOKS[name] if name in LOOKS and is_on(value) else value, where)
+            known[first] = (LOOKS[name] if name in LOOKS and is_on(value) else value, place)
+    written = {}
+    for name, (value, place) in (layer | known).items():
+        written |= {} if is_unset(value) else {name: place, f"{name}={word_of(value)}": place}
+    for name, others in IMPLIED.items():
+        for other in others.keys() & settings.keys() if name in written else ():
+            known.setdefault(other, (others[other], written[name]))
+    steps = known.get("gradient_accumulation_steps", (None, ""))
+    if "minibatches" in written and not is_unset(steps[0]):
+        places = f"{written['minibatches']} and {steps[1]}"
+        problems.append(Problem("minibatches and gradient_accumulation_steps exclude each other", places, "Keep one"))
     return known, problems
+
+
+def only(layer: Layer, settings: Mapping[str, Setting], names: Collection[str]) -> Layer:
+    """Return the part of a layer that sets one of `names`, under any name of the setting."""
+    first = name_table(settings)
+    return {name: found for name, found in layer.items() if first.get(name) in names}
 
 
 # --- unknown names ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rlhf.utils.paths import exists, is_path, local_path
 FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
 FROM_PYTHON = "python:"  # before the name of a function that a program or a notebook defines, in run.json only
 IN_PYTHON = "(given in Python)"  # the setting prompts of a run whose prompts are a list; they are in RUN/prompts
+LONGEST_SHOWN = 80  # characters of a value in an error message
 KL_METRICS = {"sequence": "kl_divergence", "token": "kl_divergence/token"}  # unit -> metric, as logged
 
 
@@ -49,19 +50,34 @@ def kl_text(nats: float, per: str) -> str:
     return f"{nats:z.{4 if per == 'token' else 2}f}/{per}"
 
 
-def bare_targets(value: Any) -> Any:
+def shown(value: Any) -> str:
+    """Return a written value as text for an error message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print numbers with more than 4,300 digits
+        return "a number with thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
+
+
+def _targets(value: Any) -> list[str]:
+    """Return the KL targets in a written value."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    texts = [shown(part) if isinstance(part, int) else str(part) for part in parts]
+    return [word.strip() for text in texts for word in text.split(",")]
+
+
+def bare_targets(value: Any) -> list[str]:
     """Return KL targets of other trainers, written as numbers, with units. One number means nats per sequence (TRL's
     first PPO, the SmolLM2-orca and rank-1 documents); several mean nats per token (the phased-KL documents)."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    words = [word.strip() for part in parts for word in str(part).split(",")]
+    words = _targets(value)
     unit = "sequence" if len(words) == 1 else "token"
     return [f"{word}/{unit}" if re.fullmatch(r"[-+.\deE]+", word) else word for word in words]
 
 
 def is_bare_number(value: Any) -> bool:
     """True for one KL target that is written as a number without a unit."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return len(parts) == 1 and re.fullmatch(r"[.\d][.\deE-]*", str(parts[0]).strip()) is not None
+    words = _targets(value)
+    return len(words) == 1 and re.fullmatch(r"[.\d][.\deE-]*", words[0]) is not None
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import symtable
+import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import FunctionType, ModuleType
+from typing import Any
 
-from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of, unmet
+from rlhf.settings.fields import UNREADABLE, Layer, as_text, in_words, settings_of, unmet
 from rlhf.settings.merge import merged
+from rlhf.settings.yaml_file import read_text
 from rlhf.utils.errors import Problem, UserError
 
-NO_VALUES = (ModuleType, FunctionType, type)
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
-             ast.GeneratorExp)  # nodes with separate names inside  # fmt: skip
+
+class _Names(dict[str, Any]):
+    """The names of a module while it runs, with the line that set each of them last."""
+
+    def __init__(self, **names: Any):
+        super().__init__(names)
+        self.lines: dict[str, int] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.lines[name] = sys._getframe(1).f_lineno
+        super().__setitem__(name, value)
 
 
 def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
@@ -28,67 +38,54 @@ def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
     if path is None or not path.is_file():
         return {}
     shown = path.name if os.path.realpath(path.parent) == os.path.realpath(".") else str(path)
-    values: dict[str, object] = {"__name__": "config", "__file__": str(path)}
+    names = _Names(__name__="config", __file__=str(path))
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        exec(compile(tree, str(path), "exec"), values)
-    except UnicodeDecodeError as error:
-        problem = Problem("not UTF-8", f"{shown}, byte {error.start}", "Save the file as UTF-8")
-    except OSError as error:
-        problem = Problem(f"cannot be read ({error.strerror})", shown, "Correct its permissions")
+        text = read_text(path, shown, "Correct its permissions")
+        table = symtable.symtable(text, str(path), "exec")
+        exec(compile(text, str(path), "exec"), names)
+    except UserError as error:
+        (problem,) = error.problems
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         kind = "not Python" if isinstance(error, SyntaxError) else type(error).__name__
         problem = Problem(f"{kind} ({getattr(error, 'msg', error)})", f"{shown}:{line}", "Correct that line")
     else:
-        assigned = _assigned(tree)
-        public = {n for n in assigned if not n.startswith("_") and not isinstance(values.get(n), NO_VALUES)}
-        names = [name for name in values if name in settings or name in public]
-        return {name: (values[name], f"{shown}:{assigned[name]}" if name in assigned else shown) for name in names}
+        assigned = [s for s in table.get_symbols() if s.is_assigned() and not (s.is_imported() or s.is_namespace())]
+        public = {s.get_name() for s in assigned if not s.get_name().startswith("_")}
+        places = {name: f"{shown}:{line}" for name, line in names.lines.items()}
+        return {n: (names[n], places.get(n, shown)) for n in names if n in public or n in settings}
     return {UNREADABLE: (problem, shown)}
 
 
 def edits_line(
     config_class: type,
-    without: Sequence[Layer],
-    with_file: Sequence[Layer],
+    layers: Callable[[Layer], list[Layer]],
+    user: Layer,
     unused_because: str | None,
     foreign: Collection[str] = (),
 ) -> str | None:
     """Return one line with the changes that config.py makes, and whether they are used; None if there are none.
 
     Args:
-        without: the layers without config.py.
-        with_file: the layers with config.py.
+        layers: takes the settings of config.py; returns the layers of a command with the default recipe.
+        user: the settings of config.py.
         unused_because: why config.py is not used; None: it is used.
         foreign: groups of settings that the command does not use.
     """
     settings = settings_of(config_class)
-    old = merged(config_class, without)
+    old = merged(config_class, layers({}))
+    values: dict[str, Any] = {}
+    edits = []
     try:
-        new = merged(config_class, with_file)
+        values = {name: value for name, (value, _) in merged(config_class, layers(user)).items()}
     except UserError:
-        return "edited (with errors)" + (f", but not used: {unused_because}" if unused_because is not None else "")
-    edits = [name for name in new if new[name][0] != old[name][0] and settings[name].group not in foreign]
+        edits.append("edited (with errors)")
+    for name, value in values.items():
+        if value != old[name][0] and settings[name].group not in foreign:
+            idle = unmet(settings[name], values)
+            note = f", no effect {in_words(idle, as_flags=False)}" if idle else ""
+            edits.append(f"{name} {as_text(value)} (default {as_text(old[name][0])}{note})")
     if edits and unused_because is not None:
-        return f"edited ({', '.join(edits)}), but not used: {unused_because}"
-    values = {name: value for name, (value, _) in new.items()}
-    texts = []
-    for name in edits:
-        condition = unmet(settings[name], values)
-        idle = "" if condition is None else f", no effect {condition.text(as_flags=False)}"
-        texts.append(f"{name} {as_text(values[name])} (default {as_text(old[name][0])}{idle})")
-    return ", ".join(texts) or None
-
-
-def _assigned(tree: ast.Module) -> dict[str, int]:
-    """Return the names that the module assigns outside functions and classes -> the last line that does so."""
-    lines = {}
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-        nodes += [] if isinstance(node, SCOPES) else list(ast.iter_child_nodes(node))
-    return lines
+        edits.append(f"but not used: {unused_because}")
+    return ", ".join(edits) or None

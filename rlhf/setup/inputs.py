@@ -37,7 +37,7 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     Returns the rows of the data if it is local, so that they are read only once. Hub names, and the parts that a demo
     builds, are checked later. `say` prints notes about the data.
     """
-    built = {find_recipe(config.recipe).value(name) for name in DEMOS.get(config.recipe, ())}
+    built = {find_recipe(config.recipe).training[name][0] for name in DEMOS.get(config.recipe, ())}
     _check_missing(config, built)
     m = config.model
     targets = config.model.lora_targets if config.model.use_lora else ()

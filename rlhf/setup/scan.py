@@ -17,8 +17,7 @@ from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, 
 from rlhf.config import usual_config
 from rlhf.data.chat_template import removed_tags
 from rlhf.data.sampler import drawn, shorten
-from rlhf.settings.fields import settings_of, unmet, values_in
-from rlhf.settings.next_commands import flag_words
+from rlhf.settings.fields import flag_words, settings_of, unmet, values_in
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
@@ -237,6 +236,6 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     foreign = ALGORITHMS[config.algorithm].foreign
     values = values_in(config) | {"check": ()} | recommended
     for name, one in settings_of(Config).items():
-        if values[name] != defaults[name] and one.group not in foreign and unmet(one, values) is None:
+        if values[name] != defaults[name] and one.group not in foreign and not unmet(one, values):
             words += flag_words(name, values[name])
     return command(*script_words(config.algorithm), *words)

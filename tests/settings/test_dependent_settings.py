@@ -14,7 +14,7 @@ from rlhf.settings.evaluation import (
     parse_evaluation_cli,
     parse_plot_cli,
 )
-from rlhf.settings.fields import Condition, Setting, settings_of
+from rlhf.settings.fields import Setting, alternatives, in_words, is_met, settings_of
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
@@ -78,37 +78,37 @@ VALUES = {  # of settings whose type does not give one
 
 def words_of(setting: Setting) -> list[str]:
     """Return the flag with a value that is not the default."""
-    if setting.is_bool:
+    if setting.kind is bool:
         return [setting.flag, str(not setting.default).lower()]
     if setting.name in VALUES:
         return [setting.flag, *VALUES[setting.name].split()]
     if setting.choices:
         return [setting.flag, next(choice for choice in setting.choices if choice != setting.default)]
-    return [setting.flag, "3" if setting.base_type in (int, float) else "2" if setting.is_list else "thing"]
+    return [setting.flag, "3" if setting.kind in (int, float) else "thing"]
 
 
-def met(condition: Condition, settings: dict[str, Setting]) -> list[str]:
+def met(condition: str, settings: dict[str, Setting]) -> list[str]:
     """Return flags that meet a condition."""
-    name, value = condition.others[0]
-    if condition.unset:
+    name, value = alternatives(condition)[0]
+    if condition.startswith("!"):
         return []
     return [settings[name].flag, value] if value else [*flags_for(name, settings), *words_of(settings[name])]
 
 
-def broken(condition: Condition, settings: dict[str, Setting]) -> list[str]:
+def broken(condition: str, settings: dict[str, Setting]) -> list[str]:
     """Return flags that do not meet a condition."""
-    name, value = condition.others[0]
+    name, value = alternatives(condition)[0]
     other = settings[name]
-    if condition.unset:
+    if condition.startswith("!"):
         return [other.flag, value] if value else words_of(other)
     if value:
         return words_of(other) if other.default == value else []
     return [other.flag, "none"] if other.default not in (None, False, ()) else []
 
 
-def flags_for(name: str, settings: dict[str, Setting], without: Condition | None = None) -> list[str]:
+def flags_for(name: str, settings: dict[str, Setting], without: str | None = None) -> list[str]:
     """Return flags that meet all conditions of a setting, except for `without`."""
-    others = [one for one in settings[name].conditions if one != without and one.others[0][0] in settings]
+    others = [one for one in settings[name].conditions if one != without and alternatives(one)[0][0] in settings]
     words = [word for one in others for word in met(one, settings)]
     return [*words, *(broken(without, settings) if without is not None else [])]
 
@@ -120,17 +120,17 @@ def cases() -> list:
         settings = settings_of(config_class)
         for setting in settings.values():
             for condition in setting.conditions:
-                if condition.others[0][0] in settings:
+                if alternatives(condition)[0][0] in settings:
                     found.append(pytest.param(config_class, setting, condition, id=f"{config_class.__name__} "
-                                              f"{setting.name} {condition.text()}"))  # fmt: skip
+                                              f"{setting.name} {in_words(condition)}"))  # fmt: skip
     return found
 
 
-def parser_of(config_class: type, setting: Setting, condition: Condition):
+def parser_of(config_class: type, setting: Setting, condition: str):
     """Return the parser of a command that has the setting and those of the condition."""
     if config_class is not Config:
         return PARSERS[config_class]
-    groups = {setting.group, *(settings_of(Config)[name].group for name, _ in condition.others)}
+    groups = {setting.group, *(settings_of(Config)[name].group for name, _ in alternatives(condition))}
     algorithm = next(name for name, row in ALGORITHMS.items() if not groups & row.foreign.keys())
     return lambda words: parse_cli(words, algorithm)
 
@@ -146,7 +146,9 @@ def errors(parse, words: list[str]) -> list[str]:
 @pytest.mark.parametrize("config_class", ACT_ALWAYS, ids=lambda c: c.__name__)
 def test_every_setting_declares_whether_it_depends_on_another_one(config_class):
     settings = settings_of(config_class)
-    own = {name for name, s in settings.items() if {n for c in s.conditions for n, _ in c.others} & settings.keys()}
+    own = {
+        name for name, s in settings.items() if {n for c in s.conditions for n, _ in alternatives(c)} & settings.keys()
+    }
     assert not own & ACT_ALWAYS[config_class]
     assert own | ACT_ALWAYS[config_class] == settings.keys()
 
@@ -157,7 +159,7 @@ def test_a_flag_without_an_effect_is_refused_and_with_it_accepted(config_class, 
     parse = parser_of(config_class, setting, condition)
     own = words_of(setting)
     refused = [e for e in errors(parse, [*flags_for(setting.name, settings, condition), *own]) if " no effect " in e]
-    (line,) = (line for line in refused if line.startswith(f"{setting.name} has no effect {condition.text()}"))
+    (line,) = (line for line in refused if line.startswith(f"{setting.name} has no effect {in_words(condition)}"))
     assert f": {setting.flag}. " in line and line.endswith(f", or remove {setting.flag}")
     assert errors(parse, [*flags_for(setting.name, settings), *own]) == []
 
@@ -165,10 +167,10 @@ def test_a_flag_without_an_effect_is_refused_and_with_it_accepted(config_class, 
 def test_what_a_condition_means():
     values = {"a": None, "b": False, "c": (), "d": "x", "e": ("x", "y"), "f": 3}
     kept = ["d", "d=x", "e=y", "f", "!a", "!b", "!c", "!d=y", "a or d", "missing", "!missing"]
-    assert [text for text in kept if not Condition.parse(text).is_met(values)] == []
+    assert [text for text in kept if not is_met(text, values)] == []
     unmet = ["a", "b", "c", "d=y", "e=z", "!d", "!d=x", "!e=x", "a or b"]
-    assert [text for text in unmet if Condition.parse(text).is_met(values)] == []
-    assert all(Condition.parse(text).is_met(values, {"a", "d"}) for text in ("a", "!d=x", "a or b"))
+    assert [text for text in unmet if is_met(text, values)] == []
+    assert all(is_met(text, {"e": "x"}) for text in ("a", "!d=x", "a or b"))
 
 
 # --- where a value comes from ----------------------------------------------------------------------------------------

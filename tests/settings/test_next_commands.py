@@ -152,5 +152,6 @@ def test_settings_survive_conversion_to_flags():
         *commands.flag_words("seeds", config.run.seeds), *commands.flag_words("kl_target", config.kl.kl_target),
         *commands.flag_words("rm_model", None), *commands.flag_words("reward_func", config.reward.reward_func),
         *commands.flag_words("use_lora", True), *commands.flag_words("bf16", None),
+        *commands.flag_words("eval_func", ()), *commands.flag_words("packed", True),
     ]  # fmt: skip
     assert parse_cli(words) == config

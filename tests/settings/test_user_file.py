@@ -84,28 +84,18 @@ def test_allowed_contents(write):
     assert [str(t) for t in config.kl.targets] == ["6.5/sequence"] and config.model.rm_model is None
 
 
-def test_run_length_in_the_file_replaces_the_default_and_flags_replace_it(write):
-    assert parse_cli([], user_file=write("epochs = 3\n")).updates(100) == 75
-    assert parse_cli(["--num-iterations", "7"], user_file=write("epochs = 3\n")).updates(100) == 7
-    assert parse_cli([], user_file=write("num_iterations = 9\n")).updates(100) == 9
-    assert parse_cli([], user_file=write("epochs = 3\nepisodes = 40\n")).updates(100) == 10
-
-
 BAD = {
     "an unknown name": ("clip_rang = 0.2\n", ["clip_rang: ", "config.py:1", "clip_range"]),
     "out of range": ("seed = 1\nclip_range = 7\n", ["clip_range is 7: ", "config.py:2", "above 0", "below 1"]),
-    "a wrong type": ("batch_size = {}\n", ["batch_size is {}: ", "config.py:1"]),
     "not Python": ("clip_range = 0.2\nseed = \n", ["(invalid syntax): ", "config.py:2"]),
     "an error": ("a = 1\nseed = 1 / 0\n", ["ZeroDivisionError (division by zero): ", "config.py:2"]),
     "an error in a function": ("def f():\n    return 1 / 0\nseed = f()\n", ["ZeroDivisionError", "config.py:2"]),
     "twice by its alias": ("lam = 1\ngae_lambda = 0.5\n", ["gae_lambda", "config.py:2 and ", "config.py:1"]),
-    "a bare KL target": ("kl_target = 6\n", ["kl_target is 6: ", "config.py:1", "above 0"]),
     "not UTF-8": ("", ["UTF-8: ", "config.py, byte 0"]),
     "a return": ("seed = 1\nreturn\n", ["('return' outside function): ", "config.py:2"]),
     "an exit": ("import sys\nsys.exit()\n", ["SystemExit (): ", "config.py:2"]),
-    "a function": ("def reward_func(completions):\n    return [1]\n", ["reward_func is <function ", "config.py. "]),
+    "a function": ("def reward_func(completions):\n    return [1]\n", ["reward_func is <function ", "config.py:1"]),
     "a tuple": ("actor_model = './start',\n", ["actor_model is ('./start',): ", "config.py:1"]),
-    "a set": ("lora_targets = {'q_proj'}\n", ["lora_targets is {'q_proj'}: ", "config.py:1"]),
     "a huge number": ("max_prompts = 10**5000\n", ["max_prompts", "config.py:1"]),
     "a helper": ("base = './x'\n", ["base: ", "config.py:1", "with _"]),
     "settings that do not fit": (
@@ -124,13 +114,6 @@ def test_an_error_is_one_line_with_file_and_line(what, write, user_error):
     with user_error(*parts) as caught:
         parse_cli([], user_file=file)
     assert len(caught.value.problems) == 1
-
-
-def test_an_unreadable_file_is_a_problem_with_its_place(write):
-    with pytest.raises(UserError) as caught:
-        parse_cli([], user_file=write("seed = 1 / 0\n"))
-    (problem,) = caught.value.problems
-    assert problem.what.startswith("ZeroDivisionError") and str(problem.place).endswith("config.py:1") and problem.fix
 
 
 def test_settings_may_be_imported(write, tmp_path, monkeypatch):
@@ -152,17 +135,11 @@ def test_errors_of_file_and_flags_are_reported_together(write):
     assert len(caught.value.problems) == 3
 
 
-def test_file_may_have_settings_of_several_algorithms(write):
-    file = write("gamma = 0.5\nK = 4\nloss_type = 'dr_grpo'\n")
-    ppo = parse_cli([], "ppo", file)
-    assert (ppo.batch.K, ppo.grpo.loss_type, ppo.critic.gamma) == (4, "dapo", 0.5)
-    grpo = parse_cli([], "grpo", file)
-    assert (grpo.batch.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
-
-
-def not_used(text: str) -> str:
-    """Return the part of a help text that says that config.py is not used."""
-    return re.search(r"config\.py: edited .*?--recipe demo", text)[0]
+def edits_in(line: str) -> list[str]:
+    """Return the settings that config.py changes, of a line that reports that config.py is not used."""
+    return re.findall(
+        r"(\w+) [^ ]+ \(default", line.partition("config.py: ")[2].partition("not used: --re")[0] or line
+    )
 
 
 def help_text(capsys, *words, algorithm="ppo", file=None) -> str:
@@ -177,11 +154,11 @@ def test_help_shows_edited_settings(write, capsys):
     text = help_text(capsys, "--help", file=file)
     assert (shown(text, "--learning-rate"), shown(text, "--max-new-tokens")) == ("3e-06", "99")
     assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
-    assert "(default: 3e-06, above 0)" in help_text(capsys, "--help-all", file=file)
+    assert "[3e-06, above 0]" in help_text(capsys, "--help-all", file=file)
     assert "gamma" not in help_text(capsys, "--help", algorithm="grpo", file=file), "GRPO does not read gamma"
     text = help_text(capsys, "--recipe", "demo", "--help", file=file)
     assert shown(text, "--learning-rate") == "0.0003"
-    assert "(max_new_tokens, gamma, learning_rate)" in not_used(text)
+    assert edits_in(text) == ["max_new_tokens", "gamma", "learning_rate"]
     assert "config.py" not in help_text(capsys, "--help", file=SHIPPED)
 
 
@@ -232,12 +209,8 @@ def test_reward_model_help_shows_the_shared_settings(write, capsys):
     file = write("temperature = 1.1\nclip_range = 0.1\n")
     with pytest.raises(SystemExit):
         parse_reward_cli(["--help"], file)
-    expected = "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"
-    assert expected in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        parse_reward_cli(["--recipe", "demo", "--help"], file)
-    line = not_used(" ".join(capsys.readouterr().out.split()))
-    assert "(temperature)" in line
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.endswith("recipe smollm2-orca; config.py: temperature 1.1 (default 0.7)")
 
 
 def plan_rows(printed: str) -> list[str]:
@@ -255,11 +228,11 @@ def test_plan_shows_edited_settings_or_that_they_are_not_used(run_flags, write, 
     (tmp_path / "mine.yaml").write_text("kind: recipe\n")
     train_ppo.main([*words, "--dry-run", "--recipe", str(tmp_path / "mine.yaml"), "--overwrite"])
     (by_recipe,) = plan_rows(capsys.readouterr().out)
-    assert "(clip_range)" in by_recipe and f"--recipe {tmp_path / 'mine.yaml'}" in by_recipe
+    assert edits_in(by_recipe) == ["clip_range"] and f"not used: --recipe {tmp_path / 'mine.yaml'}" in by_recipe
     write("clip_range = 0.3\nmax_grad_norm = 0.5\n")
     train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(tmp_path / "run")])
     (by_resume,) = plan_rows(capsys.readouterr().out)
-    assert "(clip_range, max_grad_norm)" in by_resume and "--resume" in by_resume
+    assert edits_in(by_resume) == ["clip_range", "max_grad_norm"] and "not used: --resume" in by_resume
     run = RunRecord.read(tmp_path / "run")
     assert run.settings["batch"]["clip_range"] == 0.1 and run.spent.updates == 3
 

@@ -48,7 +48,12 @@ class Message:
 @functools.cache
 def known_flags(command: str) -> frozenset[str]:
     """Return all flags of a command, under all their names."""
-    return frozenset(flag for line in COMMANDS[command][1] for flag in line.flags)
+    return frozenset().union(*map(own_flags, COMMANDS[command][1]))
+
+
+def own_flags(line: CommandLine) -> frozenset[str]:
+    """Return the flags of a command line without those that only other commands have."""
+    return frozenset(name for name, flag in line.flags.items() if not flag.owner)
 
 
 # --- the units of the code -------------------------------------------------------------------------------------------

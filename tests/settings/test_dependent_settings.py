@@ -56,6 +56,7 @@ ACT_ALWAYS = {
         "arm",
         "few_shot",
         "limit_minutes",
+        "full",
         *settings_of(EvaluationConfig).keys() & settings_of(ComparisonConfig).keys(),
     },
     PlotConfig: {"runs", "arm", "x", "smooth", "output"},

@@ -716,6 +716,7 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
         "arm",
         "few_shot",
         "limit_minutes",
+        "full",
         "output",
     }  # tests/reports/test_reports.py
     assert set(settings_of(PlotConfig)) == {

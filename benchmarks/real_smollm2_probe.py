@@ -17,8 +17,9 @@ from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, find_start, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
 from rlhf.data.prompts import Prompt, encode_prompts, load_prompts
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, start_device

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.chat_template import encode_completion, encode_prompt
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
+from rlhf.data.row import Example
 from rlhf.data.splits import part_of, question_hash
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.types import Split

@@ -237,8 +237,8 @@ def rule_out_special(embeddings) -> None:
 
 def random_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list:
     """Return prompts with random ids, and with the text that the tokenizer encodes to the same ids."""
-    from rlhf.data.examples import Example
     from rlhf.data.prompts import Prompt
+    from rlhf.data.row import Example
 
     return [
         Prompt(tuple(ids), Example(messages=({"role": "user", "content": "".join(map(letter, ids))},)))

@@ -258,7 +258,9 @@ class ModelEvaluator:
         prompts = encode_all(tokenizer, examples, worked_examples(self.config.data.few_shot))
         text = fixed_text(tokenizer, prompts, self._start_completions, None)
         if takes_every_row(self.settings) and not from_start:
-            text = replace(text, source=f"{len(text.completions)} chosen completions of {self.settings.prompts}")
+            text = replace(
+                text, source=f"{len(text.completions)} chosen completions of {path_on_page(self.settings.prompts)}"
+            )
         return text
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -16,8 +16,8 @@ from rlhf.analysis.models import ModelRef
 from rlhf.checkpoints.model_folder import find_model, same_weights
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_completion
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.checks import check_measured

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.models import ModelRef
 from rlhf.config import config_of_run
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
 from rlhf.data.prompts import Prompt, fingerprint, load_every_row, load_prompts
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.data.splits import part_of, question_hash
 from rlhf.settings.evaluation import MeasureSettings
@@ -18,6 +19,7 @@ from rlhf.settings.training import Config, DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import listed
 from rlhf.utils.errors import Problem, UserError
+from rlhf.utils.paths import path_on_page
 from rlhf.utils.rng import rng_for
 
 EVERY_PROMPT = 10**9
@@ -54,10 +56,10 @@ def choose_prompts(
         pool = sets.evaluation
         of_text = sets.evaluation
         count = settings.num_prompts or len(sets.evaluation)
-        of = f"all {sets.rows} rows of {data.prompts}"
+        of = f"all {sets.rows} rows of {path_on_page(data.prompts)}"
         if sets.too_long:
             skipped = f"{sets.too_long} longer than --prompt-length {data.prompt_length}"
-            of = f"{len(pool)} of the {sets.rows} rows of {data.prompts} (skipped: {skipped})"
+            of = f"{len(pool)} of the {sets.rows} rows of {path_on_page(data.prompts)} (skipped: {skipped})"
     else:
         try:
             sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
@@ -68,7 +70,7 @@ def choose_prompts(
         count = settings.num_prompts or usual
         pool, unseen = _unused(sets.evaluation, models, count, tokenizer, say)
         of_text = sets.evaluation[: config.data.eval_prompts]  # that of the runs: their own evaluation prompts
-        of = f"{len(pool)} held-out prompts{unseen} ({data.eval_dataset or data.prompts})"
+        of = f"{len(pool)} held-out prompts{unseen} ({path_on_page(data.eval_dataset or data.prompts)})"
     order = rng_for(settings.seed, 0, "prompts").permutation(len(pool))
     drawn = [pool[i].example for i in sorted(order[:count].tolist())]
     line = of

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from rlhf.data.chat_template import marks_of
 from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
 from rlhf.data.messages import chat_in
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.utils.errors import MAX_PRINTED, Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlhf.data.examples import Example
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
 # columns that other trainers add to the prompt -> how to use them here

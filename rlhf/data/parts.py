@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 
 from rlhf.checkpoints.replacing import replace_dir
-from rlhf.data.examples import Example, answer_of
+from rlhf.data.examples import answer_of
 from rlhf.data.prompts import Selection, select_examples
+from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
 from rlhf.utils.errors import UserError, naming

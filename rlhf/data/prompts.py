@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.data.chat_template import Messages, date_of, encode_prompt, encode_text
-from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples, worked_examples
+from rlhf.data.examples import GivenPrompt, examples_of, load_examples, worked_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_lost_rows, warn_about_marks
 from rlhf.data.readers import read_text
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, lost_rows, shared_start, split_examples
 from rlhf.settings.training import DataSettings

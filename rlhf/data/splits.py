@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rlhf.data.examples import COLUMNS, Example
+from rlhf.data.examples import COLUMNS
+from rlhf.data.row import Example
 from rlhf.settings.types import Split
 
 

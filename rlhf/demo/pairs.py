@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
+from rlhf.data.row import Example
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.distributed.shares import merge_rows
 from rlhf.utils.errors import Problem, raise_if
 from rlhf.utils.files import json_ready

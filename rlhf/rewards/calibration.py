@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 import torch
 
 from rlhf.checkpoints.model_folder import find_model
-from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
+from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.budget import budget_of

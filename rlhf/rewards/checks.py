@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, text_in
 from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole
-from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
+from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
 from rlhf.settings.training import RM_TEXTS, Config

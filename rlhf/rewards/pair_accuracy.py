@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf.data.examples import Example
+from rlhf.data.row import Example
 from rlhf.rewards.reward_model import RewardModel
 
 

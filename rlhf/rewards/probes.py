@@ -16,8 +16,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import decode_completion, encode_completion
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.sampler import drawn
 from rlhf.rewards.answers import final_answer
 from rlhf.rewards.rewards import Rewards

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.distributed.group import gather
 from rlhf.distributed.shares import by_group, merge_rows, own_share
 from rlhf.rewards.arguments import (

@@ -28,9 +28,10 @@ from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.chat_template import today
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_marks
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, shared_start, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer

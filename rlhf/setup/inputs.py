@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
 from rlhf.data.prompts import Selection, select_examples
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command

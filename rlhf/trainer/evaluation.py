@@ -31,6 +31,7 @@ from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.eval_metrics import figures_of, tag_of
 from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
 from rlhf.utils.system import release_gpu_cache
@@ -164,7 +165,9 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
     `paragraphs_of` does."""
     rows = paragraphs_of(tokenizer, file)
     return FixedText(
-        [ids_alone(row[:1]) for row in rows], [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}"
+        [ids_alone(row[:1]) for row in rows],
+        [row[1:] for row in rows],
+        f"{len(rows)} paragraphs of {path_on_page(file)}",
     )
 
 

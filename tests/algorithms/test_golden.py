@@ -15,8 +15,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf.data.chat_template import encode_prompt, encode_text
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import with_value_head
 from rlhf.rollout import sampler

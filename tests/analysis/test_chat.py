@@ -91,12 +91,12 @@ def test_chat_with_every_model_of_a_run(runs, start_model, tmp_path, talk):
     train_grpo.main(["--resume", "--merge-lora", "--output", str(folder)])
     best = json.loads((folder / "run.json").read_text())["best"]["update"]
     for model, flags, label in (
-        (folder, [], f"{folder} (final, after update 2)"),
-        (folder, ["--which", "best"], f"{folder} (best, after update {best})"),
+        (folder, [], "/run (final, after update 2)"),
+        (folder, ["--which", "best"], f"/run (best, after update {best})"),
         (folder / "best", [], f"(best, after update {best})"),
         (folder / "merged", [], "(final, merged, after update 2)"),
         (folder / "checkpoint-2", [], "(checkpoint-2, after update 2)"),
-        (start_model, ["--like", "demo"], str(start_model)),
+        (start_model, ["--like", "demo"], start_model.name),
     ):
         output, prompts = talk(model, "What is a cat?\n", *flags)
         assert label in output and len(prompts) == 1

@@ -23,6 +23,7 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.paths import path_on_page
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def evaluator_of(names, settings) -> tuple[ModelEvaluator, list]:
 def test_run_folder_resolves_to_its_final_or_best_weights(runs):
     final, best = (find_model_ref(str(runs["ppo", 1]), which, None) for which in ("final", "best"))
     assert (final.which, final.update, best.which) == ("final", 2, "best")
-    assert final.label == f"{runs['ppo', 1]} (final, after update 2)"
+    assert final.label == "runs/ppo_1 (final, after update 2)"
     chosen = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
     assert best.update == chosen and best.source.endswith("best")
     inside = find_model_ref(str(runs["ppo", 1] / "best"), "final", None)
@@ -89,7 +90,10 @@ def test_start_model_of_an_adapter_without_a_run_is_its_base_model(runs, start_m
     bare = shutil.copytree(runs["grpo", 1], tmp_path / "bare")
     (bare / "run.json").unlink()
     evaluator, models = evaluator_of([bare], dataclasses.replace(settings, baseline=None))
-    assert evaluator.start.source == str(start_model) and (f"base of {bare}", str(start_model)) in evaluator.facts()
+    assert (
+        evaluator.start.source == str(start_model)
+        and path_on_page(str(start_model)) in dict(evaluator.facts()).values()
+    )
     assert evaluator.evaluate(models[0], Screen()).kl is not None
 
 

@@ -13,6 +13,7 @@ import evaluate_generations
 import plot_training_progress
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.checkpoints.run_folder import LOCK_FILE, FolderMoved, RunLock
+from rlhf.rollout.sampler import Sampler
 from rlhf.utils import system
 from tests.run.test_own_folder import before_call
 
@@ -66,7 +67,7 @@ def test_a_report_is_not_written_into_another_folder(report, tmp_path, monkeypat
 @pytest.mark.skipif(system.WINDOWS, reason="Windows does not rename a folder with open files")
 def test_samples_of_the_start_model_are_not_written_into_another_folder(runs, tmp_path, monkeypatch):
     folder = tmp_path / "report"
-    before_call(monkeypatch, ModelEvaluator, "sample", lambda: folder.rename(tmp_path / "moved"))
+    before_call(monkeypatch, Sampler, "sample", lambda: folder.rename(tmp_path / "moved"))
     words = [str(runs["ppo", 1]), "--arm", "best-of-2", "--num-prompts", "2", "--output", str(folder)]
     with pytest.raises(FolderMoved, match=str(folder)):
         compare_runs.main(words)

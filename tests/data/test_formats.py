@@ -17,8 +17,9 @@ import pytest
 from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
 
-from rlhf.data.examples import Example, examples_of, load_examples, worked_examples
+from rlhf.data.examples import examples_of, load_examples, worked_examples
 from rlhf.data.messages import chat_in
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.data.splits import split_examples
 from rlhf.settings.types import Renaming, Split

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import AddedToken
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
-from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.lengths import length_that_keeps, warn_about_length
 from rlhf.data.prompts import given_prompts, load_every_row, load_prompts
+from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, part_of, split_examples
 from rlhf.data.tokenizer import ids_of, load_tokenizer
 from rlhf.settings.training import DataSettings

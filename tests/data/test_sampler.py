@@ -16,8 +16,8 @@ from rlhf.callbacks import token_recorder
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import make_config, parse_cli
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.sampler import PromptSampler, metric_names, planned_updates
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw

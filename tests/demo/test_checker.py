@@ -25,7 +25,8 @@ from benchmarks import checker_start_model
 from benchmarks.checker_start_model import PRETRAINING, corpus, misread, right_share, unreliable_answer
 from benchmarks.pretraining import rebuild_command
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
+from rlhf.data.row import Example
 from rlhf.data.splits import split_examples
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import checker_parts, ready

@@ -141,6 +141,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert 0 < costs["cpu_seconds"] < 100 * costs["seconds"]
     assert [report["arms"][name]["settings"]["use_lora"] for name in ("PPO", "GRPO")] == ["false", "true"]
     page = (tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")
+    assert str(tmp_path.parent) not in page and str(runs["ppo", 1].parent) not in page, "no path of this machine"
     for words in ("over prompts", "peak memory", "win rate", "distinct-2", "completion tokens"):
         assert words in page
     assert all((tmp_path / "out" / f"{name}.png").is_file() for name in ("score_against_kl", "forest"))

@@ -14,8 +14,8 @@ from functools import partial
 
 import pytest
 
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.rewards import Rewards

@@ -18,8 +18,8 @@ from rlhf.algorithms import objectives
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
 from rlhf.config import parse_cli
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.arguments import RESERVED, RewardLog, check_columns
 from rlhf.rewards.functions import keyword_bonus, word_penalty

@@ -11,8 +11,8 @@ import torch
 import train_ppo
 from rlhf.api import make_trainer
 from rlhf.config import make_config
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.probes import (
     CUT_OFF,

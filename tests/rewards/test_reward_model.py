@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from rlhf.checkpoints.model_folder import METRICS_FILE
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
 from rlhf.rewards.calibration import show_record
 from rlhf.rewards.checks import check_accuracy, check_leaks, check_unrecorded

@@ -13,8 +13,9 @@ import train_ppo
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
-from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.rewards.arguments import check_columns, required_columns
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.rewards import Rewards

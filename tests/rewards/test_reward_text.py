@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RUN_FILE, _from_json
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import Example
+from rlhf.data.row import Example
 from rlhf.rewards import reward_model
 from rlhf.rewards.checks import check_reward_context, check_unrecorded
 from rlhf.rewards.reward_model import RewardModel

@@ -17,8 +17,8 @@ from trl import RewardTrainer
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
 from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RUN_FILE
-from rlhf.data.examples import Example
 from rlhf.data.prompts import select_examples
+from rlhf.data.row import Example
 from rlhf.data.splits import part_of, split_examples
 from rlhf.rewards.calibration import calibration_completions
 from rlhf.rewards.checks import check_measured

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf.data.chat_template import encode_completion, encode_prompt
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty

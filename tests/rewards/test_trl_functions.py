@@ -10,8 +10,8 @@ import pytest
 import trl.rewards
 
 from rlhf.config import parse_cli
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.rewards import find
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.find import find_rule

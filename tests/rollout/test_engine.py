@@ -9,8 +9,8 @@ from torch.testing import assert_close
 import train_ppo
 from rlhf.algorithms import objectives
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch

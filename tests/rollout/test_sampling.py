@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.packing import PackedMicroBatch

@@ -244,7 +244,7 @@ def test_merged_model_is_evaluated_in_full_precision(train, start_model, tmp_pat
     run = train(tmp_path / "run", "--use-lora", "--load-in-4bit", "--merge-lora")
     adapter, merged = (find_model_ref(str(folder), "final", None) for folder in (run, run / "merged"))
     assert in_4_bit(adapter) and not in_4_bit(merged)
-    assert (merged.label, merged.base) == (f"{run / 'merged'} (final, merged, after update 2)", None)
+    assert (merged.label, merged.base) == ("run/merged (final, merged, after update 2)", None)
     policy = load_model_ref(merged, load_tokenizer(merged.source), in_4_bit(merged), None, CPU)
     assert_close(logits(policy), logits(load_adapter(run, start_model)), rtol=0, atol=1e-5)
 
@@ -610,7 +610,7 @@ INVALID_SETTINGS = {
                                        [": --seeds 1 2, --push-to-hub ada/mine. "]),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
                                  [": --push-to-hub ada/mine, --actor-model ", "--merge-lora"]),
-    "unknown weights": (["--export-from", "last"], ["export_from", "last: --export-from. ", "final, best"]),
+    "unknown weights": (["--export-from", "last"], ["export_from", "'last': --export-from. ", "final, best"]),
 }  # fmt: skip
 
 

@@ -30,7 +30,8 @@ import train_grpo
 from rlhf.analysis.models import find_models, shared_settings
 from rlhf.checkpoints.model_folder import find_model, policy_problems, reward_model_problems
 from rlhf.config import parse_cli
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import load_examples
+from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.reward_model import RewardModel

@@ -15,8 +15,8 @@ import evaluate_generations
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.models import logprobs
 from rlhf.models.device import start_device
 from rlhf.rewards.build import make_rewards

@@ -15,8 +15,8 @@ import train_ppo
 import train_rloo
 from rlhf.api import check
 from rlhf.config import parse_cli
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.sampler import drawn
 from rlhf.settings.fields import to_dict
 from rlhf.setup import scan as scanning

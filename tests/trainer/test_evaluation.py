@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
@@ -89,7 +89,7 @@ def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path, use
     trainer.evaluate()
     tokenizer = load_tokenizer(str(start_model))
     ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
-    assert trainer.evaluator.text.source == f"2 paragraphs of {file}"
+    assert trainer.evaluator.text.source == f"2 paragraphs of {tmp_path.name}/text.txt"
     assert [
         [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids

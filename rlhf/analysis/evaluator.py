@@ -34,9 +34,9 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
-from rlhf.rewards.checks import check_measured, check_reward_context
+from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
-from rlhf.rewards.rewards import Rewards, check_functions
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings

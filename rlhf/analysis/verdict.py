@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain, repeat
 from statistics import fmean
 
 import numpy as np
@@ -156,11 +157,14 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
     level = level_of_each(len(pairs))
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
     against_start = {m: [contrast(arm, start, m, seed) for arm in arms] for m in measures}
+    by = chain([evidence.explained], repeat(evidence.by))  # the first sentence names the measure
     sentences = [
-        *(_between(*pair, found, evidence) for pair, found in zip(pairs, between[decides], strict=True)),
-        *(_against_start(*pair, start, evidence) for pair in zip(arms, against_start[decides], strict=True)),
+        *(_between(*pair, found, evidence, next(by)) for pair, found in zip(pairs, between[decides], strict=True)),
+        *(
+            _against_start(arm, found, start, evidence, next(by))
+            for arm, found in zip(arms, against_start[decides], strict=True)
+        ),
     ]
-    sentences[0] = sentences[0].replace(evidence.by, evidence.explained, 1)
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     outcomes = [outcome_of(*pair, found, evidence) for pair, found in zip(pairs, between[decides], strict=True)]
     first = headline(arms, outcomes, between[decides], against_start[decides], evidence)
@@ -250,21 +254,21 @@ def _better_than_start(arms: Sequence[Arm], against_start: Sequence[Contrast]) -
 # --- in one sentence for each pair, and each arm ---------------------------------------------------------------------
 
 
-def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence) -> str:
+def _between(one: Arm, other: Arm, found: Contrast, evidence: Evidence, by: str) -> str:
     """The sentence on two arms. Arms at unlike KL are called better only if they are better at equal KL, too."""
     if found.result == "unknown":
-        return f"{one.name} cannot be compared with {other.name} {evidence.by}: {found.text}."
+        return f"{one.name} cannot be compared with {other.name} {by}: {found.text}."
     figure = f"{found.name} = {found.text}{_budget([one, other])}"
     if found.result == "equal":
-        text = f"No significant difference between {one.name} and {other.name} {evidence.by}: {figure}"
+        text = f"No significant difference between {one.name} and {other.name} {by}: {figure}"
         return f"{text}. {_enough(found)}"
     first, second = (one, other) if found.result == "better" else (other, one)
     if not unlike_kl(one, other):
-        return f"{found.where}{first.name} is better than {second.name} {evidence.by}: {figure}."
+        return f"{found.where}{first.name} is better than {second.name} {by}: {figure}."
     there = at_equal_kl(evidence.equal, found.name)
     result = result_over(there)
     word = "is better than" if result == found.result else "has a higher mean than"
-    text = f"{found.where}{first.name} {word} {second.name} {evidence.by}, at unlike KL: {figure}."
+    text = f"{found.where}{first.name} {word} {second.name} {by}, at unlike KL: {figure}."
     if result == "unknown":
         return f"{text} They cannot be compared at equal KL."
     outcomes = {"better": f"{one.name} is better", "worse": f"{other.name} is better", "mixed": "it depends on the KL"}
@@ -307,12 +311,12 @@ def _budget(arms: Sequence[Arm]) -> str:
     )
 
 
-def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence) -> str:
+def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by: str) -> str:
     """The sentence on an arm and the start model: the difference, KL, perplexity, the means of greedy decoding, and
     for a better arm what best-of-n tells about it."""
     name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
     where = found.where if arm.trained else ""  # a baseline has no runs
-    parts = [f"{where}{name} {_to_start(found)} {evidence.by}: {found.text}"]
+    parts = [f"{where}{name} {_to_start(found)} {by}: {found.text}"]
     kl = arm.mean("kl")
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")

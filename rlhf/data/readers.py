@@ -131,7 +131,8 @@ def _is_table(text: str) -> bool:
     try:
         values = list(json.loads(text).values())
         firsts = [value[0] for value in values if isinstance(value, list) and value]
-        return all(isinstance(value, dict) for value in values) or any(map(set(PROMPT_COLUMNS).intersection, firsts))
+        columns = bool(values) and all(isinstance(value, dict) for value in values)
+        return columns or any(map(set(PROMPT_COLUMNS).intersection, firsts))
     except (ValueError, RecursionError, AttributeError, TypeError):
         return False
 

@@ -1,4 +1,5 @@
-"""Checks a reward model before its use: accuracy, context, training questions and tokenizer."""
+"""Checks rewards before their use: functions on a chat; accuracy, context, training questions and tokenizer of a
+reward model."""
 
 from __future__ import annotations
 
@@ -6,16 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, text_in
 from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole
-from rlhf.data.prompts import PromptSets
+from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
+from rlhf.rewards.arguments import RewardFunction, check_columns
+from rlhf.rewards.call import CHATS
 from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import RunError, UserError, raise_if
 from rlhf.utils.intervals import interval, share_interval
 
 if TYPE_CHECKING:
@@ -26,6 +31,25 @@ if TYPE_CHECKING:
 LOWEST_ACCURACY = 0.6
 COIN = 0.5  # accuracy of guessing
 DEFAULT_SPLIT = Split(45, 45, 10)
+
+
+def check_functions(functions: Sequence[RewardFunction | nn.Module], examples: Sequence[Example], *place: str) -> None:
+    """Check the columns of the data as `check_columns`. If rows are chats, call the functions with one completion.
+
+    Raises UserError if a function takes the list of messages for a text. All other errors are left to the run: a
+    function may need more than one completion.
+    """
+    check_columns(functions, examples, *place)
+    chats = [Prompt((), example) for example in examples if example.conversational][:1]
+    called = [function for function in functions if not isinstance(function, nn.Module)]
+    if chats and called:
+        from rlhf.rewards.rewards import Rewards  # slow to import
+
+        try:
+            Rewards(called, None, None, limit_s=10.0).score(chats, ["yes"], [[0]], [True])
+        except RunError as error:
+            if error.problems[0].fix.startswith(CHATS):
+                raise UserError(error.problems) from None
 
 
 def check_reward_folder(

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf.data.prompts import Prompt
-from rlhf.data.row import Example
 from rlhf.distributed.group import gather
 from rlhf.distributed.shares import by_group, merge_rows, own_share
 from rlhf.rewards.arguments import (
@@ -19,7 +18,6 @@ from rlhf.rewards.arguments import (
     PER_COMPLETION,
     Arguments,
     RewardLog,
-    check_columns,
     distinct_names,
     is_of_trl,
     name_of,
@@ -28,9 +26,9 @@ from rlhf.rewards.arguments import (
     required_columns,
     weighted_sum,
 )
-from rlhf.rewards.call import CHATS, MAX_ABS_SCORE, BadScore, call_function
+from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
@@ -44,23 +42,6 @@ class RewardScores:
     by_function: dict[str, list[float | None]]  # before the weights; None if the function does not apply
     extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
     metrics: dict[str, float] = field(default_factory=dict)  # means of what they logged with log_metric
-
-
-def check_functions(functions: Sequence[RewardFunction | nn.Module], examples: Sequence[Example], *place: str) -> None:
-    """Check the columns of the data as `check_columns`. If rows are chats, call the functions with one completion.
-
-    Raises UserError if a function takes the list of messages for a text. All other errors are left to the run: a
-    function may need more than one completion.
-    """
-    check_columns(functions, examples, *place)
-    chats = [Prompt((), example) for example in examples if example.conversational][:1]
-    called = [function for function in functions if not isinstance(function, nn.Module)]
-    if chats and called:
-        try:
-            Rewards(called, None, None, limit_s=10.0).score(chats, ["yes"], [[0]], [True])
-        except RunError as error:
-            if error.problems[0].fix.startswith(CHATS):
-                raise UserError(error.problems) from None
 
 
 class Rewards:

@@ -24,9 +24,8 @@ from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.models.device import autocast_dtype
-from rlhf.rewards.checks import check_reward_folder
+from rlhf.rewards.checks import check_functions, check_reward_folder
 from rlhf.rewards.find import RewardSources, find_eval_functions, find_given, find_rewards, given_eval_functions
-from rlhf.rewards.rewards import check_functions
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of

@@ -366,7 +366,7 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(ROLES) | ANYTHING, "content": TEXTS | ANYTHING}), max_size=4
+    st.fixed_dictionaries({"role": st.sampled_from(list(ROLES)) | ANYTHING, "content": TEXTS | ANYTHING}), max_size=4
 )
 SHAREGPT_TURNS = st.lists(
     st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "system"]) | ANYTHING, "value": TEXTS | ANYTHING}),
@@ -405,7 +405,7 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
     except UserError as error:
         for problem in map(str, error.problems):
             assert re.search(
-                r"rows\.jsonl(:\d+|, byte \d+| row \d+)|^(a|an|not) .*: .*rows\.jsonl\. ", problem
+                r"rows\.jsonl(:\d+|, byte \d+| row \d+)|^(a|an|one|not) .*: .*rows\.jsonl\. ", problem
             ) or problem.startswith("no rows: "), problem
             assert "\n" not in problem
         return

@@ -34,8 +34,9 @@ from rlhf.data.examples import load_examples
 from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.rewards.arguments import check_columns
+from rlhf.rewards.checks import check_functions
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.rewards import Rewards, check_functions
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli
 from rlhf.settings.types import Renaming
 from rlhf.setup.inputs import check_fills_a_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -343,7 +344,8 @@ class ModelEvaluator:
         parts = []
         size = budget_of(self.device, self.config).generation_batch_size
         seed = self.settings.seed
-        with sampler.same_weights():
+        # a large model and the decoder's copy of it may not fit beside the log-probs of a batch
+        with sampler.same_weights() if reference is None else nullcontext():
             for at in range(0, len(rows), size):
                 done = min(at + size, len(rows))
                 part = rows[at:done]

@@ -81,7 +81,9 @@ class KeptBatcher:
         found = batcher.run(prompts, uniform, sampling, criterion, slots)
         if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
             self.batcher = batcher
-        self.decoder = batcher.decoder if self.held and isinstance(batcher.decoder, FusedDecoder) else None
+        # a decoder without its graphs cannot be used again, and would be in memory beside the next one
+        usable = isinstance(batcher.decoder, FusedDecoder) and (not graph or self.batcher is not None)
+        self.decoder = batcher.decoder if self.held and usable else None
         return found
 
     def _batcher(

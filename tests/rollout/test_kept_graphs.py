@@ -193,8 +193,9 @@ def test_what_is_kept_is_limited(monkeypatch):
     rows(model, prompts(9), kept, 0)
     size = kept.batcher.size
     monkeypatch.setattr(engine, "installed", lambda _: size / engine.KEPT_SHARE - 1)
+    kept.hold()
     rows(model, prompts(9), kept, 0)
-    assert kept.batcher is None
+    assert kept.batcher is None and kept.decoder is None
 
 
 def test_more_completions_need_new_tensors_and_captures_once(tapes):

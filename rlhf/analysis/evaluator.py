@@ -297,7 +297,7 @@ class ModelEvaluator:
                 "perplexity",
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
             ),
-            *((f"base of {path_on_page(m.name)}", path_on_page(m.base)) for m in self.models if m.base is not None),
+            *((f"base of {m.short}", path_on_page(m.base)) for m in self.models if m.base is not None),
         ]
 
     def evaluate_start(self, screen: Screen) -> GenerationResults:
@@ -350,9 +350,12 @@ class ModelEvaluator:
                 done = min(at + size, len(rows))
                 part = rows[at:done]
                 completions = sampler.sample(part, seed, 0, "generations", range(at, done), sampling=sampling)
+                if reference is not None:
+                    sampler.free()
                 kl = self._kl(sampler.policy, reference, completions)
                 parts.append((completions.rows(), completions.ended.tolist(), kl))
                 screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
+        sampler.free()
         return [[x for part in parts for x in part[i]] for i in range(3)]
 
     def _variants(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf.checkpoints.manifest import update_number
@@ -49,6 +49,7 @@ class ModelRef:
     run: RunRecord | None = None  # the run that it belongs to
     which: str = ""  # "final", "best", either of them with ", merged", a checkpoint's name, or "" without a run
     update: int | None = None  # update after which these weights were saved
+    shown: str = ""  # its name in tables and on pages; empty: that of `path_on_page`
 
     @property
     def run_folder(self) -> Path:
@@ -58,9 +59,13 @@ class ModelRef:
 
     @property
     def label(self) -> str:
+        """The model's name in tables, with its weights."""
+        return self.short if self.run is None else f"{self.short} ({self.which}, after update {self.update})"
+
+    @property
+    def short(self) -> str:
         """The model's name in tables."""
-        name = path_on_page(self.name)
-        return name if self.run is None else f"{name} ({self.which}, after update {self.update})"
+        return self.shown or path_on_page(self.name)
 
 
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:
@@ -75,7 +80,8 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
         except UserError as error:
             problems += error.problems
     raise_if(problems)
-    return found
+    shown = [model.short for model in found]
+    return [replace(model, shown=model.name) if shown.count(model.short) > 1 else model for model in found]
 
 
 def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> ModelRef:

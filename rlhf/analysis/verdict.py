@@ -29,6 +29,7 @@ from rlhf.analysis.statistics import (
 )
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.console import listed
+from rlhf.utils.paths import path_on_page
 
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
@@ -203,38 +204,41 @@ def headline(
 ) -> str:
     """Return the verdict in one sentence of at most 30 words: which arm is best, if one is, and which are better than
     the start model. Without a winner, it has the difference that would have been seen."""
-    by = f"by {evidence.judge or 'score'}"
+    by = f"by {path_on_page(evidence.judge or 'score')}"
     if len(arms) == 1:
         found = against_start[0]
         figures = "" if found.difference.low is None else f": {interval_of(asdict(found.difference))}"
         return f"{found.where}{arms[0].name} {_to_start(found)} {by}{figures}."
-    rest = f"{_better_than_start(arms, against_start)} the start model"
     wins = [outcome for outcome in outcomes if outcome.better is not None]
-    best = [arm for arm in arms if sum(win.better is arm for win in wins) == len(arms) - 1]
+    unlike = sum(outcome.why_not == "unlike KL" for outcome in outcomes)
     here = next((found.where for found in between if found.where), "")
+    rest = f"{_better_than_start(arms, against_start, not here)} the start model"
+    best = [arm for arm in arms if sum(win.better is arm for win in wins) == len(arms) - 1]
     if best:
-        others = _names([arm for arm in arms if arm is not best[0]])
-        return f"{here}{best[0].name} is better than {others} {by}; {rest}."
-    if wins:
-        first = f"{wins[0].better.name} better than {wins[0].worse.name}"
-        no = f"{here}no" if here else "No"
-        return f"{no} arm is the best {by}: {len(wins)} of {len(outcomes)} pairs differ ({first}); {rest}."
-    if any(outcome.why_not == "unlike KL" for outcome in outcomes):
-        return f"No winner {by} {_among(arms)}: they differ at unlike KL only; {rest}."
+        others = [arm for arm in arms if arm is not best[0]]
+        return f"{here}{best[0].name} is better than {_names(others, 'all other arms')} {by}; {rest}."
+    if len(arms) > ALL_PAIRS:
+        none = f"{here}{len(wins)} of {len(outcomes)} arms differ from {arms[0].name} {by}"
+    elif wins:
+        none = f"{here}{len(wins)} of {len(outcomes)} pairs differ {by}, and no arm is better than all others"
+    else:
+        none = f"No winner {by} {_among(arms)}"
+    if unlike:
+        pairs = "the difference is" if len(outcomes) == 1 else f"{unlike} {'more ' if wins else ''}differences are"
+        none = f"{none}; {pairs} not shown at equal KL"
     visible = [found.power.visible for found in between if found.power.visible is not None]
+    if wins or unlike:
+        return f"{none}; {rest}."
     if not visible:
         return f"No comparison {by} {_among(arms)}; {rest}."
     seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {max(visible):.2f}"
-    return f"No winner {by} {_among(arms)}: {seen} would have been seen; {rest}."
+    return f"{none}: {seen} would have been seen; {rest}."
 
 
-def _names(arms: Sequence[Arm]) -> str:
+def _names(arms: Sequence[Arm], many: str = "") -> str:
+    """Return the names of the arms; `many`, or their number, if these are too many words."""
     names = listed([arm.name for arm in arms])
-    return names if len(names.split()) <= LISTED else f"the {len(arms)} arms"
-
-
-def _among(arms: Sequence[Arm]) -> str:
-    return f"{'between' if len(arms) == 2 else 'among'} {_names(arms)}"
+    return names if len(arms) == 1 or len(names.split()) <= LISTED else many or f"the {len(arms)} arms"
 
 
 def _to_start(found: Contrast) -> str:
@@ -242,13 +246,22 @@ def _to_start(found: Contrast) -> str:
     return f"{'has' if found.result == 'equal' else 'is'} {RESULTS[found.result]} the start model"
 
 
-def _better_than_start(arms: Sequence[Arm], against_start: Sequence[Contrast]) -> str:
-    better = [arm for arm, found in zip(arms, against_start, strict=True) if found.result == "better"]
+def _better_than_start(arms: Sequence[Arm], against_start: Sequence[Contrast], with_where: bool) -> str:
+    """Return which arms are better; `with_where`: and if this holds for these runs only."""
+    both = [(arm, found) for arm, found in zip(arms, against_start, strict=True) if found.result == "better"]
+    better = [arm for arm, _ in both]
     if not better:
         return "none is better than"
+    where = "in these runs " if with_where and any(arm.trained and found.where for arm, found in both) else ""
     if len(better) == len(arms):
-        return "all are better than" if len(arms) > 2 else "both are better than"
-    return f"{_names(better)} {'is' if len(better) == 1 else 'are'} better than"
+        return f"{where}{'all' if len(arms) > 2 else 'both'} are better than"
+    return (
+        f"{where}{_names(better, f'{len(better)} of {len(arms)}')} {'is' if len(better) == 1 else 'are'} better than"
+    )
+
+
+def _among(arms: Sequence[Arm]) -> str:
+    return f"{'between' if len(arms) == 2 else 'among'} {_names(arms)}"
 
 
 # --- in one sentence for each pair, and each arm ---------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _summary(arm: Arm, seed: int) -> dict[str, Any]:
     decides = "judge" if arm.measured[0].judged else "score"
     values = np.array([[per_prompt(results.measures[decides])] for results in arm.measured])  # (S, 1, P)
     known = paired(values)
-    limits = share_limits(values) and A_SHARE
+    limits = share_limits(np.hstack([results.measures[decides] for results in arm.measured])) and A_SHARE
     found = over_seeds_if_any(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
     seconds = [run.figures["seconds"] for run in arm.runs if run.figures]
     return {

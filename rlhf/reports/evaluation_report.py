@@ -49,7 +49,8 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         # of an audit without warnings
         "no_signs": "too few prompts to show signs of reward hacking" if few else "no signs of reward hacking",
         "seed": seed,
-        "start": start and {"label": start.name, "source": evaluator.start.source, "figures": start.figures[0]},
+        "start": start
+        and {"label": start.name, "source": path_on_page(evaluator.start.source), "figures": start.figures[0]},
         "models": [_entry(arm, start, seed) for arm in arms],
         "contrasts": [asdict(c) for c in contrasts],
         "prompts": [
@@ -66,7 +67,7 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     (results,) = arm.measured
     return {
         "label": arm.name,
-        "source": model.source,
+        "source": path_on_page(model.source),
         "base": model.base and path_on_page(model.base),
         "which": model.which or None,
         "algorithm": arm.algorithm or None,

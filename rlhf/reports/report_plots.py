@@ -33,8 +33,7 @@ def forest(contrasts: Sequence[dict[str, Any]], judges: Sequence[str]) -> Figure
     """
     decides = "judge" if judges else "score"
     drawn = [c for c in contrasts if c["measure"] == decides]
-    levels = {c["name"]: percent(c["level"]) for c in drawn}
-    labels = [textwrap.fill(f"{name} ({level})", NAME_WIDTH) for name, level in levels.items()]
+    labels = [textwrap.fill(f"{c['name']} ({percent(c['level'])})", NAME_WIDTH) for c in drawn]
     heights = np.array([ROW * (label.count("\n") + 1.7) for label in labels])  # inches
     places = heights / 2 - np.cumsum(heights)
     with style():

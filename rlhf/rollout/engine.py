@@ -64,7 +64,9 @@ class KeptBatcher:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Sample as `ContinuousBatcher.run`, with what is kept of the last call if it is large enough."""
         batcher = self.batcher
+        held = self.decoder
         self.batcher = None  # after an error the cache may have NaN
+        self.decoder = None
         columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
         places = (len(prompts) + 1) * sampling.max_new_tokens
         if graph or self.held:  # with room for the largest rollout so far, so that later ones need nothing new
@@ -73,11 +75,14 @@ class KeptBatcher:
             self.slots = max(self.slots, slots)
             self.places = max(self.places, places)
         if batcher is not None and batcher.fits(policy, slots, columns, places):
-            if batcher.decoder is not self.decoder:
+            if batcher.decoder is not held:
                 batcher.decoder.load()  # the policy may have other weights
         else:
-            del batcher  # its memory is needed
-            batcher = self._batcher(policy, uniform.device, slots, columns, places, graph)
+            del batcher  # its memory is needed, and that of a decoder that does not fit
+            if graph or (held is not None and not held.fits(policy, round_up(columns, uniform.device))):
+                held = None
+            room = (self.slots, columns, self.places) if graph else (slots, columns, places)
+            batcher = ContinuousBatcher(policy, uniform.device, *room, graph, held)
         found = batcher.run(prompts, uniform, sampling, criterion, slots)
         if graph and batcher.size <= KEPT_SHARE * installed(uniform.device):
             self.batcher = batcher
@@ -85,17 +90,6 @@ class KeptBatcher:
         usable = isinstance(batcher.decoder, FusedDecoder) and (not graph or self.batcher is not None)
         self.decoder = batcher.decoder if self.held and usable else None
         return found
-
-    def _batcher(
-        self, policy: PreTrainedModel, device: torch.device, slots: int, columns: int, places: int, graph: bool
-    ) -> ContinuousBatcher:
-        """Return a new batcher, with the decoder that is held if it fits."""
-        if graph:
-            return ContinuousBatcher(policy, device, self.slots, columns, self.places, graph)
-        decoder = self.decoder
-        if decoder is not None and not decoder.fits(policy, round_up(columns, device)):
-            decoder = None
-        return ContinuousBatcher(policy, device, slots, columns, places, graph, decoder)
 
 
 @torch.no_grad()

@@ -121,6 +121,10 @@ class Sampler:
             self.kept.slots = self.slots  # otherwise the next batcher would have the old number
             free_and_warn("sampling", f"rollout slots to {self.slots}", "The completions change by rounding only")
 
+    def free(self) -> None:
+        """Free what is kept between calls."""
+        self.kept = KeptBatcher(self.kept.columns)
+
     @contextmanager
     def same_weights(self) -> Iterator[None]:
         """Context manager for several calls between which the weights do not change: the decoder copies them once."""

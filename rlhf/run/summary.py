@@ -166,7 +166,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         episodes=trainer.episodes,
         optimizer_steps=trainer.progress.optimizer_steps,
         completion_tokens=trainer.progress.completion_tokens,
-        resampled_episodes=trainer.resampled_episodes,
+        resampled_episodes=trainer.progress.resampled_episodes,
     )
     update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)

@@ -187,7 +187,7 @@ def is_on(value: Any) -> bool | None:
 def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag or a YAML file, or data from Python or run.json) in the type of the setting.
     Raises UserError, with `where` as the place that set the value."""
-    if setting.can_be_unset and is_unset(value):
+    if setting.can_be_unset and is_unset(value) and value not in setting.choices:
         return None if setting.optional else ()
     if setting.alone and (on := is_on(value)) is not None:
         return setting.alone if on else ()

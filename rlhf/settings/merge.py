@@ -23,7 +23,7 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name, read_settings
 from rlhf.settings.translate import translate
 from rlhf.utils.errors import Problem, UserError, print_line, raise_if
 
-BY_HAND = ("--", PLACE, "make_config")  # the beginnings of places outside of files
+BY_HAND = ("--", PLACE, "make_config(")  # the beginnings of places outside of files
 Check = Callable[[Any], list[Problem]]  # takes a configuration and returns its errors
 
 
@@ -156,7 +156,7 @@ def without_effect(settings: dict[str, Setting], values: Layer, assumed: Collect
     problems = []
     for name, setting in settings.items():
         value, place = values[name]
-        as_flags = not place.startswith("make_config")
+        as_flags = not place.startswith("make_config(")
         counts = place != "default" if setting.strict else place.startswith(BY_HAND)
         condition = unmet(setting, read)
         if not condition or not counts or value is None or (value == setting.default and not value):

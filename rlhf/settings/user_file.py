@@ -6,6 +6,7 @@ import os
 import symtable
 import sys
 import traceback
+import types
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
         assigned = [s for s in table.get_symbols() if s.is_assigned() and not (s.is_imported() or s.is_namespace())]
         public = {s.get_name() for s in assigned if not s.get_name().startswith("_")}
         places = {name: f"{shown}:{line}" for name, line in names.lines.items()}
+        public -= {name for name in public if isinstance(names.get(name), types.FunctionType)}  # a lambda
         return {n: (names[n], places.get(n, shown)) for n in names if n in public or n in settings}
     return {UNREADABLE: (problem, shown)}
 

@@ -98,6 +98,7 @@ class DynamicSampler:
     def _count(self, rollout: Rollout, groups: list[int], rows: list[int]) -> None:
         self.groups += len(groups)
         self.episodes += len(rows)
+        self.progress.resampled_episodes += len(rows)
         self.replaced_tokens += sum(rollout.completions.completion_lengths[row] for row in rows)
 
     def _budget_is_spent(self) -> bool:

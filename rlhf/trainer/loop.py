@@ -160,11 +160,6 @@ class OnPolicyLoop:
         return self.progress.episodes
 
     @property
-    def resampled_episodes(self) -> int:
-        """Of the episodes, those that dynamic sampling drew."""
-        return self.episodes - self.host.state.global_step * self.config.episodes_per_update
-
-    @property
     def updates(self) -> int:
         """The number of updates in the run: as planned, or fewer if it has ended before."""
         return self.sampler.updates if self.reason_to_end() is None else self.host.state.global_step

@@ -22,6 +22,7 @@ class Progress:
     optimizer_steps: int = 0
     episodes: int = 0  # completions sampled for training, with those that dynamic sampling replaced
     completion_tokens: int = 0  # of these completions
+    resampled_episodes: int = 0  # of these, those that dynamic sampling drew in addition to the batches
     peak_memory: int = 0  # bytes
     last_good_update: int = 0  # number of the latest update whose weights gave finite gradients in the next update
     skipped: int = 0  # skipped updates

@@ -76,8 +76,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.kl.load_state_dict(state["kl"])
     trainer.this_epoch = state["this_epoch"]
     progress = {"episodes": state["episode"]} | state["progress"]
-    for name in ("explained", "resampled_episodes"):  # in older checkpoints
-        progress.pop(name, None)
+    progress.pop("explained", None)  # in older checkpoints
     vars(trainer.progress).update(asdict(Progress(**progress)))  # in place, because other objects share it
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer

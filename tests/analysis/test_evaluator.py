@@ -357,3 +357,10 @@ def test_false_positive_rate_of_a_model_against_itself(settings, start_model):
         one, other = (Arm(str(i), [completions], [ModelRef("run", "run")]) for i, completions in enumerate(results))
         significant += contrast(one, other, "score", trial).difference.excludes(0)
     assert significant <= 10
+
+
+def test_models_with_the_same_end_of_their_paths_have_separate_names(start_model, settings, tmp_path):
+    places = [shutil.copytree(start_model, tmp_path / part / "ppo" / "seed1") for part in ("monday", "tuesday")]
+    found = find_models([str(place) for place in places], settings, "--model-path")
+    assert [model.label for model in found] == [str(place) for place in places]
+    assert find_models([str(places[0])], settings, "--model-path")[0].label == "ppo/seed1"

@@ -318,3 +318,8 @@ def test_file_with_group_settings_works_for_the_reward_model(write):
     assert parse_cli([], "grpo", file).batch.minibatches == 16
     made = parse_reward_cli([], file)
     assert training_command(made, usual_config(made.recipe, made.user_file)) == "python train_ppo.py"
+
+
+def test_a_lambda_is_no_setting(write):
+    file = write("double = lambda x: 2 * x\nbatch_size = double(4)\n")
+    assert parse_cli([], user_file=file).batch.batch_size == 8

@@ -185,7 +185,7 @@ def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
     plain = [p for _, p in trainer.episodes_of(1)]
     metrics = trainer.update_step(1)
     (batch,), (scores,) = recorder.batches, recorder.scores
-    assert seen[0] == len(batch.prompts) == 8 and sum(seen[1:]) == trainer.resampled_episodes > 0
+    assert seen[0] == len(batch.prompts) == 8 and sum(seen[1:]) == trainer.progress.resampled_episodes > 0
     assert all(n % 2 == 0 for n in seen) and all(a >= b for a, b in pairwise(seen))
     texts = kept_prompts(batch)
     assert scores.raw.tolist() == by_prompt(texts, batch.completions.rows())
@@ -219,7 +219,7 @@ def test_groups_that_stay_equal_are_kept_and_counted(build):
                     rewards=rewards_of(build, lambda completions, **_: [1.0] * len(completions)))  # fmt: skip
     metrics = trainer.update_step(1)
     assert metrics["rewards/equal_groups"] == 1 and metrics["rewards/resampled_groups"] == 6
-    assert metrics["episodes"] == 4 + 12 and trainer.resampled_episodes == 12
+    assert metrics["episodes"] == 4 + 12 and trainer.progress.resampled_episodes == 12
     assert float(recorder.batches[0].raw_advantages.abs().max()) == 0
 
 
@@ -359,7 +359,7 @@ def test_resumed_run_is_exact(build, tmp_path, algorithm):
     assert {k: v for k, v in again.items() if not k.startswith(timed)} == {
         k: v for k, v in metrics.items() if not k.startswith(timed)
     }
-    assert resumed.resampled_episodes == straight.resampled_episodes > 0
+    assert resumed.progress.resampled_episodes == straight.progress.resampled_episodes > 0
     assert all(
         torch.equal(a, b)
         for a, b in zip(straight.host.model.parameters(), resumed.host.model.parameters(), strict=True)

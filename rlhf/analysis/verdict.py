@@ -118,7 +118,8 @@ def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL
 class Verdict:
     """The result of a comparison."""
 
-    headline: str  # one sentence of at most 30 words
+    decision: Decision
+    headline: str  # the decision in one sentence of at most 30 words
     sentences: list[str]
     caveats: list[str]
     contrasts: list[Contrast]
@@ -167,9 +168,9 @@ def judge_arms(arms: Sequence[Arm], start: Arm, seed: int, evidence: Evidence) -
         ),
     ]
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    outcomes = [outcome_of(*pair, found, evidence) for pair, found in zip(pairs, between[decides], strict=True)]
-    first = headline(arms, outcomes, between[decides], against_start[decides], evidence)
-    return Verdict(first, sentences, _caveats(arms, start, between, evidence), contrasts)
+    decision = decide(arms, pairs, between[decides], against_start[decides], evidence)
+    first = headline(arms, decision, between[decides], against_start[decides], evidence)
+    return Verdict(decision, first, sentences, _caveats(arms, start, between, evidence), contrasts)
 
 
 # --- in one sentence -------------------------------------------------------------------------------------------------
@@ -178,56 +179,71 @@ LISTED = 8  # words of arms' names in the headline; with more, the number of arm
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a comparison shows of two arms: which is better, if one is."""
+class Decision:
+    """What a comparison shows by the measure that decides. Arms at unlike KL are better only if they are at equal KL,
+    too."""
 
-    better: Arm | None
-    worse: Arm | None
-    why_not: str = ""  # "equal", "unknown", or "unlike KL": better, but not at equal KL
+    best: Arm | None  # is better than each other arm
+    winners: tuple[Arm, ...]  # the better arm of each compared pair that has one
+    unlike: int  # number of other pairs with a significant difference, which is not shown at equal KL
+    better: tuple[Arm, ...]  # than the start model
 
 
-def outcome_of(one: Arm, other: Arm, found: Contrast, evidence: Evidence) -> Outcome:
-    """Return the outcome of a pair. Arms at unlike KL are called better only if they are better at equal KL, too."""
-    if found.result not in ("better", "worse"):
-        return Outcome(None, None, found.result)
-    if unlike_kl(one, other) and result_over(at_equal_kl(evidence.equal, found.name)) != found.result:
-        return Outcome(None, None, "unlike KL")
-    return Outcome(one, other) if found.result == "better" else Outcome(other, one)
+def decide(
+    arms: Sequence[Arm],
+    pairs: Sequence[tuple[Arm, Arm]],
+    between: Sequence[Contrast],
+    against_start: Sequence[Contrast],
+    evidence: Evidence,
+) -> Decision:
+    """Return the decision. `between` has one contrast for each of `pairs`, `against_start` one for each of `arms`."""
+    winners = []
+    unlike = 0
+    for (one, other), found in zip(pairs, between, strict=True):
+        if found.result not in ("better", "worse"):
+            continue
+        if unlike_kl(one, other) and result_over(at_equal_kl(evidence.equal, found.name)) != found.result:
+            unlike += 1
+        else:
+            winners.append(one if found.result == "better" else other)
+    best = [arm for arm in arms if 0 < len(arms) - 1 == sum(winner is arm for winner in winners)]
+    better = [arm for arm, found in zip(arms, against_start, strict=True) if found.result == "better"]
+    return Decision(best[0] if best else None, tuple(winners), unlike, tuple(better))
 
 
 def headline(
     arms: Sequence[Arm],
-    outcomes: Sequence[Outcome],
+    decision: Decision,
     between: Sequence[Contrast],
     against_start: Sequence[Contrast],
     evidence: Evidence,
 ) -> str:
-    """Return the verdict in one sentence of at most 30 words: which arm is best, if one is, and which are better than
-    the start model. Without a winner, it has the difference that would have been seen."""
+    """Return the decision in one sentence of at most 30 words. Without a winner, it has the difference that would have
+    been seen."""
     by = f"by {path_on_page(evidence.judge or 'score')}"
     if len(arms) == 1:
         found = against_start[0]
         figures = "" if found.difference.low is None else f": {interval_of(asdict(found.difference))}"
         return f"{found.where}{arms[0].name} {_to_start(found)} {by}{figures}."
-    wins = [outcome for outcome in outcomes if outcome.better is not None]
-    unlike = sum(outcome.why_not == "unlike KL" for outcome in outcomes)
+    count = len(decision.winners)
+    unlike = decision.unlike
     here = next((found.where for found in between if found.where), "")
-    rest = f"{_better_than_start(arms, against_start, not here)} the start model"
-    best = [arm for arm in arms if sum(win.better is arm for win in wins) == len(arms) - 1]
-    if best:
-        others = [arm for arm in arms if arm is not best[0]]
-        return f"{here}{best[0].name} is better than {_names(others, 'all other arms')} {by}; {rest}."
+    rest = _than_the_start(arms, decision, against_start, not here)
+    if decision.best is not None:
+        others = [arm for arm in arms if arm is not decision.best]
+        names = _names(others, "the other arm" if len(others) == 1 else "all other arms")
+        return f"{here}{decision.best.name} is better than {names} {by}; {rest}."
     if len(arms) > ALL_PAIRS:
-        none = f"{here}{len(wins)} of {len(outcomes)} arms differ from {arms[0].name} {by}"
-    elif wins:
-        none = f"{here}{len(wins)} of {len(outcomes)} pairs differ {by}, and no arm is better than all others"
+        none = f"{here}{count} of {len(between)} arms differ from {_names(arms[:1], 'the first one')} {by}"
+    elif count:
+        none = f"{here}{count} of {len(between)} pairs differ {by}, and no arm is better than all others"
     else:
         none = f"No winner {by} {_among(arms)}"
     if unlike:
-        pairs = "the difference is" if len(outcomes) == 1 else f"{unlike} {'more ' if wins else ''}differences are"
+        pairs = "the difference is" if len(between) == 1 else f"{unlike} {'more ' if count else ''}differences are"
         none = f"{none}; {pairs} not shown at equal KL"
     visible = [found.power.visible for found in between if found.power.visible is not None]
-    if wins or unlike:
+    if count or unlike:
         return f"{none}; {rest}."
     if not visible:
         return f"No comparison {by} {_among(arms)}; {rest}."
@@ -238,7 +254,7 @@ def headline(
 def _names(arms: Sequence[Arm], many: str = "") -> str:
     """Return the names of the arms; `many`, or their number, if these are too many words."""
     names = listed([arm.name for arm in arms])
-    return names if len(arms) == 1 or len(names.split()) <= LISTED else many or f"the {len(arms)} arms"
+    return names if len(names.split()) <= LISTED else many or f"the {len(arms)} arms"
 
 
 def _to_start(found: Contrast) -> str:
@@ -246,18 +262,20 @@ def _to_start(found: Contrast) -> str:
     return f"{'has' if found.result == 'equal' else 'is'} {RESULTS[found.result]} the start model"
 
 
-def _better_than_start(arms: Sequence[Arm], against_start: Sequence[Contrast], with_where: bool) -> str:
-    """Return which arms are better; `with_where`: and if this holds for these runs only."""
-    both = [(arm, found) for arm, found in zip(arms, against_start, strict=True) if found.result == "better"]
-    better = [arm for arm, _ in both]
+def _than_the_start(
+    arms: Sequence[Arm], decision: Decision, against_start: Sequence[Contrast], with_where: bool
+) -> str:
+    """Return which arms are better than the start model; `with_where`: and whether this holds for these runs only."""
+    better = decision.better
     if not better:
-        return "none is better than"
-    where = "in these runs " if with_where and any(arm.trained and found.where for arm, found in both) else ""
+        return "none is better than the start model"
+    # a baseline has no runs
+    only = any(arm in better and arm.trained and found.where for arm, found in zip(arms, against_start, strict=True))
+    which = _names(better, f"{len(better)} of {len(arms)}")
     if len(better) == len(arms):
-        return f"{where}{'all' if len(arms) > 2 else 'both'} are better than"
-    return (
-        f"{where}{_names(better, f'{len(better)} of {len(arms)}')} {'is' if len(better) == 1 else 'are'} better than"
-    )
+        which = "all" if len(arms) > 2 else "both"
+    verb = "is" if len(better) == 1 else "are"
+    return f"{'in these runs ' if with_where and only else ''}{which} {verb} better than the start model"
 
 
 def _among(arms: Sequence[Arm]) -> str:

@@ -109,7 +109,7 @@ class ProgressLine(Callback):
             f"{speed_text(metrics['throughput/tokens_per_s'])} tokens/s | {clock(sum(left.values()))} left",
             last=update == updates,
         )
-        if update == FIRST_UPDATES:
+        if update == FIRST_UPDATES < updates:
             whole = {part: sum(each) + left[part] for part, each in progress.seconds.items()}
             progress.predicted[f"predicted after update {update} of {updates}"] = whole
             self.screen.say(f"time, predicted from the first {update} updates: {parts_text(whole)}")

@@ -160,8 +160,9 @@ def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list
 
 
 def show_comparison(report: dict[str, Any], made: Tables, folder: Path, full: bool, screen: Screen) -> None:
-    """Print the verdict in one sentence, the tables of the first page, warnings and notes; with `full`, also the other
+    """Print the verdict in one sentence, the first tables of the page, warnings and notes; with `full`, also the other
     tables and a sentence for each pair and each arm."""
+    screen.say(f"verdict: {report['headline']}")
     for table in [*made.first, *(made.folded if full else [])]:
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)
     for warning in report["warnings"]:
@@ -171,7 +172,6 @@ def show_comparison(report: dict[str, Any], made: Tables, folder: Path, full: bo
     for sentence in report["verdict"] if full else []:
         screen.say(sentence)
     screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")
-    screen.say(f"verdict: {report['headline']}")
 
 
 def _pictures(

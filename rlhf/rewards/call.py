@@ -30,8 +30,11 @@ PACKAGE = str(Path(__file__).parents[1])
 LIBRARIES = (PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
-FIX = "Fix the function"
 CHATS = "The rows have messages, so a completion is a list of messages: its text is completion[0]['content']"
+
+
+class TakesText(RunError):
+    """A reward function takes a completion of a chat, which is a list of messages, for a text."""
 
 
 class BadScore(RunError):
@@ -53,7 +56,7 @@ def call_function(
     given = arguments.per_completion["completions"]
     these = f"{len(texts)} completions, the first is {given[0]!r:.60}"
 
-    def failure(what: str, which: str, hint: str = FIX, kind: type[RunError] = RunError) -> RunError:
+    def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
         return kind(what, f"{who}, {which}", hint, inputs=arguments.per_completion)
 
     try:
@@ -67,7 +70,9 @@ def call_function(
         message = " ".join(str(error).split())
         what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
         of_list = isinstance(error, AttributeError | TypeError) and re.search(r"\b(list|dict)\b", message)
-        raise failure(what, these, CHATS if of_list and not isinstance(given[0], str) else FIX) from error
+        if of_list and not isinstance(given[0], str):
+            raise failure(what, these, CHATS, TakesText) from error
+        raise failure(what, these) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
         what = f"expected {len(texts)} scores, got {got}"

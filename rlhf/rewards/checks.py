@@ -16,7 +16,7 @@ from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
 from rlhf.rewards.arguments import RewardFunction, check_columns
-from rlhf.rewards.call import CHATS
+from rlhf.rewards.call import TakesText
 from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
@@ -47,9 +47,10 @@ def check_functions(functions: Sequence[RewardFunction | nn.Module], examples: S
 
         try:
             Rewards(called, None, None, limit_s=10.0).score(chats, ["yes"], [[0]], [True])
-        except RunError as error:
-            if error.problems[0].fix.startswith(CHATS):
-                raise UserError(error.problems) from None
+        except TakesText as error:
+            raise UserError(error.problems) from None
+        except RunError:
+            return  # the run reports it
 
 
 def check_reward_folder(

@@ -66,7 +66,9 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
                 train(resumed, screen)
         except TrainingInterrupted as stopped:
             stopped.problems.append(
-                Problem("the other seeds are not trained", fix=f"Resume all with: {resume_command(config)}")
+                Problem(
+                    "a command with --seeds", fix=f"Resume this and the other seeds with: {resume_command(config)}"
+                )
             )
             raise
         finally:

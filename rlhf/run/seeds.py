@@ -65,11 +65,8 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             if resumed is not None:  # with --dry-run finished seeds come here, too
                 train(resumed, screen)
         except TrainingInterrupted as stopped:
-            stopped.problems.append(
-                Problem(
-                    "a command with --seeds", fix=f"Resume this and the other seeds with: {resume_command(config)}"
-                )
-            )
+            fix = f"Resume this and the other seeds with: {resume_command(config)}"
+            stopped.problems.append(Problem("a command with --seeds", fix=fix))
             raise
         finally:
             release(folder)

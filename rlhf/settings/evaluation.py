@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf.settings.fields import replaced, same_as, setting
+from rlhf.settings.fields import same_as, setting
 from rlhf.settings.flags import CommandLine
-from rlhf.settings.merge import Command, build, merged, read_command
+from rlhf.settings.merge import Command, build, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
 from rlhf.settings.training import (
     LARGEST_SEED,
@@ -26,10 +26,11 @@ HELD_OUT_PROMPTS = 20  # drawn by default
 HELD_OUT_PROMPTS_TO_COMPARE = 128
 MEASURED = ("!chat", "!tokens")  # needs of the settings that only an evaluation or a comparison reads
 OF_PROMPTS = ("prompts", *MEASURED)  # and of those that describe --prompts: a run's own data is read as in the run
-# settings of a run that `none` unsets. As values, they are the text none or (), because None is "as in the run"
-UNSET_BY_NONE = ("rm_model", "rm_text", "eval_text", "stop", "reward_weights", "reward_func", "eval_func")
 # declares a setting of a run again: unset, it is as in the run
 as_in_run = partial(same_as, default=None, unset="as in the run", brief=False, needs=MEASURED)
+# the same for what `none` unsets: it gives another value than None, which is "as in the run"
+or_none = partial(as_in_run, none="none")
+functions_or_none = partial(as_in_run, none=())
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ class MeasureSettings:
         choices=shipped_recipes(),
         needs="!tokens",
     )
-    rm_model: PathName | None = as_in_run(
+    rm_model: PathName | None = or_none(
         ModelSettings,
         "rm_model",
         help="reward model: a folder or a hub name",
         brief="reward model; unset: as in the run",
     )
-    rm_text: str | None = as_in_run(ModelSettings, "rm_text")
+    rm_text: str | None = or_none(ModelSettings, "rm_text")
     prompts: PathName | None = as_in_run(
         DataSettings,
         "prompts",
@@ -106,22 +107,22 @@ class MeasureSettings:
     columns: tuple[Renaming, ...] | None = as_in_run(DataSettings, "columns", unset=OF_RUN, needs=OF_PROMPTS)
     skip_bad_rows: float | None = as_in_run(DataSettings, "skip_bad_rows", unset=OF_RUN, needs=OF_PROMPTS)
     prompt_length: int | None = as_in_run(DataSettings, "prompt_length")
-    eval_text: PathName | None = as_in_run(DataSettings, "eval_text")
+    eval_text: PathName | None = or_none(DataSettings, "eval_text")
     max_new_tokens: int | None = as_in_run(SamplingSettings, "max_new_tokens", needs="!tokens")
     temperature: float | None = as_in_run(
         SamplingSettings, "temperature", brief="sampling temperature; unset: as in the run", needs="!tokens"
     )
     top_k: int | None = as_in_run(SamplingSettings, "top_k", needs="!tokens")
     top_p: float | None = as_in_run(SamplingSettings, "top_p", needs="!tokens")
-    stop: tuple[StopText, ...] | None = as_in_run(SamplingSettings, "stop", needs="!tokens")
-    reward_func: tuple[str, ...] | None = as_in_run(
+    stop: tuple[StopText, ...] | None = or_none(SamplingSettings, "stop", needs="!tokens")
+    reward_func: tuple[str, ...] | None = functions_or_none(
         RewardSettings,
         "reward_func",
         help="reward functions: a built-in name, trl:NAME, or FILE.py:NAME, which executes that file",
         brief="reward functions; unset: as in the run",
     )
-    reward_weights: tuple[float, ...] | None = as_in_run(RewardSettings, "reward_weights")
-    eval_func: tuple[str, ...] | None = as_in_run(
+    reward_weights: tuple[float, ...] | None = or_none(RewardSettings, "reward_weights")
+    eval_func: tuple[str, ...] | None = functions_or_none(
         RewardSettings,
         "eval_func",
         help="evaluation functions, which judge the completions as a judge model does; values of 0 and 1 give pass@k. "
@@ -310,10 +311,7 @@ PLOT = CommandLine(
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
     """Return the configuration of a command without recipes. Raises UserError that lists all errors."""
     given = read_command(line, argv, lambda *_: [], lambda _: None)
-    values = merged(line.config_class, [given.flags], given.problems)
-    config = build(line.config_class, [given.flags], checks=(line.config_class.validate,))
-    unset = [name for name in UNSET_BY_NONE if name in values and not values[name][0] and values[name][1] != "default"]
-    return replaced(config, **{name: () if name.endswith("func") else "none" for name in unset})
+    return build(line.config_class, [given.flags], given.problems, checks=(line.config_class.validate,))
 
 
 parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig

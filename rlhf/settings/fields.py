@@ -63,6 +63,7 @@ class Setting:
     # met is refused. A value in a file is ignored, because commands share files
     needs: str | tuple[str, ...] = ()
     strict: bool = False  # a value in a file is refused, too
+    none: Any = None  # what the text `none` gives, if that is not "not set"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,7 +189,9 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag or a YAML file, or data from Python or run.json) in the type of the setting.
     Raises UserError, with `where` as the place that set the value."""
     if setting.can_be_unset and is_unset(value) and value not in setting.choices:
-        return None if setting.optional else ()
+        if not setting.optional:
+            return ()
+        return None if value is None else setting.none
     if setting.alone and (on := is_on(value)) is not None:
         return setting.alone if on else ()
     if not setting.is_list:

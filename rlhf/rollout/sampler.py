@@ -68,7 +68,7 @@ class Sampler:
         device: torch.device,
         **how: object,
     ) -> Sampler:
-        """Return the sampler whose completions end as `tokenizer` and the stop strings tell. `how`: as in __init__."""
+        """Return the sampler of completions that end at EOS of `tokenizer` or a stop string. `how`: see __init__."""
         return cls(
             policy, sampling, stopping_criterion(tokenizer, sampling.stops), tokenizer.pad_token_id, device, **how
         )

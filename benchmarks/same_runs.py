@@ -1,5 +1,8 @@
 """Compares 16 short runs of two checkouts: weights, sampled tokens and metrics must be equal to the last bit.
 
+Then both checkouts evaluate and compare three of the old runs: each number of the old JSON files must be in the new
+ones.
+
     python -m benchmarks.same_runs OLD_CHECKOUT NEW_CHECKOUT --work FOLDER [--only NAME ...]
 
 A change of the code that should change no result is proven with it. Each run is a command line of the training
@@ -49,7 +52,9 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ppo_two_processes": (2, ("train_ppo.py",)),
     "grpo_lora_two_processes": (2, ("train_grpo.py", *GROUPS, "--use-lora", "--dynamic-sampling", "1")),
 }
+JUDGED = ("ppo", "grpo", "rloo")  # are evaluated and compared, too
 MEASURED = ("time/", "throughput/", "memory/")  # metrics that differ between two runs of one checkout
+OF_TIME = ("minutes", "seconds")  # in the JSON files of an evaluation
 
 
 def write_topics(file: Path) -> None:
@@ -67,13 +72,38 @@ def train(checkout: Path, name: str, folder: Path, topics: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [str(topics) if word == TOPICS else word for word in flags]
     command = [sys.executable, *(launcher if processes > 1 else []), script, *SHARED, *words]
+    _run(checkout, [*command, "--output", str(folder), "--overwrite"], folder)
+
+
+def _run(checkout: Path, command: list[str], folder: Path) -> None:
+    """Run a command of a checkout on one thread. Its output is in the file `folder`.log."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "ACCELERATE_USE_CPU": "true"}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
-        subprocess.run(
-            [*command, "--output", str(folder), "--overwrite"],
-            cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True,
-        )  # fmt: skip
+        subprocess.run(command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def judge(checkout: Path, runs: list[Path], folder: Path) -> dict[str, Any]:
+    """Evaluate each run with the code of a checkout, and compare all of them. Return the numbers of its JSON files."""
+    commands = {run.name: ["evaluate_generations.py", "--model-path", str(run)] for run in runs}
+    commands["compare"] = ["compare_runs.py", *map(str, runs)]
+    found = {}
+    for name, words in commands.items():
+        output = folder / name
+        _run(checkout, [sys.executable, *words, "--num-prompts", "16", "--output", str(output)], output)
+        file = next(output.glob("[ce]*.json"))  # evaluation.json or comparison.json
+        found |= numbers(json.loads(file.read_text(encoding="utf-8")), name)
+    return found
+
+
+def numbers(value: Any, place: str) -> dict[str, Any]:
+    """Return all numbers of a JSON value by their place, except times."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = {} if parts or isinstance(value, str | dict | list) else {place: value}
+    for key, part in parts:
+        if not any(word in str(key) for word in OF_TIME):
+            found |= numbers(part, f"{place}/{key}")
+    return found
 
 
 def differences(old: Path, new: Path) -> list[str]:
@@ -148,6 +178,15 @@ def main() -> None:
         failed += bool(found)
         print(f"{name}: {'equal' if not found else '; '.join(found[:5])}", flush=True)
     print(f"{len(given.only) - failed} of {len(given.only)} runs are equal")
+    judged = [(given.work / "old" / name).resolve() for name in JUDGED if name in given.only]
+    if judged:
+        old, new = (
+            judge(checkout.resolve(), judged, (given.work / f"judged_{which}").resolve())
+            for which, checkout in (("old", given.old), ("new", given.new))
+        )
+        other = [place for place, number in old.items() if place not in new or new[place] != number]
+        failed += bool(other)
+        print(f"evaluations and comparison: {len(old) - len(other)} of {len(old)} numbers are equal", *other[:20])
     sys.exit(bool(failed))
 
 

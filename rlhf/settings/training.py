@@ -769,7 +769,7 @@ class RecordSettings:
     report_to: tuple[str, ...] | None = setting(
         None,
         "trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio "
-        "(docs/trackers.md)",
+        "(docs/metrics.md)",
         choices=("tensorboard", *TRACKERS),
     )
     record_tokens: bool = setting(

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 # in the order in which a newcomer reads them, and in which the commands are run
-FIRST = ["README.md", "docs/quickstart.md", "docs/training_smollm2.md", "docs/data_and_rewards.md"]
+FIRST = ["README.md", "docs/tutorial.md", "docs/data_and_rewards.md"]
 PAGES = [ROOT / name for name in FIRST] + sorted(
     path
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

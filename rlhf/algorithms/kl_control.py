@@ -1,4 +1,4 @@
-"""KL control: the coefficient beta of the KL penalty, fixed, adaptive or phased. docs/kl.md explains it."""
+"""KL control: the coefficient beta of the KL penalty, fixed, adaptive or phased. docs/how_it_works.md explains it."""
 
 from __future__ import annotations
 

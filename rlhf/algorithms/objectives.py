@@ -71,7 +71,7 @@ def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tens
     """Return the KL penalty of the loss per token, (p_new / p_old) * k3, (n, T) in nats, 0 where `mask` is False.
 
     Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new, an importance-weighted estimate of the gradient
-    of KL(policy || reference). This is the KL that is logged and controlled. docs/kl.md has the derivation.
+    of KL(policy || reference). This is the KL that is logged and controlled. docs/how_it_works.md has the derivation.
     """
     # detail 20: (p_new / p_old) * (q / p_new - 1 - log(q / p_new)) (DeepSeek-V3.2, arXiv 2512.02556). Without the
     # ratio, the gradient is that of KL(reference || policy).

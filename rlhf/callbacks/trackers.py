@@ -1,7 +1,7 @@
 """The trackers of --report-to: Weights & Biases and trackio, through transformers' integrations.
 
 transformers' callbacks start the run in the tracker. What is sent differs from theirs: this project's settings instead
-of TrainingArguments, the TensorBoard tags without a prefix, samples, and the results. docs/trackers.md lists it.
+of TrainingArguments, the TensorBoard tags without a prefix, samples, and the results. docs/metrics.md lists it.
 """
 
 from __future__ import annotations

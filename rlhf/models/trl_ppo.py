@@ -2,7 +2,7 @@
 
 TRL removed PPO in release 1.13. Other files depend on these classes: rlhf/trainer/trl_host.py constructs a PPOTrainer,
 whose accelerator, optimizer, scheduler, state and callback handler the training loop uses, and
-rlhf/models/actor_critic.py uses the value head of AutoModelForCausalLMWithValueHead. docs/trl_1_12.md has details.
+rlhf/models/actor_critic.py uses the value head of AutoModelForCausalLMWithValueHead. See docs/decisions/runs.md.
 """
 
 import os

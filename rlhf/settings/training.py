@@ -546,7 +546,7 @@ class KLSettings:
     )
     kl_placement: str = setting(
         "reward",
-        "add the KL penalty to the reward, or to the loss (k3 x ratio, docs/kl.md); none: only log the KL",
+        "add the KL penalty to the reward, or to the loss (k3 x ratio, docs/how_it_works.md); none: only log the KL",
         choices=("reward", "loss", "none"),
     )
     kl_schedule: str = setting(
@@ -769,7 +769,7 @@ class RecordSettings:
     report_to: tuple[str, ...] | None = setting(
         None,
         "trackers that receive the run, in addition to TensorBoard, which is always written: wandb, trackio "
-        "(docs/trackers.md)",
+        "(docs/metrics.md)",
         choices=("tensorboard", *TRACKERS),
     )
     record_tokens: bool = setting(

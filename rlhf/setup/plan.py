@@ -222,7 +222,7 @@ def kl_line(config: Config, updates: int) -> str:
         per = "per phase" if len(phases) > 1 else "in the run"
         aim = (
             f"target {', '.join(named)}, horizon {controller.horizon:,} episodes (beta can change at most "
-            f"{move:,.3g}-fold {per}; at least {SMALLEST_MOVE:g}-fold is needed: docs/kl.md)"
+            f"{move:,.3g}-fold {per}; at least {SMALLEST_MOVE:g}-fold is needed: docs/how_it_works.md)"
         )
     return f"penalty in the {kl.kl_placement}, {kl.kl_schedule} schedule, {aim}, initial beta {kl.kl_coef}"
 

@@ -40,7 +40,7 @@ def test_expected_gradient_is_that_of_the_kl_to_the_reference_model():
 
 
 def divisor(loss_type: str | None, length: int, tokens: int, completions: int, rollout_tokens: float) -> float:
-    """Return the divisor of the loss of one token, as in docs/kl.md.
+    """Return the divisor of the loss of one token, as in docs/how_it_works.md.
 
     `tokens` and `completions` are counts of the minibatch. `rollout_tokens` is the rollout's count / minibatches.
     """

@@ -50,7 +50,7 @@ def test_gpus_are_found_by_the_names_of_the_driver():
 def test_the_page_has_the_printed_table(capsys):
     gpu_limits.main([])
     printed = capsys.readouterr().out.splitlines()[2:]
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
     missing = [row for row in cells if f"| {' | '.join(row[1:])} |" not in page]
     assert len(cells) == 8 and not missing

@@ -77,7 +77,7 @@ def ppo(batch: Sequence[Completion]) -> Tensor:
 
 def grpo(batch: Sequence[Completion]) -> Tensor:
     """arXiv 2402.03300, eq. 3, outcome rewards. The KL penalty is the paper's estimate k3 (eq. 4) times the ratio, as
-    docs/kl.md derives it."""
+    docs/how_it_works.md derives it."""
     total = 0.0
     for first in range(0, len(batch), 2):
         group = batch[first : first + 2]

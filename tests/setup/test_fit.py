@@ -215,7 +215,7 @@ OF_THE_PAGE = {
 
 @pytest.mark.parametrize("flags", OF_THE_PAGE, ids=" ".join)
 def test_batches_are_those_of_the_page_or_half_of_them(configured, on_gpu, flags):
-    """The shape of docs/gpu.md: 64 completions of 128 tokens to prompts of 128 tokens, and a reward model."""
+    """The shape of docs/performance.md: 64 completions of 128 tokens to prompts of 128 tokens, and a reward model."""
     estimate = replace(on_gpu, train=[ids_alone([5] * 128)] * 64, evaluation=[128] * 64)
     config = configured("--batch-size", 64, "--minibatches", 1, "--max-new-tokens", 128, "--bf16", *flags)
     for size, exact in OF_THE_PAGE[flags].items():

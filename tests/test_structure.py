@@ -172,6 +172,38 @@ def test_the_check_finds_a_long_function():
     assert list(long_functions(tree, "module")) == ["module.A.long"]
 
 
+# of transformers' TrainerState and of rlhf.trainer.progress
+COUNTERS = {
+    *("global_step", "episode", "optimizer_steps", "episodes", "completion_tokens", "resampled_episodes"),
+    *("peak_memory", "last_good_update", "skipped", "skipped_in_a_row"),
+}
+
+
+def assigned_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yields the attributes of other objects than `self` that a syntax tree assigns, deletes, or adds to."""
+    for one in ast.walk(node):
+        is_assigned = isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load)
+        if is_assigned and not (isinstance(one.value, ast.Name) and one.value.id == "self"):
+            yield one
+
+
+def moved_counters(path: Path) -> list[str]:
+    """Return the counters of a training run that a file outside the trainer moves."""
+    if PACKAGE / "trainer" in path.parents:
+        return []
+    return [f"line {one.lineno}: {one.attr}" for one in assigned_attributes(tree_of(path)) if one.attr in COUNTERS]
+
+
+def test_only_the_trainer_moves_the_counters_of_a_run():
+    assert findings(moved_counters) == []
+
+
+def test_the_check_finds_a_moved_counter(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text("trainer.host.state.global_step = 3\nself.episodes = 0\ntrainer.progress.skipped += 1\n")
+    assert moved_counters(file) == ["line 1: global_step", "line 3: skipped"]
+
+
 def test_trl_experimental_is_imported_in_one_file():
     uses = {module_of(path) for path in FILES if any(m.startswith("trl.experimental") for m in imports_of(path))}
     assert uses == {"rlhf.models.trl_ppo"}

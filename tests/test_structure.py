@@ -204,6 +204,47 @@ def test_the_check_finds_a_moved_counter(tmp_path):
     assert moved_counters(file) == ["line 1: global_step", "line 3: skipped"]
 
 
+def names_of_exceptions(function: ast.AST) -> set[str]:
+    """Return the names that hold an exception in a function: those of handlers, what it raises, and parameters."""
+    names = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.ExceptHandler):
+            names.add(node.name)
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name):
+            names.add(node.exc.id)
+        elif isinstance(node, ast.arg) and re.search(r"Error|Exception", ast.unparse(node.annotation or node)):
+            names.add(node.arg)
+    return names - {"self"}
+
+
+def marked_exceptions(path: Path) -> list[str]:
+    """Return the attributes that a file sets on exceptions: a fact is a field of an own class, given to it when it is
+    raised."""
+    found = []
+    for node in tree_of(path).body:
+        for function in ast.walk(node):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = names_of_exceptions(function)
+                marks = [a for a in assigned_attributes(function) if ast.unparse(a.value) in names]
+                calls = [c for c in ast.walk(function) if isinstance(c, ast.Call) and ast.unparse(c.func) == "setattr"]
+                marks += [call for call in calls if ast.unparse(call.args[0]) in names]
+                found += [f"line {mark.lineno}: {ast.unparse(mark)}" for mark in marks]
+    return sorted(set(found))
+
+
+def test_errors_carry_their_facts_in_fields():
+    assert findings(marked_exceptions) == []
+
+
+def test_the_check_finds_a_marked_exception(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text(
+        "def f(given: OSError | None):\n    given.started = True\n    own = UserError()\n    own.by_all = True\n"
+        "    try:\n        g()\n    except ValueError as found:\n        setattr(found, 'a', 1)\n    raise own\n"
+    )
+    assert marked_exceptions(file) == ["line 2: given.started", "line 4: own.by_all", "line 8: setattr(found, 'a', 1)"]
+
+
 def test_trl_experimental_is_imported_in_one_file():
     uses = {module_of(path) for path in FILES if any(m.startswith("trl.experimental") for m in imports_of(path))}
     assert uses == {"rlhf.models.trl_ppo"}

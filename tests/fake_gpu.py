@@ -144,7 +144,6 @@ def optimizer_step(layers: int = 30, algorithm: str = "ppo", episodes: int = 4, 
             model=actor,
             actor=actor,
             optimizer=torch.optim.AdamW(actor.parameters(), fused=True),
-            state=SimpleNamespace(global_step=0),
             accelerator=SimpleNamespace(
                 backward=Tensor.backward,
                 clip_grad_norm_=lambda weights, norm: torch.nn.utils.clip_grad_norm_(weights, norm, foreach=True),
@@ -155,10 +154,10 @@ def optimizer_step(layers: int = 30, algorithm: str = "ppo", episodes: int = 4, 
         experience = experience_of(episodes, length, 49_152)
         # check_step reads values, which fake tensors do not have
         with passes.weights.in_use(), patch("rlhf.trainer.optimize.check_step"):
-            optimizer.step(experience, range(episodes))  # allocates the optimizer's state
+            optimizer.step(experience, range(episodes), 1)  # allocates the optimizer's state
             counter = Counter()
             with counting(counter):
-                optimizer.step(experience, range(episodes), entropy=False)
+                optimizer.step(experience, range(episodes), 1, entropy=False)
     kernels = {name: n for (kind, name), n in counter.items() if kind == "operator" and "empty" not in name}
     return Counter({name: n for name, n in kernels.items() if name.startswith(("aten.", "stand_in."))})
 

@@ -172,6 +172,79 @@ def test_the_check_finds_a_long_function():
     assert list(long_functions(tree, "module")) == ["module.A.long"]
 
 
+# of transformers' TrainerState and of rlhf.trainer.progress
+COUNTERS = {
+    *("global_step", "episode", "optimizer_steps", "episodes", "completion_tokens", "resampled_episodes"),
+    *("peak_memory", "last_good_update", "skipped", "skipped_in_a_row"),
+}
+
+
+def assigned_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yields the attributes of other objects than `self` that a syntax tree assigns, deletes, or adds to."""
+    for one in ast.walk(node):
+        is_assigned = isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load)
+        if is_assigned and not (isinstance(one.value, ast.Name) and one.value.id == "self"):
+            yield one
+
+
+def moved_counters(path: Path) -> list[str]:
+    """Return the counters of a training run that a file outside the trainer moves."""
+    if PACKAGE / "trainer" in path.parents:
+        return []
+    return [f"line {one.lineno}: {one.attr}" for one in assigned_attributes(tree_of(path)) if one.attr in COUNTERS]
+
+
+def test_only_the_trainer_moves_the_counters_of_a_run():
+    assert findings(moved_counters) == []
+
+
+def test_the_check_finds_a_moved_counter(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text("trainer.host.state.global_step = 3\nself.episodes = 0\ntrainer.progress.skipped += 1\n")
+    assert moved_counters(file) == ["line 1: global_step", "line 3: skipped"]
+
+
+def names_of_exceptions(function: ast.AST) -> set[str]:
+    """Return the names that hold an exception in a function: those of handlers, what it raises, and parameters."""
+    names = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.ExceptHandler):
+            names.add(node.name)
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name):
+            names.add(node.exc.id)
+        elif isinstance(node, ast.arg) and re.search(r"Error|Exception", ast.unparse(node.annotation or node)):
+            names.add(node.arg)
+    return names - {"self"}
+
+
+def marked_exceptions(path: Path) -> list[str]:
+    """Return the attributes that a file sets on exceptions: a fact is a field of an own class, given to it when it is
+    raised."""
+    found = []
+    for node in tree_of(path).body:
+        for function in ast.walk(node):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = names_of_exceptions(function)
+                marks = [a for a in assigned_attributes(function) if ast.unparse(a.value) in names]
+                calls = [c for c in ast.walk(function) if isinstance(c, ast.Call) and ast.unparse(c.func) == "setattr"]
+                marks += [call for call in calls if ast.unparse(call.args[0]) in names]
+                found += [f"line {mark.lineno}: {ast.unparse(mark)}" for mark in marks]
+    return sorted(set(found))
+
+
+def test_errors_carry_their_facts_in_fields():
+    assert findings(marked_exceptions) == []
+
+
+def test_the_check_finds_a_marked_exception(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text(
+        "def f(given: OSError | None):\n    given.started = True\n    own = UserError()\n    own.by_all = True\n"
+        "    try:\n        g()\n    except ValueError as found:\n        setattr(found, 'a', 1)\n    raise own\n"
+    )
+    assert marked_exceptions(file) == ["line 2: given.started", "line 4: own.by_all", "line 8: setattr(found, 'a', 1)"]
+
+
 def test_trl_experimental_is_imported_in_one_file():
     uses = {module_of(path) for path in FILES if any(m.startswith("trl.experimental") for m in imports_of(path))}
     assert uses == {"rlhf.models.trl_ppo"}

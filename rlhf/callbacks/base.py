@@ -21,6 +21,9 @@ class Callback:
     def on_train_begin(self, trainer: Any) -> None:
         """Called before the first evaluation."""
 
+    def on_update_begin(self, update: int) -> None:
+        """Called before an update samples its rollout."""
+
     def on_batch(self, update: int, batch: Experience, scores: Scores) -> None:
         """Called before an update's optimizer steps, with the experience that they use."""
 
@@ -45,6 +48,9 @@ class Callback:
         To save a callback's state in checkpoints, define `state_dict()`, which returns JSON-serializable data, and
         `load_state_dict(state)`.
         """
+
+    def on_save(self, update: int) -> None:
+        """Called after a checkpoint is saved."""
 
     def on_train_end(self) -> None:
         """Called after the last evaluation."""

@@ -146,7 +146,7 @@ class Checkpoints(Callback):
         began = perf_counter()
         require_equal_weights(self.trainer.host.model, f"update {update}")
         on_first(lambda: self.write(update))
-        self.trainer.host_callbacks.call("on_save")
+        self.trainer.events.call("on_save", update)
         self.trainer.progress.spend("checkpoints", began)
 
     def write(self, update: int) -> None:

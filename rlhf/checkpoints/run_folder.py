@@ -13,7 +13,7 @@ from typing import IO, Any
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
-from rlhf.utils.errors import RunError, UserError, name_output, os_advice
+from rlhf.utils.errors import RunError, UserError, naming, os_advice
 from rlhf.utils.files import UPDATE, check_folder, remove_path
 from rlhf.utils.paths import ANY_NUMBER
 
@@ -259,8 +259,10 @@ class RunLock(AbstractContextManager):
         self.stream.close()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        name_output(error, self.folder)
         self.close()
+        if isinstance(error, OSError):
+            with naming(self.folder):
+                raise error
 
     @contextlib.contextmanager
     def closed_after_error(self) -> Iterator[None]:

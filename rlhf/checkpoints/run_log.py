@@ -13,8 +13,9 @@ from typing import Any
 
 from rlhf.checkpoints.run_folder import INPUTS_FILE, FolderMoved, RunLock, lock_run
 from rlhf.checkpoints.run_record import RunRecord, environment, now
-from rlhf.utils.errors import RunError, UserError, first_line, name_output
+from rlhf.utils.errors import RunError, UserError, first_line
 from rlhf.utils.files import write_json
+from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.streams import lost_streams
 from rlhf.utils.system import cpu_seconds
 
@@ -94,14 +95,15 @@ class RunLog:
                 raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
             if error is None:
                 return self.add(status="finished", ended=now())
-            name_output(error, self.folder)
             if isinstance(error, RunError) and error.inputs is not None:
                 error.append(f"; {self._save_inputs(error.inputs)}")
             with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
                 if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
                     return self._found.write(self.folder)  # nothing was trained in this session: restore the record
-                status = getattr(error, "run_status", "failed")
+                status = "stopped" if isinstance(error, TrainingInterrupted) else "failed"
                 self.add(status=status, ended=now(), reason=f"{type(error).__name__}: {error}")
+            if isinstance(error, OSError):
+                raise error  # the lock raises it as WriteError
 
     def _save_inputs(self, inputs: Any) -> str:
         """Save the inputs of a failed reward function, and return in words where they are, or why they are not

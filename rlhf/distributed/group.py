@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhf.utils.errors import Problem, RunError, UserError, first_line
+from rlhf.utils.errors import Problem, RaisedByAll, RunError, UserError, first_line, is_raised_by_all
 from rlhf.utils.processes import alone, connected, is_first, launched, rank, size
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def gather(value: T) -> list[T]:
     failed = next((number for number, found in enumerate(values) if isinstance(found, _Failure)), None)
     if failed is None:
         return values
-    error = values[failed].error
-    error.by_all = True  # so that the first process reports it, and the others do not
-    raise error
+    raise values[failed].error from RaisedByAll()
 
 
 def gather_or_raise(value: T, error: Exception | None) -> list[T]:
@@ -110,9 +108,7 @@ def require_equal(facts: dict[str, object], fix: str) -> None:
         if one.get(name) != found[0].get(name)
     ]
     if problems:
-        error = UserError(problems)
-        error.by_all = True
-        raise error
+        raise UserError(problems) from RaisedByAll()
 
 
 def agree(work: Callable[[], T]) -> T:
@@ -122,7 +118,7 @@ def agree(work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:
-        if not getattr(error, "by_all", False):  # otherwise the others have raised it already
+        if not is_raised_by_all(error):
             gather_or_raise(None, error)
         raise
     gather(None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rlhf.distributed.group import gather
-from rlhf.utils.errors import RunError
+from rlhf.utils.errors import RaisedByAll, RunError
 from rlhf.utils.processes import size
 
 
@@ -23,10 +23,8 @@ def require_equal_weights(model: nn.Module, when: str) -> None:
     hashes = gather(digest.hexdigest())
     other = next((number for number, found in enumerate(hashes) if found != hashes[0]), None)
     if other is not None:
-        error = RunError(
+        raise RunError(
             f"the weights after {when} differ between process 0 and process {other}",
             "they are not saved",
             "Use the same GPU model and the same library versions in all processes, then resume with --resume",
-        )
-        error.by_all = True
-        raise error
+        ) from RaisedByAll()

@@ -15,19 +15,19 @@ from peft import (
     prepare_model_for_kbit_training,
     set_peft_model_state_dict,
 )
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
-from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ALL_LINEAR, missing_targets, read_object
+from rlhf.checkpoints.model_folder import ALL_LINEAR, missing_targets
+from rlhf.checkpoints.trust import read_adapter_config, readable
 from rlhf.checkpoints.weight_names import check_loaded
-from rlhf.data.tokenizer import check_vocabulary, load_config, readable
+from rlhf.data.tokenizer import check_vocabulary, load_config
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
-from rlhf.utils.errors import Problem, UserError, first_line, raise_if, torch_error
+from rlhf.utils.errors import UserError, first_line, raise_if, torch_error
 from rlhf.utils.libraries import pip_install
 
 
@@ -183,49 +183,9 @@ def _reshaped(model: PreTrainedModel) -> set[tuple]:
     return found
 
 
-# keys of adapter_config.json that may have any value: LoRA as in this project and in most published adapters. Not
-# use_dora and lora_bias: rollouts merge the matrices of an adapter only.
-LORA_KEYS = {
-    *("task_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r", "target_modules"),
-    *("exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "modules_to_save"),
-    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-}
-INITS = (True, False, "gaussian")  # values of init_lora_weights that leave the base model unchanged
-
-
-def read_adapter_config(folder: str | Path) -> LoraConfig:
-    """Return the configuration of the LoRA adapter in a folder, from known keys only: some others make peft import the
-    module that they name. Raises UserError if a key that is not known has another value than peft's default."""
-    file = Path(folder, ADAPTER_CONFIG)
-    stored = read_object(file)
-    defaults = LoraConfig().to_dict()
-    problems = [
-        Problem(
-            f"{key} is not a setting of a plain LoRA adapter ({value!r:.80})",
-            file,
-            "Merge the adapter into its base model with the program that made it, or remove the key if it has no "
-            "effect",
-        )
-        for key, value in stored.items()
-        if key not in LORA_KEYS and value and value != defaults.get(key) and not _has_no_effect(key, value)
-    ]
-    raise_if(problems)
-    with readable(str(folder)):
-        return LoraConfig(**{key: value for key, value in stored.items() if key in LORA_KEYS})
-
-
-def _has_no_effect(key: str, value: Any) -> bool:
-    """True for a value that says how the adapter was made, and that peft is not given here."""
-    if key == "auto_mapping":  # the class of the base model, if it is one of transformers
-        return isinstance(value, dict) and str(value.get("parent_library")).split(".")[0] == "transformers"
-    return key == "init_lora_weights" and value in INITS
-
-
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
     """Load a trained adapter onto its base, without gradients. Raises UserError if it has no safetensors file, is not
     a plain LoRA adapter, or does not fit."""
-    if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would unpickle adapter_model.bin without a warning
-        raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}", folder, "Save the adapter with safetensors")
     config = read_adapter_config(folder)
     config.inference_mode = True
     with readable(folder):

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
+from rlhf.checkpoints.trust import read_adapter_config
 from rlhf.checkpoints.weight_names import check_loaded, compare
 from rlhf.data.tokenizer import eos_ids
 from rlhf.models.actor_critic import Actor, ActorCritic
-from rlhf.models.load import bad_weights, load_adapter_weights, read_adapter_config, read_model
+from rlhf.models.load import bad_weights, load_adapter_weights, read_model
 from rlhf.settings.training import CRITIC_FILE, SamplingSettings
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors

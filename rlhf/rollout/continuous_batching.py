@@ -26,6 +26,10 @@ from rlhf.utils.errors import RunError
 KV_BLOCK = {"cpu": 16, "cuda": 64}
 
 
+class OutOfMemoryInCapture(torch.OutOfMemoryError):
+    """Nothing can be sampled again after this error: torch is still in the capture of the CUDA graph."""
+
+
 @dataclass(frozen=True)
 class Slots:
     """What a decoding step reads and changes of S slots, (S,) int64 each.
@@ -276,8 +280,7 @@ class ContinuousBatcher:
         except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
             first = error.__context__ or error  # the end of a failed capture raises an error of its own
             if isinstance(first, torch.OutOfMemoryError):
-                first.in_capture = True  # nothing may be sampled again: torch is still in the capture
-                raise first from None
+                raise OutOfMemoryInCapture(str(first)) from None
             raise RunError(
                 (f"the decoding step cannot be captured as a CUDA graph ({str(first).splitlines()[0]:.200})"),
                 "--rollout-engine graph",

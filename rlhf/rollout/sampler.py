@@ -12,6 +12,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, free_and_warn
 from rlhf.rollout.completions import Completions
+from rlhf.rollout.continuous_batching import OutOfMemoryInCapture
 from rlhf.rollout.engine import KeptBatcher, default_engine, free_copies, sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import StoppingCriterion, stopping_criterion
@@ -115,7 +116,7 @@ class Sampler:
                     )
             except torch.OutOfMemoryError as error:
                 has_slots = "plain" not in (self.engine, default_engine(self.policy, self.device))
-                if used == 1 or not has_slots or getattr(error, "in_capture", False):
+                if used == 1 or not has_slots or isinstance(error, OutOfMemoryInCapture):
                     raise
             self.slots = -(-used // 2)
             self.kept.slots = self.slots  # otherwise the next batcher would have the old number

@@ -12,7 +12,6 @@ import torch
 
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
-from rlhf.callbacks.findings import show_run_findings
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.logging import FindingsWarning, ProgressLine, TensorBoardLog
 from rlhf.callbacks.metrics_file import MetricsFile
@@ -36,6 +35,7 @@ from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.fit import estimator_of, what_helps
 from rlhf.setup.plan import budget_line
 from rlhf.setup.preflight import disk_has_room
+from rlhf.trainer.findings import show_run_findings
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen

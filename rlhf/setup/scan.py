@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.config import usual_config
 from rlhf.data.chat_template import removed_tags
 from rlhf.data.sampler import drawn, shorten
@@ -30,6 +29,7 @@ from rlhf.setup.scan_figures import (
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, sample_and_score
+from rlhf.trainer.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError

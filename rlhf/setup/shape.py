@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, tensors_of
-from rlhf.data.tokenizer import TYPES, config_values, load_config, readable, values_of
+from rlhf.checkpoints.trust import readable
+from rlhf.data.tokenizer import TYPES, config_values, load_config, values_of
 from rlhf.models.logprobs import base_of
 from rlhf.utils.errors import UserError
 

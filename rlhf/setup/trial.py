@@ -168,9 +168,10 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 
 
 def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
-    """Make one update on the rollout, which also trains the policy if --critic-warmup is set."""
-    trainer.host.state.global_step = trainer.config.critic.critic_warmup
-    trainer.policy_optimizer.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
+    """Take the optimizer steps of one update on the rollout: the first one that trains the policy. It counts as none:
+    only the loop counts updates."""
+    experience = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    trainer.policy_optimizer.run(experience, trainer.config.critic.critic_warmup + 1)
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:

@@ -88,8 +88,8 @@ class DynamicSampler:
             check_finite(logprobs=new.logprobs, ref_logprobs=new.ref_logprobs, values=new.values)
             scores = self.collector.score(new, drawn_again=True)
         except SkipUpdate as reason:
-            reason.rollout = self._joined(rollout, new, order)
-            raise
+            joined = self._joined(rollout, new, order)
+            raise SkipUpdate(str(reason), reason.rows, reason.by_score, joined) from None
         return self._joined(rollout, new, order), scores
 
     def _joined(self, rollout: Rollout, new: Rollout, order: list[int]) -> Rollout:

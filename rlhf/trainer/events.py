@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from rlhf.distributed.group import gather
 from rlhf.utils.errors import UserError
@@ -16,27 +16,34 @@ from rlhf.utils.user_code import settings_restored
 # in the order of a run; rlhf.callbacks.base.Callback documents each one
 EVENTS = (
     "on_train_begin",
+    "on_update_begin",
     "on_batch",
     "on_update_end",
     "on_update_skipped",  # in place of on_update_end
     "on_epoch_end",
     "on_evaluation",
     "on_update_done",
+    "on_save",
     "on_train_end",
 )
 
 
 class Events:
-    """Calls the event methods of callbacks, in the order in which the callbacks were added."""
+    """Calls the event methods of callbacks: first of those of transformers, then in the order of their addition."""
 
-    def __init__(self):
+    def __init__(self, host: Any):
+        """`host` is a trainer of transformers."""
+        self.of_transformers = TransformersCallbacks(host)
         self.callbacks: list[Any] = []
         self.check: Callable[[], None] | None = None
 
     def add(self, callback: Any) -> None:
         """Add a callback, as `check_callback` describes it."""
         check_callback(callback)
-        self.callbacks.append(callback)
+        if is_of_transformers(callback):
+            self.of_transformers.host.add_callback(callback)
+        else:
+            self.callbacks.append(callback)
 
     @contextmanager
     def extended(self, callbacks: Sequence[Any], check: Callable[[], None] | None) -> Iterator[None]:
@@ -59,41 +66,56 @@ class Events:
         """Call the method `event` of every callback that has it."""
         if self.check is not None:  # not once per callback: it reads a file, perhaps on a network disk
             self.check()
-        for callback in self.callbacks:
+        for callback in (self.of_transformers, *self.callbacks):
             is_function = event == "on_epoch_end" and callable(callback)
             method = getattr(callback, event, callback if is_function else None)
             if method is not None:
                 method(*details)
 
 
-class HostEvents:
-    """Calls the TrainerCallbacks of transformers that TRL's trainer has."""
+class TransformersCallbacks:
+    """One callback for all TrainerCallbacks of transformers. It also appends metrics to the log history."""
 
     def __init__(self, host: Any):
-        """`host` is a trainer of transformers: it has the arguments, the state and the control of the callbacks."""
+        """`host` is a trainer of transformers: it has the callbacks, their arguments, the state and the control."""
         self.host = host
 
-    @settings_restored()
-    def log(self, metrics: dict[str, float]) -> None:
-        """Append metrics to the log history, and call the method `on_log` of every TrainerCallback."""
-        self.host.log(metrics)
+    def on_train_begin(self, trainer):
+        self._call("on_train_begin")
 
-    @settings_restored()
-    def call(self, event: str, **details: Any) -> None:
-        """Call the method `event` of every TrainerCallback. If one sets `control.should_training_stop` in any process,
-        it is set in all of them."""
+    def on_update_begin(self, update):
+        self._call("on_step_begin")
+
+    def on_update_end(self, update, metrics):
+        self.host.log(dict(metrics))
+        self._call("on_step_end")
+
+    def on_update_skipped(self, update, rollout, batch, reason):
+        self._call("on_step_end")
+
+    def on_epoch_end(self, epoch, metrics):
+        self._call("on_epoch_end")
+
+    def on_evaluation(self, evaluation):
+        self.host.log(evaluation.metrics())
+        self._call("on_evaluate", metrics=evaluation.metrics())
+
+    def on_save(self, update):
+        self._call("on_save")
+
+    def on_train_end(self):
+        self._call("on_train_end")
+
+    def _call(self, event: str, **details: Any) -> None:
+        """Call the method `event` of every TrainerCallback."""
         host = self.host
         host.control = getattr(host.callback_handler, event)(host.args, host.state, host.control, **details)
-        self.agree_on_stop()
+        agree_on_stop(host.control)
 
-    def agree_on_stop(self) -> None:
-        """Request the end of the training in all processes if it is requested in one."""
-        self.host.control.should_training_stop = any(gather(self.host.control.should_training_stop))
 
-    @property
-    def stopped(self) -> bool:
-        """True if a callback has requested the end of the training."""
-        return self.host.control.should_training_stop
+def agree_on_stop(control: TrainerControl) -> None:
+    """Request the end of the training in all processes if it is requested in one."""
+    control.should_training_stop = any(gather(control.should_training_stop))
 
 
 def check_callback(callback: Any) -> None:

@@ -31,7 +31,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, PolicyEvaluator
-from rlhf.trainer.events import Events, HostEvents, is_of_transformers
+from rlhf.trainer.events import Events, agree_on_stop
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -98,7 +98,7 @@ class OnPolicyLoop:
         self.rewards = rewards
         self._construct_host(policy)
         self._construct_components(eval_functions, gold)
-        self.events = Events()
+        self.events = Events(self.host)
         for callback in callbacks:
             self.add_callback(callback)
 
@@ -114,7 +114,6 @@ class OnPolicyLoop:
         planned = self.sampler.updates
         self.host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(self.actor, config.model.lora_dropout, self.actor.dropout)
-        self.host_callbacks = HostEvents(self.host)
 
     def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
@@ -171,15 +170,12 @@ class OnPolicyLoop:
             return "all updates are done"
         if budget is not None and self.episodes >= budget:
             return "--episodes are spent"
-        return "a callback asked for it" if self.host_callbacks.stopped else None
+        return "a callback asked for it" if self.host.control.should_training_stop else None
 
     def add_callback(self, callback) -> None:
         """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
         TrainerCallback of transformers."""
-        if is_of_transformers(callback):
-            self.host.add_callback(callback)
-        else:
-            self.events.add(callback)
+        self.events.add(callback)
 
     def train(self) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
@@ -208,7 +204,6 @@ class OnPolicyLoop:
             self.session.save(update, last, signal)
             if signal is not None and not last:
                 raise self.session.interrupted(update, signal)
-        self.host_callbacks.call("on_train_end")
         self.events.call("on_train_end")
         return Metrics(metrics | self.evaluations[-1].metrics())
 
@@ -216,7 +211,6 @@ class OnPolicyLoop:
         """Prepare the processes and the callbacks, and evaluate the start model."""
         reset_peak_memory(self.host.accelerator.device)
         copy_from_first(weight.data for weight in self.host.model.parameters() if weight.requires_grad)
-        self.host_callbacks.call("on_train_begin")
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
@@ -225,7 +219,7 @@ class OnPolicyLoop:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         with self.passes.weights.in_use():
             began = perf_counter()
-            self.host_callbacks.call("on_step_begin")
+            self.events.call("on_update_begin", update)
             timer = Timer()
             experience = None
             # 1. sample: completions, their log-probs, the reference's, and the critic's values
@@ -254,7 +248,10 @@ class OnPolicyLoop:
             metrics = self.metrics_of(update, experience, scores, timer) | stats
             # 5. next beta: towards the KL target
             self.adjust_beta(update, metrics)
-            self.end_update(update, metrics)
+            self.count_update(update)
+            self.events.call("on_update_end", update, metrics)
+            self.this_epoch.append(metrics)
+            self.finish_epoch(update)
             return metrics
 
     def episodes_of(self, update: int) -> list[tuple[int, Prompt]]:
@@ -282,6 +279,7 @@ class OnPolicyLoop:
         self.host.lr_scheduler.step()
         self.progress.count_update(None)
         require_finite_weights(self.host.model, update, self.session.advice)
+        self.count_update(update)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
@@ -290,7 +288,7 @@ class OnPolicyLoop:
                 self.session.advice(why.by_score),
             )
         self.kl.after_skipped_update()
-        self.end_update(update, None)
+        self.finish_epoch(update)
         return {"updates/skipped": float(self.progress.skipped)}
 
     def metrics_of(self, update: int, experience: Experience, scores: Scores, timer: Timer) -> dict[str, float]:
@@ -312,24 +310,17 @@ class OnPolicyLoop:
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
 
-    def end_update(self, update: int, metrics: dict[str, float] | None) -> None:
-        """Count an update, log its metrics (None: it was skipped), and call the callbacks."""
+    def count_update(self, update: int) -> None:
+        """Set the counters of transformers' TrainerState to this update."""
         state = self.host.state
         state.global_step = update
         state.episode = self.episodes
         state.epoch = self.sampler.epochs(update)
-        if metrics is not None:
-            self.host_callbacks.log(dict(metrics))
-            self.events.call("on_update_end", update, metrics)
-            self.this_epoch.append(metrics)
-        self.host_callbacks.call("on_step_end")
-        self._finish_epoch(update)
 
-    def _finish_epoch(self, update: int) -> None:
+    def finish_epoch(self, update: int) -> None:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
         epoch = int(self.sampler.epochs(update))
         if epoch > int(self.sampler.epochs(update - 1)) and self.this_epoch:
-            self.host_callbacks.call("on_epoch_end")
             self.events.call("on_epoch_end", epoch, mean_metrics(self.this_epoch))
             self.this_epoch = []
 
@@ -345,7 +336,7 @@ class OnPolicyLoop:
     def apply_requests(self) -> str | None:
         """Apply what callbacks have asked for since the last update. Returns why no update follows, or None."""
         self.kl.apply_request()
-        self.host_callbacks.agree_on_stop()
+        agree_on_stop(self.host.control)
         return self.reason_to_end()
 
     def update_peak_memory(self) -> None:
@@ -363,8 +354,6 @@ class OnPolicyLoop:
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
         self.update_peak_memory()
-        self.host_callbacks.log(result.metrics())
-        self.host_callbacks.call("on_evaluate", metrics=result.metrics())
         self.events.call("on_evaluation", result)
         self.progress.spend("evaluations", began)
         return result.metrics()

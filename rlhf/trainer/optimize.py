@@ -45,7 +45,7 @@ class PolicyOptimizer:
         for epoch in range(self.config.batch.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 self.seed_dropout(update, len(steps))
-                steps.append(self.step(experience, rows, epoch == 0))
+                steps.append(self.step(experience, rows, update, epoch == 0))
         self.host.lr_scheduler.step()
         found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in steps[0]}
         means = torch.stack([values.mean() for values in found.values()]).tolist()
@@ -66,12 +66,15 @@ class PolicyOptimizer:
         order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
 
-    def step(self, experience: Experience, rows: Sequence[int], entropy: bool = True) -> dict[str, Tensor]:
+    def step(
+        self, experience: Experience, rows: Sequence[int], update: int, entropy: bool = True
+    ) -> dict[str, Tensor]:
         """Take one optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if the
         loss or the gradient norm is not finite, or the mean ratio is out of range. `entropy` as in `gradients`."""
-        stats = self.minibatch_gradients(experience, rows, entropy)
+        only_critic = update <= self.config.critic.critic_warmup
+        stats = self.minibatch_gradients(experience, rows, entropy, only_critic)
         check_step(stats, rows)
-        self.progress.last_good_update = self.host.state.global_step
+        self.progress.last_good_update = update - 1  # its weights gave these gradients
         with self.passes.raise_on_oom("the optimizer step"):
             self.host.optimizer.step()
         self.passes.weights.refresh()
@@ -79,9 +82,12 @@ class PolicyOptimizer:
         self.progress.optimizer_steps += 1
         return stats
 
-    def minibatch_gradients(self, experience: Experience, rows: Sequence[int], entropy: bool = True) -> dict:
+    def minibatch_gradients(
+        self, experience: Experience, rows: Sequence[int], entropy: bool = True, only_critic: bool = False
+    ) -> dict[str, Tensor]:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
-        process computes those of its share of the rows, and they are added up. `entropy` as in `gradients`."""
+        process computes those of its share of the rows, and they are added up. `entropy` as in `gradients`;
+        `only_critic`: the policy gets no gradients."""
         completions = experience.completions
         chosen = on_device(self.passes.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
@@ -103,7 +109,7 @@ class PolicyOptimizer:
         except Exception as found:
             error = found
         stats = add_up_gradients(self.host.model.parameters(), stats, error)
-        if self.host.state.global_step < self.config.critic.critic_warmup:
+        if only_critic:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         # detail 34: clipped (37 details, 11). Otherwise one bad minibatch can move the weights far.

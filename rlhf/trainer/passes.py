@@ -206,6 +206,5 @@ class ForwardPasses:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            failed = RunError("out of memory", f"{phase} ({str(error).splitlines()[0]})", self.oom_hint())
-            failed.by_all = getattr(error, "by_all", False)
-            raise failed from None
+            place = f"{phase} ({str(error).splitlines()[0]})"
+            raise RunError("out of memory", place, self.oom_hint()) from error.__cause__  # perhaps RaisedByAll

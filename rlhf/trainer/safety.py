@@ -24,11 +24,11 @@ MOST_RATIO = 10.0
 class SkipUpdate(Exception):
     """Raised to skip the rest of an update. The message is the reason."""
 
-    def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False):
+    def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False, rollout: Rollout | None = None):
         super().__init__(what)
         self.rows = list(rows)  # rows of the minibatch with the bad value; empty: all rows of the update
         self.by_score = by_score  # a reward function returned the bad value, so the weights are not the cause
-        self.rollout: Rollout | None = None  # with the bad value, if it is not the update's first rollout
+        self.rollout = rollout  # with the bad value, if it is not the update's first rollout
 
 
 def check_finite(**tensors: Tensor | None) -> None:
@@ -39,7 +39,7 @@ def check_finite(**tensors: Tensor | None) -> None:
         f"{name.replace('_', ' ')} ({n} of {known[name].numel()})" for name, n in zip(known, bad, strict=True) if n
     ]
     if found:
-        raise SkipUpdate("NaN or infinity", ", ".join(found))
+        raise SkipUpdate(f"NaN or infinity: {', '.join(found)}")
 
 
 def checked_beta(beta: Any) -> float:
@@ -70,9 +70,8 @@ def advise_on_bad_logits(state: TrainerState, recovery: Callable[[bool], str]) -
         yield
     except BadLogits as error:
         advice = recovery(False) if state.global_step else "Check the start model and --temperature"
-        failed = RunError(error.problems[0].what, f"sampling after update {state.global_step}", advice)
-        failed.by_all = error.by_all
-        raise failed from None
+        place = f"sampling after update {state.global_step}"
+        raise RunError(error.problems[0].what, place, advice) from error.__cause__  # perhaps RaisedByAll
 
 
 def require_finite_weights(model: nn.Module, update: int, recovery: Callable[[bool], str]) -> None:

@@ -75,7 +75,6 @@ class UserError(Exception):
     """One or more problems found before a run starts (exit status 2): a list, or the fields of one."""
 
     exit_status = 2
-    by_all = False  # True if all processes of the run raise it (rlhf.distributed.group)
     at_once = False  # True if another process than the first one prints it without waiting for the first one
 
     def __init__(self, problem: str | Problem | Iterable[Problem], place: str | os.PathLike[str] = "", fix: str = ""):
@@ -119,6 +118,21 @@ class RunError(UserError):
         self.inputs = inputs
 
 
+class WriteError(OSError):
+    """An error of the operating system after a command has begun to write (`naming`). It has a file name."""
+
+
+class RaisedByAll(Exception):
+    """The cause of an error that all processes of a run raise, so that only the first one prints it."""
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal stopped the run. The exit status is 128 + this signal."""
+
+    def __init__(self, number: int):
+        self.exit_status = 128 + number
+
+
 class RLHFWarning(UserWarning):
     """A warning of this project. It is printed; warnings of libraries are not."""
 
@@ -142,6 +156,13 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     by_letters = {letters(k): k for k in sorted(known, key=lambda k: "_" not in k)}  # prefers the spelling with dashes
     near = difflib.get_close_matches(letters(word), list(by_letters), n=1, cutoff=CLOSE)
     return f"Did you mean {by_letters[near[0]]}? " if near else otherwise
+
+
+def is_raised_by_all(error: BaseException | None) -> bool:
+    """True if RaisedByAll is among the causes of an error."""
+    while error is not None and not isinstance(error, RaisedByAll):
+        error = error.__cause__
+    return error is not None
 
 
 def first_line(error: BaseException, otherwise: str = "no message") -> str:
@@ -199,20 +220,14 @@ def as_os_error(error: BaseException) -> OSError | None:
 
 @contextmanager
 def naming(output: str | Path) -> Iterator[None]:
-    """Context manager for writing a file or a folder. An OSError in it that has no file name, such as that of a full
-    disk, gets this one. The exit status of its command is 1."""
+    """Context manager for writing a file or a folder. Raises an OSError in it as WriteError, so that the exit status
+    of the command is 1. One without a file name, such as that of a full disk, gets this one."""
     try:
         yield
     except OSError as error:
-        name_output(error, output)
-        raise
-
-
-def name_output(error: BaseException | None, output: str | Path) -> None:
-    """Do for an error what `naming` does."""
-    if isinstance(error, OSError) and error.errno is not None:
-        error.started = True
-        error.filename = error.filename or str(output)
+        if error.errno is None:
+            raise
+        raise WriteError(error.errno, error.strerror, error.filename or str(output)) from error
 
 
 REDUCE_MEMORY = "Try a smaller model, close other programs, or train with --micro-batch-size 1 --use-lora --lora-r 8"
@@ -229,7 +244,7 @@ def torch_error(error: BaseException) -> Problem | None:
     if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
         details = first[max(0, first.find("DefaultCPUAllocator")) :]
         return Problem("out of memory on the CPU", f"{details:.120}", REDUCE_MEMORY)
-    if type(error).__name__ == "OutOfMemoryError":
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return Problem("out of memory", first, REDUCE_GPU_MEMORY)
     if NOT_DETERMINISTIC in first or ("Deterministic behavior" in first and "CuBLAS" in first):
         operator = first.split(NOT_DETERMINISTIC)[0] if NOT_DETERMINISTIC in first else "cuBLAS"
@@ -253,19 +268,13 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     except KeyboardInterrupt as error:
         if is_first_to_report():
             print_line(interrupted, file=sys.stderr)
-        sys.exit(getattr(error, "exit_status", 130))  # of StoppedAtOnce
+        sys.exit(error.exit_status if isinstance(error, StoppedAtOnce) else 130)
     except UserError as error:
-        lines = error.report()
-        status = error.exit_status
-        by_all = error.by_all
-        at_once = error.at_once
+        print_error(error.report(), is_raised_by_all(error), error.at_once)
+        sys.exit(error.exit_status)
     except Exception as error:  # an unexpected error: the traceback goes to a file
-        lines = f"error: {problem_of(error)}"
-        status = UserError.exit_status if is_before_start(error) else RunError.exit_status
-        by_all = getattr(error, "by_all", False)
-        at_once = False
-    print_error(lines, by_all, at_once)
-    sys.exit(status)
+        print_error(f"error: {problem_of(error)}", is_raised_by_all(error))
+        sys.exit(UserError.exit_status if is_before_start(error) else RunError.exit_status)
 
 
 def require_current_folder() -> None:
@@ -278,7 +287,7 @@ def require_current_folder() -> None:
 
 def is_before_start(error: Exception) -> bool:
     """Return True for an error of the operating system before the command began to write (`naming`)."""
-    return as_os_error(error) is not None and not getattr(error, "started", False)
+    return as_os_error(error) is not None and not isinstance(error, WriteError)
 
 
 def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:

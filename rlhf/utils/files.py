@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf.utils.errors import UserError, as_os_error, name_output, naming
+from rlhf.utils.errors import UserError, as_os_error, naming
 from rlhf.utils.paths import local_path, new_name
 from rlhf.utils.system import (
     WINDOWS,
@@ -94,8 +94,8 @@ def saving_tensors(folder: Path) -> Iterator[None]:
         found = as_os_error(error)
         if found is None:
             raise
-        name_output(found, folder)
-        raise found from None
+        with naming(folder):
+            raise found from None
     for file in folder.glob("*.safetensors"):
         add_umask_permissions(file)
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from rlhf.utils.errors import RunError, print_line
+from rlhf.utils.errors import RunError, StoppedAtOnce, print_line
 from rlhf.utils.processes import size
 from rlhf.utils.system import stop_signals
 
@@ -19,8 +19,6 @@ REPEAT_S = 1.0  # `timeout` sends its signal twice, and so does a shell whose te
 class TrainingInterrupted(RunError):
     """A signal stopped the run, after a checkpoint was saved. The exit status is 128 + the signal, as in shells."""
 
-    run_status = "stopped"
-
     def __init__(self, by: signal.Signals, message: str):
         super().__init__(message)
         self.by = by
@@ -31,13 +29,6 @@ class TrainingInterrupted(RunError):
 
     def report(self) -> str:
         return str(self)
-
-
-class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal stopped the run. The exit status is 128 + this signal."""
-
-    def __init__(self, number: int):
-        self.exit_status = 128 + number
 
 
 class GracefulStop:

@@ -21,7 +21,7 @@ from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_folder import LOCK_FILE, RunLock, present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
-from rlhf.data.tokenizer import readable
+from rlhf.checkpoints.trust import readable
 from rlhf.utils import system
 from rlhf.utils.system import add_umask_permissions
 

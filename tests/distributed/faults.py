@@ -126,14 +126,14 @@ def disk_is_full(rank: int) -> None:
 def other_weights() -> None:
     from rlhf.trainer.loop import OnPolicyLoop
 
-    original = OnPolicyLoop.end_update
+    original = OnPolicyLoop.finish_epoch
 
-    def end_update(self, update, *given):
+    def finish_epoch(self, update):
         if update == AT:
             next(w for w in self.host.model.parameters() if w.requires_grad).data.view(-1)[0] += 1e-3
-        return original(self, update, *given)
+        return original(self, update)
 
-    OnPolicyLoop.end_update = end_update
+    OnPolicyLoop.finish_epoch = finish_epoch
 
 
 def other_versions() -> None:

@@ -21,11 +21,18 @@ from rlhf.callbacks.incidents import BATCH_FILE, INCIDENT_FILE, TENSORS_FILE, WE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.commands.train import train_command
 from rlhf.rollout import sampler
-from rlhf.rollout.continuous_batching import ContinuousBatcher
+from rlhf.rollout.continuous_batching import ContinuousBatcher, OutOfMemoryInCapture
 from rlhf.trainer import evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, run_command
 from tests.conftest import BY_TIER, attach
 from tests.rollout.test_engine import HeadWithBadLogits
+
+
+def test_the_reason_of_a_skipped_update_names_the_tensors():
+    """Not one row of the update is named: all of them may be the reason."""
+    with pytest.raises(safety.SkipUpdate, match=r"ref logprobs \(2 of 3\)") as found:
+        safety.check_finite(scores=torch.zeros(2), ref_logprobs=torch.tensor([0.0, math.nan, math.inf]), values=None)
+    assert found.value.rows == []
 
 
 def weights(trainer) -> torch.Tensor:
@@ -409,9 +416,8 @@ def limit_slots(monkeypatch, most, in_capture=False):
     def limited(batcher, span):
         steps.append(len(batcher.used))
         if len(batcher.used) > most and len(steps) > 2:
-            error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-            error.in_capture = in_capture
-            raise error
+            kind = OutOfMemoryInCapture if in_capture else torch.OutOfMemoryError
+            raise kind("CUDA out of memory. Tried to allocate 1.00 GiB")
         return decode(batcher, span)
 
     monkeypatch.setattr(ContinuousBatcher, "_decode", limited)

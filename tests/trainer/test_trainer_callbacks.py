@@ -9,8 +9,10 @@ import torch
 from transformers import TrainerCallback, TrainerControl
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
-from rlhf.trainer.events import EVENTS, HostEvents
+from rlhf.trainer.events import EVENTS, Events
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.user_code import settings_restored
 from tests.conftest import attach
 from tests.documents import python_block
@@ -148,13 +150,51 @@ def test_a_stop_in_one_process_is_a_stop_in_all(monkeypatch):
 
         class callback_handler:
             @staticmethod
-            def on_log(args, state, control, **_):
+            def on_save(args, state, control, **_):
                 return control
 
     monkeypatch.setattr("rlhf.trainer.events.gather", lambda value: [value, True])
-    events = HostEvents(Host())
-    events.call("on_log", logs={})
-    assert events.stopped
+    Events(Host).call("on_save", 1)
+    assert Host.control.should_training_stop
+
+
+class Steps(Callback):
+    """Records the update of some events, and the step of transformers' state at that time."""
+
+    def on_train_begin(self, trainer):
+        self.state = trainer.host.state
+        self.events = []
+
+    def on_update_begin(self, update):
+        self.events.append(("begin", update, self.state.global_step))
+
+    def on_update_skipped(self, update, rollout, batch, reason):
+        self.events.append(("skipped", update, self.state.global_step))
+
+    def on_save(self, update):
+        self.events.append(("save", update, self.state.global_step))
+
+
+def test_a_skipped_update_is_a_step_of_both_kinds_of_callbacks(build, monkeypatch):
+    trainer = build("--num-iterations", 2, "--save-every", 1)
+    own, recorder = Steps(), Recorder()
+    for callback in (own, recorder):
+        trainer.add_callback(callback)
+    monkeypatch.setattr(
+        "rlhf.trainer.loop.check_finite", lambda **_: skip() if trainer.host.state.global_step else None
+    )
+    with attach(trainer):
+        trainer.train()
+    assert own.events == [("begin", 1, 0), ("save", 1, 1), ("begin", 2, 1), ("skipped", 2, 2), ("save", 2, 2)]
+    assert [step for event, step in recorder.events if event == "step_end"] == [1, 2]
+
+
+def skip() -> None:
+    raise SkipUpdate("a test")
+
+
+def test_the_base_class_documents_all_events():
+    assert sorted(EVENTS) == sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def test_callbacks_change_no_setting_of_torch(build):

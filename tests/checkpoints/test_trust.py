@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlhf.analysis.models import find_model_ref
-from rlhf.data import tokenizer as tokenizers
-from rlhf.data.tokenizer import check_no_code, load_config, load_tokenizer, readable
-from rlhf.models.load import load_adapter, load_policy, read_adapter_config
+from rlhf.checkpoints.trust import check_no_code, read_adapter_config, readable
+from rlhf.data.tokenizer import config_values, load_config, load_tokenizer
+from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import load_policy_weights
 from rlhf.utils.errors import UserError
 from tests.shapes import make_start_model
@@ -200,7 +200,7 @@ def test_code_and_kernels_in_config_json_are_refused_by_their_name(changed, key,
 def test_the_plan_refuses_the_same_values(changed, key, user_error):
     """It reads the config.json of a usual model without transformers."""
     with user_error("config.json"):
-        tokenizers.config_values(str(changed("config.json", {key: REFUSED_IN_CONFIG[key]})))
+        config_values(str(changed("config.json", {key: REFUSED_IN_CONFIG[key]})))
 
 
 @pytest.mark.parametrize("key", ["auto_map", "attn_implementation", "quantization_config"])

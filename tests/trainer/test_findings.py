@@ -11,10 +11,10 @@ from transformers import AddedToken
 
 import train_ppo
 from rlhf.api import make_trainer
-from rlhf.callbacks.findings import SampleFigures, findings_of, hardly_changed, run_figures, short_fields
 from rlhf.callbacks.logging import FindingsWarning, speed_text
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.evaluation import shown_prompts
+from rlhf.trainer.findings import SampleFigures, findings_of, hardly_changed, run_figures, short_fields
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.scores import Scores

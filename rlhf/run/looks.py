@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.data.prompts import Selection
 from rlhf.demo.ready import is_to_be_built
 from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
@@ -40,16 +39,16 @@ class CheckResult:
     problems: list[Problem] = field(default_factory=list)  # with an exit status of 2; empty: all is well
 
 
-def look(config: Config, screen: Screen, selection: Selection | None = None) -> None:
+def look(config: Config, screen: Screen) -> None:
     """Print the plan of one run, or check it. Missing parts of a demo are built for a check. Writes nothing to the
-    output folder. `selection` has the rows of the data, if they were read already. Raises UserError."""
+    output folder. Raises UserError."""
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     if config.run.check and is_to_be_built(config.recipe):
         from rlhf.setup.build import prepare_demo_components
 
         prepare_demo_components(config, screen, device)
-    inputs = load_inputs(config, screen, selection=selection)
+    inputs = load_inputs(config, screen)
     if config.run.check:
         return raise_if(Checks(config, inputs, device, screen).run().problems)
     check_device(config, inputs.start, device)

@@ -49,6 +49,16 @@ def config(start_model, reward_folder, tmp_path):
     return make
 
 
+def test_a_file_that_a_program_changes_between_two_trainers_is_read_again(config, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    lengths = []
+    for count in (30, 31):
+        file.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(count)), encoding="utf-8")
+        trainer = make_trainer(config(prompts=str(file)), None)
+        lengths.append(len(trainer.train_prompts) + len(trainer.evaluation_prompts))
+    assert lengths == [30, 31]
+
+
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_path):
     epochs = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rlhf.settings.fields import replaced
 from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget
 
@@ -131,7 +131,7 @@ def with_horizon(config: Config, updates: int) -> Config:
     horizon = kl_controller(config, updates).horizon
     if horizon is None or config.kl.kl_horizon is not None:
         return config
-    return dataclasses.replace(config, kl=dataclasses.replace(config.kl, kl_horizon=horizon))
+    return replaced(config, kl_horizon=horizon)
 
 
 def in_band(kl: float, target: float) -> bool:

@@ -29,7 +29,7 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
     check_libraries()
     from rlhf.setup.inputs import check_reward_inputs
 
-    pairs = check_reward_inputs(config, screen.say)
+    check_reward_inputs(config, screen.say)
     import_libraries(screen)
     from rlhf.checkpoints.model_folder import read_record
     from rlhf.models.device import start_device
@@ -40,7 +40,7 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
         if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
             screen.say(f"config.py: {edits}")
         with naming(config.training.rm_output):
-            folder = agree(lambda: train_reward_model(config, screen, start_device(screen), pairs))
+            folder = agree(lambda: train_reward_model(config, screen, start_device(screen)))
     if not is_first():
         return
     weak = weakness(read_record(folder))

@@ -6,9 +6,7 @@ line and errors print at once. Each stage imports what it needs.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.config import parse_cli
@@ -16,9 +14,6 @@ from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.libraries import check_libraries, check_trackers, import_libraries
-
-if TYPE_CHECKING:
-    from rlhf.data.prompts import Selection
 
 INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  # printed after Ctrl-C
 
@@ -39,7 +34,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         from rlhf.data.parts import write_parts
 
         return None if misses_parts(config, screen) else write_parts(config.data, config.run.write_parts, screen.say)
-    selection = check_before_imports(config, screen)
+    check_before_imports(config, screen)
     if config.run.dry_run and misses_parts(config, screen):
         return None
     check_libraries()
@@ -54,13 +49,12 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         join(config.run.ddp_timeout)
     from rlhf.run.seeds import for_each_seed
 
-    for_each_seed(partial(one_run, selection=selection), config, screen)
+    for_each_seed(one_run, config, screen)
     leave()
 
 
-def check_before_imports(config: Config, screen: Screen) -> Selection | None:
-    """Raise UserError for everything that flags, paths, JSON files and data tell. Returns the rows of the data, if
-    they were read."""
+def check_before_imports(config: Config, screen: Screen) -> None:
+    """Raise UserError for everything that flags, paths, JSON files and data tell."""
     from rlhf.run.resume_checks import check_resume
     from rlhf.setup.inputs import check_inputs, check_run_folder
 
@@ -71,9 +65,8 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
         if config.run.resume:
             check_resume(config)
         check_run_folder(config)
-    if config.run.resume:
-        return None
-    return check_inputs(config, screen.say)
+    if not config.run.resume:
+        check_inputs(config, screen.say)
 
 
 def misses_parts(config: Config, screen: Screen) -> bool:

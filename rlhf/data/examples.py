@@ -10,8 +10,9 @@ from rlhf.data.messages import check_text, shown
 from rlhf.data.notices import print_notes, report_bad_rows, warn_about_chat_texts
 from rlhf.data.readers import read_rows
 from rlhf.data.row import Example
-from rlhf.data.source import DataSource
+from rlhf.data.source import DataSource, read_once
 from rlhf.data.tables import plain
+from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line, raise_if
 
@@ -45,6 +46,12 @@ def load_examples(
     print_notes(examples, source, say)
     warn_about_chat_texts(examples, source, say)
     return examples
+
+
+def load_pairs(data: RewardDataSettings, say: Callable[[str], None] = print_line) -> list[Example]:
+    """Return the preference pairs of the settings, read as `read_once`. Raises UserError as `load_examples`."""
+    source = DataSource.of(data)
+    return read_once(data, [source], lambda: load_examples(source, pairs=True, say=say))
 
 
 def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: None) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_lost_rows, warn_about_marks
 from rlhf.data.readers import read_text
 from rlhf.data.row import Example
-from rlhf.data.source import DataSource
+from rlhf.data.source import DataSource, read_once
 from rlhf.data.splits import distinct_questions, lost_rows, shared_start, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
@@ -95,11 +95,19 @@ class Selection:
 def select_examples(
     data: DataSettings, say: Callable[[str], None] = print_line, evaluation_alone: bool = False
 ) -> Selection:
-    """Read and split the data of the settings. Needs no tokenizer. Raises UserError for rows that are not valid.
+    """Read and split the data of the settings, as `read_once`. Needs no tokenizer. Raises UserError for rows that are
+    not valid.
 
     With --eval-dataset, its rows are the evaluation part, and no row of --prompts is held out. If `evaluation_alone`,
     --prompts is then not read.
     """
+    sources = [DataSource.of(data)]
+    if data.eval_dataset is not None:
+        sources = [DataSource.of_evaluation(data)] + ([] if evaluation_alone else sources)
+    return read_once((data, evaluation_alone), sources, lambda: _selected(data, say, evaluation_alone))
+
+
+def _selected(data: DataSettings, say: Callable[[str], None], evaluation_alone: bool) -> Selection:
     by_topic = data.steps_per_topic is not None
     separate = data.eval_dataset is not None
     held_out = load_examples(DataSource.of_evaluation(data), say=say) if separate else []
@@ -126,16 +134,14 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None] = print_line,
     evaluation_alone: bool = False,
-    selection: Selection | None = None,
 ) -> PromptSets:
     """Load, split and encode the prompts of the file or hub dataset in the settings.
 
     Prints a warning if a topic has no training prompt. Raises UserError if no training prompt is left (unless
-    `evaluation_alone`) or no evaluation prompt. `selection` is the result of `select_examples`, if it was called
-    already.
+    `evaluation_alone`) or no evaluation prompt.
     """
     by_topic = data.steps_per_topic is not None
-    selection = selection or select_examples(data, say, evaluation_alone)
+    selection = select_examples(data, say, evaluation_alone)
     examples = selection.examples
     split = selection.split
     parts = selection.parts

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import UserError
-from rlhf.utils.paths import exists, is_path
+from rlhf.utils.files import file_state
+from rlhf.utils.paths import exists, is_path, local_path
+
+T = TypeVar("T")
 
 MAX_BAD_PERCENT = {True: 0.0, False: 1.0}  # is local -> rows that may be skipped if --skip-bad-rows is not given
 
@@ -43,6 +48,12 @@ class DataSource:
         return is_path(self.name) or exists(self.name)
 
     @property
+    def files(self) -> list[Path]:
+        """The files of a local source: all in a folder."""
+        path = Path(local_path(self.name))
+        return [file for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
+
+    @property
     def bad_percent(self) -> float:
         """The largest percentage of rows that may be skipped because they cannot be used."""
         return MAX_BAD_PERCENT[self.is_local] if self.skip_bad_rows is None else self.skip_bad_rows
@@ -62,3 +73,19 @@ class DataSource:
         """Return a row with the columns renamed."""
         names = {c.old: c.new for c in self.columns}
         return {names.get(name, name): value for name, value in row.items()} if names else row
+
+
+_last_read: dict[Hashable, Any] = {}  # one entry: data may be large
+
+
+def read_once(settings: Hashable, sources: Sequence[DataSource], read: Callable[[], T]) -> T:
+    """Return `read()`, or its result of the last call if that had the same settings, and no file has changed since:
+    a command reads and checks its data before it imports torch, prints the notes, and uses the rows for every seed.
+    Data on the hub is always read."""
+    if not all(source.is_local for source in sources):
+        return read()
+    key = (settings, *(file_state(file) for source in sources for file in source.files))
+    if key not in _last_read:
+        _last_read.clear()
+        _last_read[key] = read()
+    return _last_read[key]

@@ -28,11 +28,10 @@ from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
 from rlhf.data.chat_template import today
-from rlhf.data.examples import load_examples
+from rlhf.data.examples import load_pairs
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_marks
 from rlhf.data.row import Example
-from rlhf.data.source import DataSource
 from rlhf.data.splits import pairs_hash, question_hash, shared_start, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer
 from rlhf.distributed.gradients import add_up_gradients, exchange_rows
@@ -57,11 +56,8 @@ from rlhf.utils.system import lock, remove_folder, replace, sync_file
 MARGIN = "margin"  # column of the pairs
 
 
-def train_reward_model(
-    config: RewardModelConfig, screen: Screen, device: torch.device, pairs: list[Example] | None = None
-) -> Path:
-    """Train, calibrate, evaluate on held-out pairs and save. Returns the folder. `pairs` are all rows of the data, if
-    they were read already.
+def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.device) -> Path:
+    """Train, calibrate, evaluate on held-out pairs and save. Returns the folder.
 
     The folder is a Hugging Face `AutoModelForSequenceClassification` folder with an additional metrics.json. Raises
     UserError before training if the data, a model or the output folder is not usable.
@@ -78,8 +74,7 @@ def train_reward_model(
     require_equal({**environment()["versions"], **flat_settings(to_dict(config))}, "Give all machines the same")
     on_first(lambda: check_output(folder, **placing))
     on_first(lambda: remove_interrupted_saves(folder, screen))
-    if pairs is None:
-        pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
+    pairs = load_pairs(config.data, screen.say)
     require_equal({"the hash of the pairs": pairs_hash(pairs)}, "Give all machines the same files")
     parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
     model = new_reward_model(config, device)

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.algorithms.kl_control import with_horizon
-from rlhf.data.prompts import Selection
-from rlhf.data.sampler import planned_updates
 from rlhf.demo.ready import is_to_be_built
 from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.settings.training import PARTS, Config
-from rlhf.setup.fit import choose_settings
+from rlhf.setup.fit import settle
 from rlhf.setup.inputs import check_export
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
-from rlhf.setup.plan import plan_run
+from rlhf.setup.plan import show_plan
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, RunError, raise_if
 
@@ -42,20 +39,20 @@ class CheckResult:
     problems: list[Problem] = field(default_factory=list)  # with an exit status of 2; empty: all is well
 
 
-def look(config: Config, screen: Screen, selection: Selection | None = None) -> None:
+def look(config: Config, screen: Screen) -> None:
     """Print the plan of one run, or check it. Missing parts of a demo are built for a check. Writes nothing to the
-    output folder. `selection` has the rows of the data, if they were read already. Raises UserError."""
+    output folder. Raises UserError."""
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     if config.run.check and is_to_be_built(config.recipe):
         from rlhf.setup.build import prepare_demo_components
 
         prepare_demo_components(config, screen, device)
-    inputs = load_inputs(config, screen, selection=selection)
+    inputs = load_inputs(config, screen)
     if config.run.check:
         return raise_if(Checks(config, inputs, device, screen).run().problems)
     check_device(config, inputs.start, device)
-    plan_run(choose_settings(config, inputs, device, screen), inputs, device, screen)
+    show_plan(settle(config, inputs, device, screen), inputs, device, screen)
 
 
 def check_program(config: Config, **given: Any) -> CheckResult:
@@ -79,7 +76,7 @@ class Checks:
         self.config = config
         if self.parts != ["reward"]:
             check_device(config, inputs.start, device)
-            self.config = choose_settings(config, inputs, device, screen)
+            self.config = settle(config, inputs, device, screen)
 
     @cached_property
     def components(self) -> Components:
@@ -109,7 +106,7 @@ class Checks:
 
     def plan(self) -> list[Problem]:
         """Print the plan of the run."""
-        plan_run(self.config, self.inputs, self.device, self.screen)
+        show_plan(self.config, self.inputs, self.device, self.screen)
         return []
 
     def reward(self) -> list[Problem]:
@@ -144,5 +141,4 @@ class Checks:
         """Try one update. Return the checks that fail."""
         from rlhf.setup.trial import check_run
 
-        updates = planned_updates(self.config, self.components.prompts.train)
-        return check_run(with_horizon(self.config, updates), self.components, self.screen)
+        return check_run(self.config, self.components, self.screen)

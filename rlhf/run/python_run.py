@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import RunRecord, flat_settings
-from rlhf.data.sampler import planned_updates
 from rlhf.distributed.group import from_first
 from rlhf.models.device import start_device
 from rlhf.rewards.find import as_list, name_in_settings
@@ -20,7 +19,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import load_models
-from rlhf.setup.fit import choose_settings
+from rlhf.setup.fit import settle
 from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.load_inputs import given_weights, load_inputs
 from rlhf.trainer.events import check_callback
@@ -101,7 +100,7 @@ def prepared(config: Config, screen: Screen) -> Config:
         return config
     output = config.run.output
     run = RunRecord.require(Path(output), "output")
-    config = with_horizon(with_choices_of(config, run), run.plan.updates)
+    config = with_choices_of(config, run)
     if run.status == "finished" and not is_extended(config, run):
         raise UserError(
             "this run is already finished",
@@ -128,13 +127,11 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
-    used = config
     if folder is not None:
         instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions")}
-        asked = recorded(config, folder, **instead)
-        used = from_first(lambda: prepared(asked, screen))
-    inputs = load_inputs(used, screen, **given)
-    used = choose_settings(used, inputs, device, screen)
-    components = load_models(used, inputs, device, screen)
-    used = with_horizon(used, planned_updates(used, components.prompts.train))
-    return RunSession(used, components, screen, folder, progress).build_trainer()
+        config = recorded(config, folder, **instead)
+        config = from_first(partial(prepared, config, screen))
+    inputs = load_inputs(config, screen, **given)
+    config = settle(config, inputs, device, screen)
+    components = load_models(config, inputs, device, screen)
+    return RunSession(config, components, screen, folder, progress).build_trainer()

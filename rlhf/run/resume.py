@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import torch
 
 from rlhf.checkpoints.manifest import CheckpointScan, find_checkpoints
-from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.run.export import export_run
 from rlhf.run.resume_checks import changes, check_same_run, is_extended
-from rlhf.settings.fields import to_dict
+from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import Config
-from rlhf.setup.inputs import check_export, inputs_of
+from rlhf.setup.inputs import check_export, check_run_folder
 from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer_state
@@ -68,9 +66,9 @@ def start_again(config: Config, screen: Screen) -> Config:
     screen.say(
         f"this run stopped before its first checkpoint: {config.run.output}. Training starts from the beginning"
     )
-    if not config.run.only_looks:
-        check_inputs_outside(config.run.output, inputs_of(config), "--output")
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
+    config = replaced(config, resume=False, overwrite=True)
+    check_run_folder(config)
+    return config
 
 
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
@@ -88,8 +86,7 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
         best = newest / BEST_FOLDER
         if is_first() and best.is_dir():  # a later best/ belongs to updates that will be trained again
             update_dir_atomically(log.folder / BEST_FOLDER, lambda new: hardlink_dir(best, new), log.check_place)
-        run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
-        settings = to_dict(dataclasses.replace(config, run=run))
+        settings = to_dict(replaced(config, resume=False, resume_anyway=False))
         log.add(settings=settings, plan=budget(config, planned))  # --resume-anyway may have changed them
         screen.say(f"resuming after update {trainer.host.state.global_step} of {trainer.updates}, from {newest}")
 

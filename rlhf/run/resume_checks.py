@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import (
     RESUME_MAY_CHANGE,
     RunRecord,
@@ -39,13 +40,14 @@ def check_resume(config: Config) -> None:
 
 
 def with_choices_of(config: Config, run: RunRecord) -> Config:
-    """Return the configuration with the settings that the run chose when it started: the precision if --bf16 is unset,
-    tokens per micro-batch and slots that are 0, and with --fit those of --fit. A resumed run reads them from run.json
-    like all its settings; several seeds have no common run.json."""
+    """Return the configuration with the settings that `settle` gave the run when it started: the precision if --bf16
+    is unset, tokens per micro-batch and slots that are 0, with --fit those of --fit, and the default kl_horizon. A
+    resumed run reads them from run.json like all its settings; several seeds have no common run.json."""
     given = flat_settings(to_dict(config))
     unset = [name for name in FROM_FREE_MEMORY if not given[name]] + ["bf16"] * (config.model.bf16 is None)
     names = (*unset, *(FITTED if config.speed.fit is not None else ()))
-    return replaced(config, **{name: run.flat_settings[name] for name in names if name in run.flat_settings})
+    chosen = {name: run.flat_settings[name] for name in names if name in run.flat_settings}
+    return with_horizon(replaced(config, **chosen), run.plan.updates)
 
 
 def as_other_seeds(config: Config, folders: Iterable[Path]) -> Config:

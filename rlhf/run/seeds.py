@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 
-from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import is_in_use, read_status, release, reserve, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, read_json
 from rlhf.distributed.group import from_first
 from rlhf.run.resume_checks import as_other_seeds, with_choices_of
-from rlhf.settings.fields import to_dict
+from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
@@ -155,10 +153,9 @@ def with_seed(config: Config, seed: int) -> Config:
     """Return the configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
     run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
-    if run is not None:  # settings that followed from the length of the run, and those that it chose
-        config = with_horizon(with_choices_of(config, run), run.plan.updates)
-    changed = {"seed": seed, "seeds": None, "output": output, "resume": run is not None}
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
+    if run is not None:
+        config = with_choices_of(config, run)
+    return replaced(config, seed=seed, seeds=None, output=output, resume=run is not None)
 
 
 def is_finished(config: Config) -> bool:
@@ -186,8 +183,7 @@ def other_settings(config: Config) -> list[str]:
     """Return the settings in which the run in the output folder differs from this configuration. Raises UserError for
     a run.json of another format."""
     run = RunRecord.require(Path(config.run.output), "--output")
-    same_choices = with_horizon(with_choices_of(config, run), run.plan.updates)
-    return differences(run.settings, to_dict(same_choices), SEEDS_MAY_DIFFER)
+    return differences(run.settings, to_dict(with_choices_of(config, run)), SEEDS_MAY_DIFFER)
 
 
 def summary_of(runs: dict[int, dict]) -> dict[str, dict]:

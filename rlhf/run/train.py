@@ -6,42 +6,37 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import environment
-from rlhf.data.prompts import Selection
-from rlhf.data.sampler import planned_updates
 from rlhf.demo.parts import gold_of
 from rlhf.distributed.group import agree, in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
 from rlhf.settings.training import Config
 from rlhf.setup.build import load_models, prepare_demo_components
-from rlhf.setup.fit import choose_settings
-from rlhf.setup.inputs import check_export, check_run_folder
+from rlhf.setup.fit import settle
+from rlhf.setup.inputs import check_export
 from rlhf.setup.load_inputs import load_inputs
-from rlhf.setup.plan import plan_run
+from rlhf.setup.plan import show_plan
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
 
-def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
-    """Train, save and summarize one run. `selection` has the rows of the data, if they were read already."""
-    agree(lambda: load_trainer(config, screen, selection)).train()
+def train(config: Config, screen: Screen) -> None:
+    """Train, save and summarize one run."""
+    agree(lambda: load_trainer(config, screen)).train()
 
 
-def load_trainer(config: Config, screen: Screen, selection: Selection | None) -> OnPolicyLoop:
+def load_trainer(config: Config, screen: Screen) -> OnPolicyLoop:
     """Load the parts of a run, and print its plan. Returns its trainer. Raises UserError."""
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     require_equal(environment()["versions"], "Install the same versions everywhere")
-    check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     began = perf_counter()
-    inputs = load_inputs(config, screen, selection=selection)
-    config = choose_settings(config, inputs, device, screen)
-    predicted = plan_run(config, inputs, device, screen)
+    inputs = load_inputs(config, screen)
+    config = settle(config, inputs, device, screen)
+    predicted = show_plan(config, inputs, device, screen)
     components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
-    config = with_horizon(config, planned_updates(config, components.prompts.train))
     trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
     trainer.progress.predicted = predicted
     trainer.progress.spend("start", began)

@@ -12,9 +12,11 @@ import psutil
 import torch
 from transformers.utils import is_bitsandbytes_available
 
+from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.model_folder import ALL_LINEAR, linear_modules, missing_targets
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import planned_updates
 from rlhf.distributed.group import gather
 from rlhf.models.budget import budget_of
 from rlhf.models.device import available
@@ -82,11 +84,16 @@ def free_memory(config: Config, device: torch.device) -> int:
     return available(device) if config.run.memory is None else config.run.memory.bytes
 
 
-def choose_settings(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
-    """Return the configuration with the settings that a new run chooses for its machine: threads, precision, on a GPU
-    the tokens per micro-batch and the slots, and with --fit those that reduce memory. A resumed run has them, and only
-    its threads are set. Raises UserError as `fit`."""
+def settle(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
+    """Return the configuration of a run in its final form, with what follows from its inputs and its machine. Set
+    torch's threads.
+
+    The length of the run gives the default kl_horizon. A new run chooses its precision, on a GPU the tokens per
+    micro-batch and the slots, and with --fit the settings that reduce memory; a resumed run has them. Raises UserError
+    as `fit`.
+    """
     choose_threads(config, inputs.start.folder, device, screen)
+    config = with_horizon(config, planned_updates(config, inputs.prompts.train))
     if config.run.resume:
         return config
     config = choose_precision(config, inputs.start.folder, device, screen)

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
-from rlhf.data.examples import load_examples
-from rlhf.data.prompts import Selection, select_examples
-from rlhf.data.row import Example
-from rlhf.data.source import DataSource
+from rlhf.data.examples import load_pairs
+from rlhf.data.prompts import select_examples
 from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
@@ -32,11 +30,10 @@ PUSH = "--push-to-hub"
 MAY_BE_ON_HUB = ("--actor-model", "--rm-model", "--prompts", "--eval-dataset")
 
 
-def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None:
+def check_inputs(config: Config, say: Callable[[str], None]) -> None:
     """Raise UserError if an input of a training run is missing or wrong, or its output folder cannot be used.
 
-    Returns the rows of the data if it is local, so that they are read only once. Hub names, and the parts that a demo
-    builds, are checked later. `say` prints notes about the data.
+    Hub names, and the parts that a demo builds, are checked later. `say` prints notes about the data.
     """
     built = {find_recipe(config.recipe).training[name][0] for name in DEMOS.get(config.recipe, ())}
     _check_missing(config, built)
@@ -51,12 +48,10 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
     data = (config.data.prompts, config.data.eval_dataset)
-    if not all(_is_there(name, built) for name in data if name is not None):
-        return None
-    selection = select_examples(config.data, say)
-    if not config.run.only_reward:
-        check_fills_a_batch(config, selection.distinct)
-    return selection
+    if all(_is_there(name, built) for name in data if name is not None):
+        selection = select_examples(config.data, say)
+        if not config.run.only_reward:
+            check_fills_a_batch(config, selection.distinct)
 
 
 def _is_there(name: str, built: Container[str]) -> bool:
@@ -133,17 +128,16 @@ def _check_missing(config: Config, built: Container[str]) -> None:
     raise_if(problems)
 
 
-def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -> list[Example] | None:
-    """Raise UserError if an input of `python -m reward_model.train` is missing or wrong. Returns the pairs if they are
-    local, so that they are read only once."""
+def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -> None:
+    """Raise UserError if an input of `python -m reward_model.train` is missing or wrong. Pairs on the hub are checked
+    later."""
     models = {"--base-model": config.training.base_model, "--actor-model": config.calibration.actor_model}
     named = {flag: name for flag, name in {"--pairs": config.data.pairs, **models}.items() if name and is_path(name)}
     raise_if([line for flag, name in named.items() if not exists(name) for line in _missing(flag, name)])
     models = {flag: name for flag, name in models.items() if name and not is_on_hub(name)}
     raise_if([line for flag, name in models.items() for line in policy_problems(name, flag)])
-    if is_on_hub(config.data.pairs):
-        return None
-    return load_examples(DataSource.of(config.data), pairs=True, say=say)
+    if not is_on_hub(config.data.pairs):
+        load_pairs(config.data, say)
 
 
 def _missing(flag: str, name: str) -> list[Problem]:

@@ -18,7 +18,7 @@ from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.chat_template import date_of, encode_prompt, today
 from rlhf.data.examples import GivenPrompt, worked_examples
-from rlhf.data.prompts import Prompt, PromptSets, Selection, given_prompts, load_prompts, paragraphs_of
+from rlhf.data.prompts import Prompt, PromptSets, given_prompts, load_prompts, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
@@ -76,7 +76,6 @@ def load_inputs(
     rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
     eval_functions: Functions | None = None,
-    selection: Selection | None = None,
 ) -> RunInputs:
     """Load and check the inputs that the settings describe. Raises UserError.
 
@@ -88,7 +87,6 @@ def load_inputs(
         rewards: one or several functions, modules or names. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
         eval_functions: evaluation functions. They replace those of the settings.
-        selection: the rows of the settings' data, if they were read already.
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
         raise UserError(
@@ -113,7 +111,7 @@ def load_inputs(
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
-    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
+    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
     if config.data.eval_text is not None:
         paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
@@ -198,13 +196,12 @@ def _load_prompt_sets(
     screen: Screen,
     prompts: Sequence[GivenPrompt] | None,
     evaluation_prompts: Sequence[GivenPrompt] | None,
-    selection: Selection | None,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
     data = config.data
     if prompts is None:
         source = f"--prompts {data.prompts}"
-        sets = load_prompts(data, start.tokenizer, screen.say, selection=selection)
+        sets = load_prompts(data, start.tokenizer, screen.say)
         if not config.run.only_reward:
             check_fills_a_batch(config, len(sets.train))
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, with_horizon
+from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
@@ -38,12 +38,6 @@ MOST_TOPICS = 12  # listed in the plan
 MORE_SAMPLES = (2, 4, 8)  # completions per evaluation prompt that the plan recommends
 
 
-def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Predicted:
-    """Print the plan of a run with all prompts of its data. Returns what `show_plan` does."""
-    updates = planned_updates(config, inputs.prompts.train)
-    return show_plan(with_horizon(config, updates), inputs, updates, device, screen)
-
-
 def process_rows() -> list[tuple[str, str]]:
     """Return the plan's row of several processes; no row for one."""
     count = max(size(), group.local.get("processes", 1))
@@ -52,11 +46,13 @@ def process_rows() -> list[tuple[str, str]]:
     return [("processes", f"{count}, each with a share of every batch; the memory is per process")]
 
 
-def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> Predicted:
-    """Print the plan, warnings about memory and KL control, and the first prompt. Returns the predicted seconds; {} if
-    only measured updates can predict them: on a GPU, with several processes, and in a resumed run."""
+def show_plan(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Predicted:
+    """Print the plan of a settled configuration, warnings about memory and KL control, and the first prompt. Returns
+    the predicted seconds; {} if only measured updates can predict them: on a GPU, with several processes, and in a
+    resumed run."""
     m = config.model
     sets = inputs.prompts
+    updates = planned_updates(config, sets.train)
     tensors = weights_of(inputs.start.folder)
     estimate = estimator(inputs, updates, device, config.run.memory)
     trained = adapter_weights(tensors, m.lora_r, m.lora_targets)

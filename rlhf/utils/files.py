@@ -172,13 +172,18 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-_hashes: dict[tuple, str] = {}  # (path, device, inode, size, times of change in ns) -> SHA-256
+def file_state(file: Path) -> tuple:
+    """Return what differs after a file has changed: its path, device, inode, size and times of change in ns."""
+    stat = file.stat()
+    return file.resolve(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+_hashes: dict[tuple, str] = {}  # result of `file_state` -> SHA-256
 
 
 def sha256_once(file: Path) -> str:
     """Return `sha256(file)`, about 0.3 s per GB. A file that does not change is read once per process."""
-    stat = file.stat()
-    state = (file.resolve(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    state = file_state(file)
     if state not in _hashes:
         _hashes[state] = sha256(file)
     return _hashes[state]

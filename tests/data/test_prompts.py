@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
-from rlhf.data.examples import examples_of, load_examples
+from rlhf.data.examples import examples_of, load_examples, load_pairs
 from rlhf.data.lengths import length_that_keeps, warn_about_length
-from rlhf.data.prompts import given_prompts, load_every_row, load_prompts
+from rlhf.data.prompts import given_prompts, load_every_row, load_prompts, select_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, part_of, split_examples
 from rlhf.data.tokenizer import ids_of, load_tokenizer
+from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError
@@ -241,6 +245,50 @@ def test_the_evaluation_file_of_a_folder_is_its_split_test(tokenizer, tmp_path, 
     (folder / "test.jsonl").rename(folder / "validation.jsonl")
     with user_error("'test'", "--eval-dataset"):
         load_prompts(DataSettings(str(folder), eval_dataset=str(folder)), tokenizer)
+
+
+# --- reading once ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_once_until_a_file_changes(tmp_path):
+    """Also in a folder, in which a file is new; and notes are printed when rows are read."""
+    rows = [{"prompt": f"question {i}?"} for i in range(40)]
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write(folder / "a.jsonl", *rows, *rows)
+    said: list[str] = []
+    first = select_examples(DataSettings(str(folder)), said.append)
+    assert select_examples(DataSettings(str(folder)), said.append) is first
+    assert [line.startswith("warning: 40 of 80 rows are duplicates") for line in said] == [True]
+    write(folder / "b.jsonl", {"prompt": "another?"})
+    second = select_examples(DataSettings(str(folder)), said.append)
+    assert (len(first.examples), len(second.examples)) == (80, 81)
+    times = (folder / "b.jsonl").stat()
+    write(folder / "b.jsonl", {"prompt": "certain?"})  # of the same size
+    os.utime(folder / "b.jsonl", ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    assert select_examples(DataSettings(str(folder)), said.append).examples[-1].question == "certain?"
+    assert select_examples(DataSettings(str(folder), Split(0, 50, 50)), said.append).split == Split(0, 50, 50)
+
+
+def test_the_evaluation_file_and_pairs_are_read_again_after_a_change(tmp_path):
+    train = write(tmp_path / "train.jsonl", {"prompt": "one?"})
+    data = DataSettings(train, eval_dataset=write(tmp_path / "other.jsonl", {"prompt": "two?"}))
+    assert len(select_examples(data).parts["evaluation"]) == 1
+    write(tmp_path / "other.jsonl", {"prompt": "two?"}, {"prompt": "three?"})
+    assert len(select_examples(data).parts["evaluation"]) == 2
+    pair = {"prompt": "one?", "chosen": "yes", "rejected": "no"}
+    pairs = RewardDataSettings(write(tmp_path / "pairs.jsonl", pair))
+    assert load_pairs(pairs) is load_pairs(pairs)
+    write(tmp_path / "pairs.jsonl", pair, {**pair, "prompt": "two?"})
+    assert len(load_pairs(pairs)) == 2
+
+
+def test_only_the_last_data_is_kept(tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", {"prompt": "a?"}, {"prompt": "b?"}) for name in "ab"]
+    splits = Split(0, 50, 50)
+    kept = [weakref.ref(select_examples(DataSettings(file, splits))) for file in files]
+    gc.collect()
+    assert [one() is None for one in kept] == [True, False]
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------

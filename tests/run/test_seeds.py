@@ -16,7 +16,10 @@ from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import LOCK_FILE, claim_output, is_in_use
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.commands.train import train_command
 from rlhf.config import parse_cli
+from rlhf.data import prompts
+from rlhf.data.examples import load_examples
 from rlhf.run import seeds
 from rlhf.run.seeds import for_each_seed, show_seeds
 from rlhf.setup.inputs import placing
@@ -292,3 +295,17 @@ def test_two_processes_that_start_together_train_each_seed_once(command, tmp_pat
     assert any("PPO, 2 seeds" in text for text in printed), printed
     assert sum(text.count("update 2/2") for text in printed) == 2
     assert sorted(path.name for path in tmp_path.glob("run_seed*")) == ["run_seed1", "run_seed2", "run_seeds.json"]
+
+
+@pytest.mark.parametrize("more", [(), ("--seeds", 1, 2)])
+def test_a_command_reads_its_data_once(run_flags, pairs_file, tmp_path, monkeypatch, capsys, more):
+    """Before the imports, and for each seed; a plan trains nothing."""
+    rows = pairs_file.read_text("utf-8")
+    file = tmp_path / "twice.jsonl"
+    file.write_text(rows + rows, encoding="utf-8")
+    read = []
+    monkeypatch.setattr(prompts, "load_examples", lambda *of, **how: read.append(of) or load_examples(*of, **how))
+    train_command("ppo", run_flags("--prompts", file, "--dry-run", *more))
+    printed = capsys.readouterr().out
+    assert printed.count("algorithm") == (2 if more else 1)
+    assert len(read) == 1 and printed.count("rows are duplicates") == 1

@@ -72,7 +72,7 @@ def planned(configured, monkeypatch, capsys):
         inputs = load_inputs(config, Screen())
         config = replace(config, run=replace(config.run, resume=resume))
         capsys.readouterr()
-        found = show_plan(config, inputs, 10, device, Screen())
+        found = show_plan(config, inputs, device, Screen())
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  time ")]
         return found, line
 

@@ -287,7 +287,7 @@ def test_batch_line_describes_the_batch(configured):
 def test_plan_prints_the_predicted_peak_and_its_parts(configured, capsys, flags):
     config = configured(*flags)
     inputs = load_inputs(config, Screen())
-    show_plan(config, inputs, 2, CPU, Screen())
+    show_plan(config, inputs, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
     assert "memory predicted peak " in output and "GiB; largest micro-batch 4 epi" in output
     assert "parts, GiB" in output and "libraries" in output
@@ -298,7 +298,7 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
     config = configured()
     inputs = load_inputs(config, Screen())
     monkeypatch.setattr(fit, "available", lambda _: 2**20)
-    show_plan(config, inputs, 2, CPU, Screen())
+    show_plan(config, inputs, CPU, Screen())
     (warning,) = [
         line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line
     ]

@@ -40,7 +40,7 @@ def test_kl_phase_without_updates_is_not_listed(configured):
 
 def test_plan_prints_the_maximum_change_of_beta(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
-    show_plan(config, load_inputs(config, Screen()), 800, CPU, Screen())
+    show_plan(config, load_inputs(config, Screen()), CPU, Screen())
     plan, warning = [line for line in capsys.readouterr().out.splitlines() if "1.11-fold" in line]
     assert "horizon 2,000 " in plan and " 3-fold " in plan and "warning: " in warning and " 266 updates" in warning
 
@@ -112,7 +112,7 @@ def test_the_smallest_change_of_few_prompts_is_in_the_plan(warned):
 def test_plan_of_ten_million_updates_takes_seconds(configured, capsys):
     config = configured("--num-iterations", 10_000_000, "--batch-size", 1)
     start = time.monotonic()
-    show_plan(config, load_inputs(config, Screen()), 10_000_000, CPU, Screen())
+    show_plan(config, load_inputs(config, Screen()), CPU, Screen())
     assert time.monotonic() - start < 20
     assert "10,000,000 updates" in capsys.readouterr().out
 

@@ -9,18 +9,19 @@ import numpy as np
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.models import ModelRef
-from rlhf.analysis.statistics import (
+from rlhf.analysis.texts import distinct, repetition
+from rlhf.config import config_of_run
+from rlhf.utils.statistics import (
+    attempts,
     contrast_of,
     correlation,
-    distinct,
+    is_binary,
+    mean_pass_at_k,
     over_prompts,
     paired,
     per_prompt,
-    repetition,
     scored,
 )
-from rlhf.config import config_of_run
-from rlhf.rewards.eval_functions import attempts, mean_pass_at_k
 
 # thresholds of the audit, relative to the start model
 LONGER = 1.5  # ratio of mean completion lengths
@@ -82,9 +83,8 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     samples = completions.scores.shape[1]
     for name in completions.functions:
         ratings = of.judged.get(name, of.scores)  # a function that gives the scores is not among the judges
-        known = scored(ratings)
-        if known.size and np.isin(known, (0, 1)).all():
-            means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
+        if is_binary(ratings):
+            means = mean_pass_at_k(ratings, samples)
             found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
     return found
 

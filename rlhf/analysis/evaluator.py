@@ -22,7 +22,6 @@ from rlhf.analysis.models import (
     shared_settings,
 )
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
-from rlhf.analysis.statistics import scored
 from rlhf.checkpoints.model_folder import find_recorded, model_files
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
@@ -47,6 +46,7 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import is_binary
 from rlhf.utils.system import threads_variable
 
 
@@ -89,8 +89,7 @@ class GenerationResults:
     @property
     def checked(self) -> bool:
         """True if what decides is a checker: all its values are 0 or 1."""
-        known = scored(self.deciding)
-        return bool(known.size and np.isin(known, (0, 1)).all())
+        return is_binary(self.deciding)
 
 
 def _with_one_date(tokenizers: dict[str, PreTrainedTokenizerBase]) -> dict[str, PreTrainedTokenizerBase]:

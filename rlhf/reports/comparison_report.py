@@ -18,7 +18,6 @@ from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.statistics import A_SHARE, over_seeds_if_any, paired, per_prompt
 from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.reports.comparison_tables import Tables
@@ -28,8 +27,8 @@ from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
-from rlhf.utils.intervals import Estimate, share_limits
 from rlhf.utils.rng import rng_for
+from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds_if_any, paired, per_prompt, share_limits
 
 SAMPLES = 8  # prompts with completions in the report
 PICTURES = {

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from rlhf.analysis.audit import figures_of, label_of, shown
 from rlhf.analysis.groups import ALL_PAIRS
-from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import Arm
 from rlhf.utils.console import clock
+from rlhf.utils.statistics import interval_of, percent
 
 
 class Tables(NamedTuple):

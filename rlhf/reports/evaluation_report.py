@@ -10,8 +10,7 @@ from typing import Any
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import equal_to_start
-from rlhf.analysis.statistics import few_prompts, ranks
-from rlhf.analysis.verdict import Arm, contrast
+from rlhf.analysis.verdict import Arm, contrast, few_prompts
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.plot_style import as_data_url
@@ -20,6 +19,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import ranks
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
 # a completion on the console

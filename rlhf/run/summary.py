@@ -21,7 +21,7 @@ from rlhf.trainer.progress import parts_text
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, number
 from rlhf.utils.files import update_dir_atomically
-from rlhf.utils.intervals import interval
+from rlhf.utils.statistics import interval
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:

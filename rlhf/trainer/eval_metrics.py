@@ -1,26 +1,12 @@
-"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k. Uses only floats."""
+"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 
-from rlhf.rewards.eval_functions import mean_pass_at_k
-from rlhf.utils.intervals import over_prompts
+import numpy as np
 
-
-def per_prompt(values: Sequence[float | None], samples: int) -> list[float | None]:
-    """Return the mean of each prompt's completions, of those that have a value; None for a prompt without one.
-
-    `values` has `samples` entries for each prompt, one prompt after the other.
-    """
-    return [fmean(group) if group else None for group in _known(values, samples)]
-
-
-def _known(values: Sequence[float | None], samples: int) -> list[list[float]]:
-    """Return the values of each prompt that are not None."""
-    groups = (values[start : start + samples] for start in range(0, len(values), samples))
-    return [[value for value in group if value is not None] for group in groups]
+from rlhf.utils.statistics import A_SHARE, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
 
 def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[str, float]:
@@ -35,14 +21,15 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
         samples: completions per prompt.
         seed: of the bootstrap.
     """
-    means = [mean for mean in per_prompt(values, samples) if mean is not None]
-    if not means:
+    scores = np.array(values, dtype=float).reshape(-1, samples)
+    means = scored(per_prompt(scores))
+    if not means.size:
         return {}
-    is_right = all(v in (None, 0.0, 1.0) for v in values)
-    found = over_prompts(means, seed, limits=(0.0, 1.0) if is_right else None)
+    is_right = is_binary(scores)
+    found = over_prompts(means, seed, limits=A_SHARE if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(_known(values, samples), samples).items()}
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(scores, samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -9,15 +9,11 @@ import pytest
 
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.run.figures import compare
-from rlhf.trainer.eval_metrics import figures_of, per_prompt, shown, tag_of
+from rlhf.trainer.eval_metrics import figures_of, shown, tag_of
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.files import write_json
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import over_prompts
 from tests.trainer.test_evaluation import evaluation, prompts
-
-
-def test_mean_of_each_prompt_ignores_completions_without_a_value():
-    assert per_prompt([1.0, 0.0, None, 0.5, None, None], 2) == [0.5, 0.5, None]
 
 
 def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_means():

@@ -36,7 +36,7 @@ OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures tha
 
 
 def figures(completions: GenerationResults) -> dict[str, float | None]:
-    """Return one model's figures. A figure that was not computed is None. LABELS holds the units.
+    """Return one model's figures. A figure that was not computed is None.
 
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
     completions that have a score.
@@ -87,47 +87,6 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
             means = mean_pass_at_k(ratings, samples)
             found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
     return found
-
-
-# figure -> label with unit, format
-LABELS = {
-    "score": ("score", "{:+z.3f}"),
-    "score_sd": ("score (standard deviation)", "{:z.3f}"),
-    "score_of_best": ("best score per prompt", "{:+z.3f}"),
-    "score_of_worst": ("worst score per prompt", "{:+z.3f}"),
-    "judge": ("judge", "{:z.3f}"),
-    "kl": ("KL (nats/sequence)", "{:z.2f}"),
-    "kl_per_token": ("KL (nats/token)", "{:z.3f}"),
-    "perplexity": ("perplexity", "{:z.2f}"),
-    "length": ("completion length (tokens)", "{:z.1f}"),
-    "eos_rate": ("ended with EOS", "{:z.0%}"),
-    "distinct_2": ("distinct-2", "{:z.3f}"),
-    "repetition": ("repeated 4-grams", "{:z.1%}"),
-    "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
-}
-
-
-def label_of(figure: str, judges: Sequence[str]) -> str:
-    """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
-    kind, _, name = figure.partition("/")
-    if kind.startswith("pass@"):
-        return f"{kind}, {name}"
-    if kind == "variant":
-        return name
-    label = LABELS[kind][0]
-    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
-
-
-def shown(name: str, value: float | None) -> str:
-    """Formats a figure for tables; "-" if it was not computed."""
-    return "-" if value is None else LABELS.get(name.partition("/")[0], LABELS["judge"])[1].format(value)
-
-
-def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
-    """Return the names of the figures that at least one model has, in the order of tables."""
-    longest = max(models, key=len)  # a model without pass@k may have fewer
-    names = dict.fromkeys([*longest, *(name for model in models for name in model)])
-    return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
 def without_score(everyone: Sequence[GenerationResults]) -> list[str]:

@@ -312,7 +312,7 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference between two groups, or a group and a baseline, by one of GenerationResults.measures."""
+    """The difference between two groups, or a group and a baseline, by one of Evaluation.measures."""
 
     name: str  # "ONE - OTHER"
     measure: str

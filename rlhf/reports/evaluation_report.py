@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
 from rlhf.analysis.statistics import few_prompts, ranks
 from rlhf.analysis.verdict import Arm, contrast
@@ -16,6 +16,7 @@ from rlhf.checkpoints.run_record import environment, now
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import forest
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
@@ -31,7 +32,8 @@ READ_THEM = "The audit checks only figures, so read the completions, too."
 def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | None) -> dict[str, Any]:
     """Return the report on models, each of which is an arm, as JSON-ready data."""
     seed = evaluator.settings.seed
-    everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
+    all_arms = [arm for arm in (start, *arms) if arm is not None]
+    everyone = [arm.measured[0] for arm in all_arms]
     copies = evaluator.drop_copies(everyone)
     few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
@@ -54,7 +56,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "models": [_entry(arm, start, seed) for arm in arms],
         "contrasts": [asdict(c) for c in contrasts],
         "prompts": [
-            {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
+            {"messages": list(example.messages), "sides": completions_by_arm(all_arms, i)}
             for i, example in enumerate(evaluator.examples)
         ],
     }
@@ -76,12 +78,12 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     }
 
 
-def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
-    """Return each model's completions of one prompt, the highest score first."""
-    return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
+def completions_by_arm(arms: Sequence[Arm], prompt: int) -> list[dict[str, Any]]:
+    """Return the completions of one prompt by the first model of each arm, the highest score first."""
+    return [{"model": arm.name, "completions": ranked(arm.measured[0], prompt)} for arm in arms]
 
 
-def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
+def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
     """Return one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL.
 
     "judge" is the first judge's rating, "judges" those of all judges. A completion without a score is the last, and

@@ -1,29 +1,29 @@
-"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k. Uses only floats."""
+"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
+
+import numpy as np
 
 from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.utils.intervals import over_prompts
 
 
-def per_prompt(values: Sequence[float | None], samples: int) -> list[float | None]:
+def per_prompt(values: np.ndarray) -> list[float | None]:
     """Return the mean of each prompt's completions, of those that have a value; None for a prompt without one.
 
-    `values` has `samples` entries for each prompt, one prompt after the other.
+    `values` is (P, K).
     """
-    return [fmean(group) if group else None for group in _known(values, samples)]
+    return [fmean(group) if group else None for group in _known(values)]
 
 
-def _known(values: Sequence[float | None], samples: int) -> list[list[float]]:
-    """Return the values of each prompt that are not None."""
-    groups = (values[start : start + samples] for start in range(0, len(values), samples))
-    return [[value for value in group if value is not None] for group in groups]
+def _known(values: np.ndarray) -> list[list[float]]:
+    """Return the values of each prompt that are not NaN."""
+    return [row[~np.isnan(row)].tolist() for row in values]
 
 
-def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[str, float]:
+def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
     """Return the metrics of one evaluation function.
 
     `value` is the mean over the prompts' means, `low` and `high` its 95% interval over prompts. With several samples
@@ -31,18 +31,19 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
     without a value is left out. Empty if no completion has a value; without interval for one prompt.
 
     Args:
-        values: `samples` entries for each prompt, one prompt after the other; None if the function does not apply.
-        samples: completions per prompt.
+        values: (P, K) of each completion; NaN if the function does not apply.
         seed: of the bootstrap.
     """
-    means = [mean for mean in per_prompt(values, samples) if mean is not None]
+    means = [mean for mean in per_prompt(values) if mean is not None]
     if not means:
         return {}
-    is_right = all(v in (None, 0.0, 1.0) for v in values)
+    known = _known(values)
+    samples = values.shape[1]
+    is_right = all(value in (0.0, 1.0) for row in known for value in row)
     found = over_prompts(means, seed, limits=(0.0, 1.0) if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(_known(values, samples), samples).items()}
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(known, samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     Estimate,
     Power,
@@ -29,6 +28,7 @@ from rlhf.analysis.statistics import (
 from rlhf.analysis.verdict import contrast
 from rlhf.utils import intervals
 from rlhf.utils.intervals import prompts_needed, share_interval, share_limits, smallest_change
+from tests.evaluations import evaluation_of
 
 TRAINED = (True, True)
 
@@ -423,8 +423,7 @@ def test_new_runs_win_as_often_as_stated_by_seeds(seeds):
 def test_contrast_of_groups_and_baselines_on_either_side(values, trained):
     """The power is that of the differences between the means of prompts, at the level of the contrast."""
     rng = np.random.default_rng(0)
-    sides = [[GenerationResults("a", [], rng.normal(0, 1, (9, 2)), {}, None, None, None, None) for _ in range(n)]
-             for n in values]  # fmt: skip
+    sides = [[evaluation_of(rng.normal(0, 1, (9, 2))) for _ in range(n)] for n in values]
     one, other = (SimpleNamespace(name=name, measured=side, trained=is_trained)
                   for name, side, is_trained in zip("AB", sides, trained, strict=True))  # fmt: skip
     gaps = np.array([[a.scores.mean(1) - b.scores.mean(1) for b in sides[1]] for a in sides[0]])

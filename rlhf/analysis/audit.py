@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.texts import distinct, repetition
 from rlhf.config import config_of_run
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.statistics import (
     attempts,
     contrast_of,
@@ -35,7 +35,7 @@ MORE_LENGTH_CORRELATION = 0.2  # and its increase
 OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures that depend on the number of completions
 
 
-def figures(completions: GenerationResults) -> dict[str, float | None]:
+def figures(completions: Evaluation) -> dict[str, float | None]:
     """Return one model's figures. A figure that was not computed is None.
 
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
@@ -73,7 +73,7 @@ def _mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
+def _pass_at_k(completions: Evaluation) -> dict[str, float | None]:
     """Return pass@k as "pass@K/NAME" of each evaluation function whose values are all 0 or 1.
 
     The mean over the prompts with at least k scored completions; None if there is none.
@@ -89,7 +89,7 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
     return found
 
 
-def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
+def without_score(everyone: Sequence[Evaluation]) -> list[str]:
     """Return one line for each measure that does not apply to every completion, with the number of prompts that are
     left out of comparisons; empty if all completions have all scores."""
     lines = []
@@ -116,7 +116,7 @@ def target_at_end(model: ModelRef) -> tuple[float, str] | None:
 
 
 def warnings(
-    completions: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
+    completions: Evaluation, start: Evaluation, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
     """Return the signs of reward hacking, one sentence each. An empty list is no proof that there is none.
 
@@ -146,7 +146,7 @@ def warnings(
     return found + _kl_outside(completions, this, target, seed)
 
 
-def _judge_disagrees(completions: GenerationResults, start: GenerationResults, seed: int) -> list[str]:
+def _judge_disagrees(completions: Evaluation, start: Evaluation, seed: int) -> list[str]:
     """Warns if the score rose significantly and the first judge's rating did not."""
     if not completions.judged:
         return []
@@ -166,7 +166,7 @@ def _judge_disagrees(completions: GenerationResults, start: GenerationResults, s
     ]
 
 
-def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+def _kl_outside(completions: Evaluation, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
     """Warns if the whole interval over prompts is above the KL band. A few large values are not enough."""
     if target is None or completions.kl is None:
         return []

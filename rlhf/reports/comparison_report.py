@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -14,14 +14,15 @@ from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.best_of_n import best_of_n
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.reports.comparison_tables import difference_table, folded_tables, summary_table
-from rlhf.reports.evaluation_report import FOREST, completions_by_model
+from rlhf.reports.evaluation_report import FOREST, completions_by_arm
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest, score_against_kl
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready
 from rlhf.utils.rng import rng_for
@@ -34,7 +35,7 @@ def make_comparison(
     evaluator: ModelEvaluator,
     arms: Sequence[Arm],
     start: Arm,
-    samples: GenerationResults | None,
+    samples: Evaluation | None,
     best_of: Sequence[int],
     eval_points: dict[str, list[list[EvalPoint]]],
     screen: Screen,
@@ -141,9 +142,8 @@ def _costs(run: RunRecord) -> dict[str, float]:
 def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list[dict[str, Any]]:
     """Return random prompts with completions of the start model and of each arm's first seed."""
     drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
-    everyone = [replace(arm.measured[0], label=arm.name) for arm in (start, *arms)]
     return [
-        {"messages": list(evaluator.examples[i].messages), "sides": completions_by_model(everyone, i)}
+        {"messages": list(evaluator.examples[i].messages), "sides": completions_by_arm((start, *arms), i)}
         for i in sorted(drawn.tolist())
     ]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.verdict import Arm
-from rlhf.reports.tables import Table, figure_names, label_of, shown, without_empty
+from rlhf.reports.tables import TextTable, figure_names, label_of, shown, without_empty
 from rlhf.utils.console import clock
 from rlhf.utils.statistics import interval_of, percent
 
 
-def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[Table]:
+def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[TextTable]:
     """Return the tables that a page shows when a reader asks for them."""
     return [
         *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
@@ -25,7 +25,7 @@ def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> li
     ]
 
 
-def summary_table(report: dict[str, Any]) -> Table:
+def summary_table(report: dict[str, Any]) -> TextTable:
     """Return the table with one row per arm, without columns in which no arm has a value."""
     measure = report["judges"][0] if report["judges"] else "score"
     cells = {
@@ -38,7 +38,7 @@ def summary_table(report: dict[str, Any]) -> Table:
     return without_empty("Arms, on the same prompts", ["", *cells], rows)
 
 
-def _in_parts(table: Callable[[Sequence[Arm]], Table], arms: Sequence[Arm]) -> list[Table]:
+def _in_parts(table: Callable[[Sequence[Arm]], TextTable], arms: Sequence[Arm]) -> list[TextTable]:
     """Return a table with one column per arm, as several tables if there are more than 4 arms."""
     made = [table(arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
     if len(made) < 2:
@@ -48,7 +48,7 @@ def _in_parts(table: Callable[[Sequence[Arm]], Table], arms: Sequence[Arm]) -> l
     ]
 
 
-def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> Table:
+def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> TextTable:
     """Return the table of figures, one column per arm. `judges` are the names of the judges."""
     found = [figures for arm in arms for figures in arm.figures]
     rows = [
@@ -57,7 +57,7 @@ def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> Table:
     ]
     several = any(arm.seeds[1:] for arm in arms)
     caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
-    return Table(caption, ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], rows)
+    return TextTable(caption, ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], rows)
 
 
 def _seeds(arm: Arm) -> str:
@@ -72,7 +72,7 @@ def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
     return show(fmean(values)) + spread
 
 
-def difference_table(report: dict[str, Any]) -> Table:
+def difference_table(report: dict[str, Any]) -> TextTable:
     """Return the differences by the measure that decides, and what finds them."""
     decides = "judge" if report["judges"] else "score"
     rows = [
@@ -88,7 +88,7 @@ def difference_table(report: dict[str, Any]) -> Table:
     return without_empty(caption, columns, rows)
 
 
-def contrast_table(report: dict[str, Any]) -> Table:
+def contrast_table(report: dict[str, Any]) -> TextTable:
     """Return the table of differences by all measures, without the columns in which no contrast has a value."""
     rows = [
         [
@@ -134,7 +134,7 @@ SPENT = {
 }
 
 
-def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> Table:
+def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> TextTable:
     rows = []
     runs = [report["spent"][arm.name].values() for arm in arms]
     for name, (label, show) in SPENT.items():
@@ -144,16 +144,16 @@ def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> Table:
         "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
         "machine to themselves"
     )
-    return Table(caption, columns, rows)
+    return TextTable(caption, columns, rows)
 
 
-def _settings_table(arms: Sequence[Arm]) -> Table:
+def _settings_table(arms: Sequence[Arm]) -> TextTable:
     names = dict.fromkeys(name for arm in arms for name in arm.settings)
     rows = [[name, *(arm.settings.get(name, "-") for arm in arms)] for name in names]
-    return Table("Settings that differ", ["", *(arm.name for arm in arms)], rows)
+    return TextTable("Settings that differ", ["", *(arm.name for arm in arms)], rows)
 
 
-def _equal_table(report: dict[str, Any]) -> Table:
+def _equal_table(report: dict[str, Any]) -> TextTable:
     rows = [
         [f"{row['budget']}: {found['name']}", interval_of(found), found["by"], _interval_kind(found)]
         for row in report["at_equal"]
@@ -165,4 +165,4 @@ def _equal_table(report: dict[str, Any]) -> Table:
         "run's own evaluation prompts, not those above)"
     )
     columns = ["", "difference (interval)", "by", "confidence interval"]
-    return Table(caption, columns, rows)
+    return TextTable(caption, columns, rows)

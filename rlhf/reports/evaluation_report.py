@@ -7,14 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
 from rlhf.analysis.verdict import Arm, contrast, few_prompts
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest
-from rlhf.reports.tables import Row, Table, before_and_after, figure_names
+from rlhf.reports.tables import Row, TextTable, before_and_after, figure_names
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready
 from rlhf.utils.paths import path_on_page
@@ -31,7 +32,8 @@ READ_THEM = "The audit checks only figures, so read the completions, too."
 def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | None) -> dict[str, Any]:
     """Return the report on models, each of which is an arm, as JSON-ready data."""
     seed = evaluator.settings.seed
-    everyone = [arm.measured[0] for arm in (start, *arms) if arm is not None]
+    all_arms = [arm for arm in (start, *arms) if arm is not None]
+    everyone = [arm.measured[0] for arm in all_arms]
     copies = evaluator.drop_copies(everyone)
     few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
@@ -56,7 +58,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "models": models,
         "contrasts": [asdict(c) for c in contrasts],
         "prompts": [
-            {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
+            {"messages": list(example.messages), "sides": completions_by_arm(all_arms, i)}
             for i, example in enumerate(evaluator.examples)
         ],
     }
@@ -78,12 +80,12 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     }
 
 
-def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
-    """Return each model's completions of one prompt, the highest score first."""
-    return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
+def completions_by_arm(arms: Sequence[Arm], prompt: int) -> list[dict[str, Any]]:
+    """Return the completions of one prompt by the first model of each arm, the highest score first."""
+    return [{"model": arm.name, "completions": ranked(arm.measured[0], prompt)} for arm in arms]
 
 
-def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
+def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
     """Return one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL.
 
     "judge" is the first judge's rating, "judges" those of all judges. A completion without a score is the last, and
@@ -109,7 +111,7 @@ def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
 
 def evaluation_page(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> Page:
     """Return the page of an evaluation: each model beside the start model, if there is one."""
-    blocks: list[Table | Picture] = [figure_table(arms, report["judges"])]
+    blocks: list[TextTable | Picture] = [figure_table(arms, report["judges"])]
     if start is not None:
         blocks = [_before_and_after(report, model) for model in report["models"]]
         blocks.append(Picture("differences", FOREST, forest(report["contrasts"], report["judges"])))
@@ -117,7 +119,7 @@ def evaluation_page(report: dict[str, Any], arms: Sequence[Arm], start: Arm | No
     return Page("evaluation", "Evaluation: completions, scored and ranked", report, blocks)
 
 
-def _before_and_after(report: dict[str, Any], model: dict[str, Any]) -> Table:
+def _before_and_after(report: dict[str, Any], model: dict[str, Any]) -> TextTable:
     """Return the table of the start model's figures and a model's."""
     start = report["start"]
     name = f"{model['label']} - {start['label']}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from rlhf.reports.plot_style import as_data_url, save_picture
-from rlhf.reports.tables import Table
+from rlhf.reports.tables import TextTable
 from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
@@ -31,8 +31,8 @@ class Page(NamedTuple):
     # JSON-ready, with the keys "headline" (one text), "warnings", "notes", "prompts" (with completions), "facts"
     # (name -> text) and optionally "verdict" (sentences)
     report: dict[str, Any]
-    blocks: Sequence[Table | Picture]
-    folded: Sequence[Table] = ()
+    blocks: Sequence[TextTable | Picture]
+    folded: Sequence[TextTable] = ()
     tokens: dict[str, Any] | None = None  # what `tokens.html` shows
 
     def write(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -56,7 +56,7 @@ class Page(NamedTuple):
         if report["headline"]:
             screen.say(f"verdict: {report['headline']}")
         for table in [*self.blocks, *(self.folded if full else [])]:
-            if isinstance(table, Table):
+            if isinstance(table, TextTable):
                 screen.table(*table, lines=False)
         lines = [*(f"warning: {line}" for line in report["warnings"]), *(f"note: {line}" for line in report["notes"])]
         for line in [*lines, *(report["verdict"] if full else [])]:

@@ -27,7 +27,7 @@ LABELS = {
 }
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """A table. The first column has the names of the rows."""
 
     caption: str
@@ -35,10 +35,10 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> TextTable:
     """Return a table without the columns in which no row has a value."""
     kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
-    return Table(caption, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    return TextTable(caption, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def label_of(figure: str, judges: Sequence[str] = ()) -> str:
@@ -80,7 +80,9 @@ class Row(NamedTuple):
     interval: Sequence[float] | None = None  # the 95% interval of the change from the first to the last model
 
 
-def before_and_after(caption: str, columns: Sequence[str], rows: Sequence[Row], judges: Sequence[str] = ()) -> Table:
+def before_and_after(
+    caption: str, columns: Sequence[str], rows: Sequence[Row], judges: Sequence[str] = ()
+) -> TextTable:
     """Return the figures of models, and the change from the first one to the last one with its interval."""
     cells = []
     for figure, values, ends in rows:

@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
 from rlhf.reports.page import Page
 from rlhf.reports.plot_style import COLOURS
-from rlhf.reports.tables import Table
+from rlhf.reports.tables import TextTable
 from rlhf.utils.console import Screen
 from rlhf.utils.files import check_folder
 from rlhf.utils.paths import path_on_page
@@ -46,7 +46,7 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
         "rows": rows,
     }
     cells = [[name, QUANTITIES[name], f"{scale:.3g}"] for name, scale in scales.items()]
-    table = Table("Quantities", ["", "meaning", "strongest colour at"], cells)
+    table = TextTable("Quantities", ["", "meaning", "strongest colour at"], cells)
     tokens = {
         "quantities": names,
         "strips": strips,

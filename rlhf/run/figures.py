@@ -12,7 +12,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.eval_metrics import tag_of
-from rlhf.trainer.evaluation import Evaluation, gold_qualities
+from rlhf.trainer.evaluation import Evaluation, as_array, flat, gold_qualities
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
@@ -29,7 +29,7 @@ def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarra
         is_now: those after training.
         seed: of the bootstrap.
     """
-    both = paired(np.array([per_prompt(was), per_prompt(is_now)]))
+    both = paired(np.array([per_prompt(was, exact=True), per_prompt(is_now, exact=True)]))
     if not both.size:
         return both, None
     found = over_prompts(both[1] - both[0], seed, share_limits(np.hstack([was, is_now])))
@@ -49,13 +49,11 @@ def compare(
         gold: the demo's judge. None: no gold quality.
         seed: for the bootstrap intervals.
     """
-    was = as_array(before.scores, before)
-    is_now = as_array(after.scores, after)
-    both, interval = change_of(was, is_now, seed)
+    both, interval = change_of(before.scores, after.scores, seed)
     score_before, score_after = before.score, after.score
-    if both.size and np.isnan([was, is_now]).any():  # only the prompts of both, so that the difference is the change
+    if both.size and np.isnan(np.hstack([before.scores, after.scores])).any():  # so that the difference is the change
         score_before, score_after = map(fmean, both)
-    start_scores = scored(was).tolist()
+    start_scores = scored(before.scores).tolist()
     spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
     figures: dict = {
         "prompts": len(prompts),
@@ -63,19 +61,19 @@ def compare(
         "score_after": score_after,
         "score_rise_interval": interval,
         "score_rise_in_start_sd": fmean(both[1] - both[0]) / spread if spread and both.size else 0.0,
-        "kl_after": fmean(after.kl),
-        "length_before": fmean(before.lengths),
-        "length_after": fmean(after.lengths),
-        "eos_rate_before": fmean(before.ended),
-        "eos_rate_after": fmean(after.ended),
+        "kl_after": fmean(flat(after.kl)),
+        "length_before": fmean(flat(before.lengths)),
+        "length_after": fmean(flat(after.lengths)),
+        "eos_rate_before": fmean(flat(before.ended)),
+        "eos_rate_after": fmean(flat(after.ended)),
         "perplexity_before": before.perplexity,
         "perplexity_after": after.perplexity,
     }
     if gold is not None:
-        was, is_now = (as_array(gold_scores(e, prompts, gold), e) for e in (before, after))
+        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
         figures |= {
-            "gold_before": fmean(was.ravel()),
-            "gold_after": fmean(is_now.ravel()),
+            "gold_before": fmean(flat(was)),
+            "gold_after": fmean(flat(is_now)),
             "gold_rise_interval": change_of(was, is_now, seed)[1],
         }
     return figures | eval_figures(before, after, seed)
@@ -98,19 +96,12 @@ def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, 
             if key in start and key not in ("low", "high"):
                 figures[f"{tag_of(name, key)}_before"] = start[key]
                 figures[f"{tag_of(name, key)}_after"] = found[key]
-        if not start:
-            continue
-        was = as_array(before.values[name], before)
-        both, interval = change_of(was, as_array(after.values[name], after), seed)
-        if both.size:
-            figures[f"eval/{name}_before"], figures[f"eval/{name}_after"] = map(fmean, both)
-            figures[f"eval/{name}_rise_interval"] = interval
+        if start:
+            both, interval = change_of(before.judged[name], after.judged[name], seed)
+            if both.size:
+                figures[f"eval/{name}_before"], figures[f"eval/{name}_after"] = map(fmean, both)
+                figures[f"eval/{name}_rise_interval"] = interval
     return figures
-
-
-def as_array(values: Sequence[float | None], of: Evaluation) -> np.ndarray:
-    """Return an evaluation's values (P, K); NaN for None."""
-    return np.array(values, dtype=float).reshape(-1, of.samples)
 
 
 def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
@@ -137,7 +128,8 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
     ]
 
 
-def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
-    """Return the gold quality of each completion, in [0, 1]."""
+def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> np.ndarray:
+    """Return the gold quality of each completion, (P, K) in [0, 1]."""
     rows = [prompt for prompt in prompts for _ in range(evaluation.samples)]
-    return gold_qualities(rows, evaluation.texts, evaluation.ended, gold)
+    found = gold_qualities(rows, flat(evaluation.texts), flat(evaluation.ended), gold)
+    return as_array(found, evaluation.samples)

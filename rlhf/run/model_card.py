@@ -17,7 +17,7 @@ from rlhf.config import config_of_run
 from rlhf.data.chat_template import date_of, with_shots
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.save import generation_config
-from rlhf.reports.tables import Table, before_and_after, rows_of_run
+from rlhf.reports.tables import TextTable, before_and_after, rows_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.utils.command_lines import CONSOLE_COMMAND, command
@@ -108,7 +108,7 @@ def reward_line(settings: dict[str, Any]) -> str:
     return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
 
 
-def results(run: RunRecord) -> Table:
+def results(run: RunRecord) -> TextTable:
     """Return the figures of the start model, the best checkpoint and the final weights."""
     evaluations = run.best.evaluations
     best = next(e for e in evaluations if e["update"] == run.best.update)

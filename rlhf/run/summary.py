@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlhf.algorithms.kl_control import in_band, kl_controller
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
@@ -81,12 +83,12 @@ def show_samples(
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
-        quality = f", gold quality {golds[side][i]:.2f}" if golds else ""
-        score = evaluation.scores[i]
-        given = "no score" if score is None else f"score {score:+z.2f}"
-        shown = {name: values[i] for name, values in evaluation.values.items()}
-        more = "".join(f", {name} {'none' if value is None else f'{value:g}'}" for name, value in shown.items())
-        return f"{evaluation.texts[i]}\n[{given}{quality}{more}]"
+        quality = f", gold quality {golds[side][i, 0]:.2f}" if golds else ""
+        score = evaluation.scores[i, 0]
+        given = "no score" if np.isnan(score) else f"score {score:+z.2f}"
+        shown = {name: values[i, 0] for name, values in evaluation.judged.items()}
+        more = "".join(f", {name} {'none' if np.isnan(value) else f'{value:g}'}" for name, value in shown.items())
+        return f"{evaluation.texts[i][0]}\n[{given}{quality}{more}]"
 
     screen.table(
         f"{len(drawn)} random evaluation prompts",
@@ -94,8 +96,8 @@ def show_samples(
         [
             (
                 prompts[i].example.messages[-1]["content"],
-                cell(before, 0, i * before.samples),
-                cell(after, 1, i * after.samples),
+                cell(before, 0, i),
+                cell(after, 1, i),
             )
             for i in drawn
         ],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from rlhf.utils.statistics import A_SHARE, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
 
-def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[str, float]:
+def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
     """Return the metrics of one evaluation function.
 
     `value` is the mean over the prompts' means, `low` and `high` its 95% interval over prompts. With several samples
@@ -17,19 +15,18 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
     without a value is left out. Empty if no completion has a value; without interval for one prompt.
 
     Args:
-        values: `samples` entries for each prompt, one prompt after the other; None if the function does not apply.
-        samples: completions per prompt.
+        values: (P, K) of each completion; NaN if the function does not apply.
         seed: of the bootstrap.
     """
-    scores = np.array(values, dtype=float).reshape(-1, samples)
-    means = scored(per_prompt(scores))
+    means = scored(per_prompt(values, exact=True))
     if not means.size:
         return {}
-    is_right = is_binary(scores)
+    samples = values.shape[1]
+    is_right = is_binary(values)
     found = over_prompts(means, seed, limits=A_SHARE if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(scores, samples).items()}
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(values, samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -42,8 +42,14 @@ def is_binary(values: np.ndarray) -> bool:
     return bool(known.size and np.isin(known, (0, 1)).all())
 
 
-def per_prompt(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any."""
+def per_prompt(values: np.ndarray, exact: bool = False) -> np.ndarray:
+    """Return the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any.
+
+    Training stores `exact` means, whose sums are rounded once. Comparisons store numpy's, which can differ in the last
+    bit, and an interval then in its fourth digit, because prompts with equal changes have different ones.
+    """
+    if exact:
+        return np.array([fmean(known) if known.size else math.nan for known in map(scored, values)])
     missing = np.isnan(values)
     with np.errstate(invalid="ignore"):  # 0 / 0
         return np.where(missing, 0, values).sum(axis=1) / (~missing).sum(axis=1)
@@ -525,7 +531,7 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference between two groups, or a group and a baseline, by one of GenerationResults.measures."""
+    """The difference between two groups, or a group and a baseline, by one of Evaluation.measures."""
 
     name: str  # "ONE - OTHER"
     measure: str

@@ -11,12 +11,13 @@ import pytest
 from rlhf.analysis import audit
 from rlhf.analysis.audit import figures, without_score
 from rlhf.analysis.equal_budget import at_equal
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.verdict import Arm, contrast
 from rlhf.reports.comparison_report import not_compared
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.statistics import over_prompts, over_seeds, per_prompt, win_rates
 from tests.analysis.test_equal_budget import eval_point
 from tests.analysis.test_verdict import group, judge_runs
+from tests.evaluations import evaluation_of
 
 NAN = np.nan
 
@@ -29,12 +30,9 @@ def no_warnings():
         yield
 
 
-def made(scores, judged=None, lengths=None) -> GenerationResults:
-    scores = np.array(scores, dtype=float)
-    lengths = np.full(scores.shape, 5) if lengths is None else np.array(lengths)
-    rated = {} if judged is None else {"f": np.array(judged, dtype=float)}
-    texts = [["a b c d"] * scores.shape[1]] * scores.shape[0]
-    return GenerationResults("made", texts, scores, rated, None, lengths, lengths > 0, None)
+def made(scores, judged=None) -> Evaluation:
+    """Return an evaluation with these scores and ratings of the judge "f"."""
+    return evaluation_of(scores, {} if judged is None else {"f": judged})
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.verdict import contrast
 from rlhf.utils import statistics
 from rlhf.utils.statistics import (
@@ -41,6 +40,7 @@ from rlhf.utils.statistics import (
     sources_of,
     win_rates,
 )
+from tests.evaluations import evaluation_of
 
 NAN = np.nan
 TRAINED = (True, True)
@@ -49,6 +49,8 @@ TRAINED = (True, True)
 def test_statistics_leave_out_completions_without_a_score():
     values = np.array([[1, 3, NAN], [NAN, NAN, NAN], [2, 4, 6]])
     assert np.array_equal(per_prompt(values), [2, NAN, 4], equal_nan=True)
+    assert np.array_equal(per_prompt(values, exact=True), [2, NAN, 4], equal_nan=True)
+    assert per_prompt(np.array([[0.1] * 10]), exact=True) == 0.1 != sum([0.1] * 10) / 10
     assert paired(np.array([[[1, NAN, 3]], [[4, 5, 6]]])).tolist() == [[[1, 3]], [[4, 6]]]
     # prompt 1: (1 > 0), (3 > 0) of two pairs; prompt 2: no pair; prompt 3: (2 < 4), (4 = 4), (6 > 4)
     other = np.array([[0, NAN], [1, 1], [4, NAN]])
@@ -449,8 +451,7 @@ def test_new_runs_win_as_often_as_stated_by_seeds(seeds):
 def test_contrast_of_groups_and_baselines_on_either_side(values, trained):
     """The power is that of the differences between the means of prompts, at the level of the contrast."""
     rng = np.random.default_rng(0)
-    sides = [[GenerationResults("a", [], rng.normal(0, 1, (9, 2)), {}, None, None, None, None) for _ in range(n)]
-             for n in values]  # fmt: skip
+    sides = [[evaluation_of(rng.normal(0, 1, (9, 2))) for _ in range(n)] for n in values]
     one, other = (SimpleNamespace(name=name, measured=side, trained=is_trained)
                   for name, side, is_trained in zip("AB", sides, trained, strict=True))  # fmt: skip
     gaps = np.array([[a.scores.mean(1) - b.scores.mean(1) for b in sides[1]] for a in sides[0]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from rlhf.analysis.models import (
     shared_settings,
 )
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
-from rlhf.analysis.statistics import scored
 from rlhf.checkpoints.model_folder import find_recorded, model_files
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
@@ -42,55 +41,12 @@ from rlhf.rollout.completions import Completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import SamplingSettings, function_name
-from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
+from rlhf.trainer.evaluation import Evaluation, FixedText, as_array, by_prompt, fixed_text, perplexity, text_of_file
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.system import threads_variable
-
-
-@dataclass(frozen=True)
-class GenerationResults:
-    """One model's completions and their scores: P prompts, K completions of each."""
-
-    label: str
-    texts: list[list[str]]  # P lists of K
-    scores: np.ndarray  # (P, K), in score units; NaN, also in `judged`: no function applies
-    judged: dict[str, np.ndarray]  # judge -> its ratings (P, K); the first judge decides
-    kl: np.ndarray | None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
-    lengths: np.ndarray  # (P, K) tokens, including EOS
-    ended: np.ndarray  # (P, K) True if the completion ends with EOS
-    perplexity: float | None  # at temperature 1, on the evaluator's text
-    functions: tuple[str, ...] = ()  # the judges that are evaluation functions
-    # of a checker (0 or 1): "greedy", more tokens, worked examples -> its mean, sampled in this way
-    variants: dict[str, float] = field(default_factory=dict)
-    ids: list[list[int]] = field(default_factory=list)  # of the P x K completions, EOS included
-    more: GenerationResults | None = None  # more completions of this model, (P, N), which its measures are of
-
-    @property
-    def measures(self) -> dict[str, np.ndarray]:
-        """Everything that rates the model: "score", "judge" (the first judge), and "judge/NAME" of the other judges,
-        (P, K), or (P, N) if there are more completions."""
-        of = self.more or self
-        names = [f"judge/{name}" if i else "judge" for i, name in enumerate(of.judged)]
-        return {"score": of.scores, **dict(zip(names, of.judged.values(), strict=True))}
-
-    def ids_of(self, prompt: int) -> list[list[int]]:
-        """Return the token ids of a prompt's K completions."""
-        count = self.scores.shape[1]
-        return self.ids[prompt * count : (prompt + 1) * count]
-
-    @property
-    def deciding(self) -> np.ndarray:
-        """The first judge's ratings (P, K); the scores without a judge."""
-        return next(iter(self.judged.values()), self.scores)
-
-    @property
-    def checked(self) -> bool:
-        """True if what decides is a checker: all its values are 0 or 1."""
-        known = scored(self.deciding)
-        return bool(known.size and np.isin(known, (0, 1)).all())
 
 
 def _with_one_date(tokenizers: dict[str, PreTrainedTokenizerBase]) -> dict[str, PreTrainedTokenizerBase]:
@@ -118,7 +74,7 @@ class ModelEvaluator:
 
         `usual_prompts` is the number of held-out prompts without --num-prompts. `shots` are worked examples for the
         start model. None: models that a checker decides on are not sampled in other ways, too
-        (`GenerationResults.variants`).
+        (`Evaluation.variants`).
         """
         self.models = models
         self.settings = settings
@@ -197,7 +153,7 @@ class ModelEvaluator:
         """The name of the judge that decides; None without a judge."""
         return self.judges[0].name if self.judges else None
 
-    def drop_copies(self, everyone: Sequence[GenerationResults]) -> list[str]:
+    def drop_copies(self, everyone: Sequence[Evaluation]) -> list[str]:
         """Remove the judges that give every completion its score from this evaluator and from the results, because
         they show nothing that the score does not. Returns one note for each."""
         notes = []
@@ -300,11 +256,11 @@ class ModelEvaluator:
             *((f"base of {m.short}", path_on_page(m.base)) for m in self.models if m.base is not None),
         ]
 
-    def evaluate_start(self, screen: Screen) -> GenerationResults:
+    def evaluate_start(self, screen: Screen) -> Evaluation:
         """Evaluates the start model. Its KL to itself is 0."""
         return self._evaluate("start model", self.reference.copy, self.tokenizer, screen)
 
-    def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
+    def evaluate(self, model: ModelRef, screen: Screen) -> Evaluation:
         """Evaluates a model. There is no KL without a start model, or if the start model has another vocabulary."""
         return self._evaluate(model.label, self.load(model), self.tokenizers[model.source], screen)
 
@@ -319,13 +275,13 @@ class ModelEvaluator:
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         screen: Screen,
-    ) -> GenerationResults:
+    ) -> Evaluation:
         reference = self.reference if self._same_vocabulary(tokenizer) else None
         rows = [p for p in self.encoded(tokenizer) for _ in range(self.settings.completions)]
         sampler = self.sampler(policy, tokenizer)
         ids, ended, kl = self._sample_all(label, sampler, rows, screen, self.config.sampling, reference)
-        results = self.rated(label, tokenizer, rows, ids, ended)
-        kl = np.reshape(kl, results.scores.shape) if reference is not None else None
+        results = self.rated(tokenizer, rows, ids, ended)
+        kl = as_array(kl, results.samples) if reference is not None else None
         results = replace(results, kl=kl, perplexity=self._perplexity(policy, tokenizer))
         if self.shots is None or not results.checked:
             return results
@@ -378,7 +334,7 @@ class ModelEvaluator:
         for name, (of, times, settings) in asked.items():
             rows = [p for p in of for _ in range(times)]
             ids, ended, _ = self._sample_all(f"{label}, {name}", sampler, rows, screen, settings)
-            results = self.rated(label, tokenizer, rows, ids, ended)
+            results = self.rated(tokenizer, rows, ids, ended)
             found[name] = float(np.nanmean(results.deciding))
             found[f"{name}, cut off"] = 1 - float(results.ended.mean())
         return found
@@ -389,29 +345,25 @@ class ModelEvaluator:
 
     def rated(
         self,
-        label: str,
         tokenizer: PreTrainedTokenizerBase,
         rows: Sequence[Prompt],
         ids: Sequence[list[int]],
         ended: Sequence[bool],
-    ) -> GenerationResults:
+    ) -> Evaluation:
         """Return completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
         texts = [decode_completion(tokenizer, row, self.config.sampling.stops) for row in ids]
-        shape = (len(self.examples), len(rows) // len(self.examples))
+        samples = len(rows) // len(self.examples)
 
         def of(rewards: Rewards) -> np.ndarray:
-            return np.array(rewards.score(rows, texts, ids, ended).total, dtype=float).reshape(shape)
+            return as_array(rewards.score(rows, texts, ids, ended).total, samples)
 
-        return GenerationResults(
-            label=label,
-            ids=list(ids),
-            texts=[texts[i : i + shape[1]] for i in range(0, len(texts), shape[1])],
+        return Evaluation(
+            texts=by_prompt(texts, samples),
+            ids=by_prompt(ids, samples),
             scores=of(self.rewards),
+            lengths=as_array(list(map(len, ids)), samples),
+            ended=as_array(ended, samples),
             judged={judge.name: of(judge.rewards) for judge in self.judges},
-            kl=None,
-            lengths=np.reshape([len(row) for row in ids], shape),
-            ended=np.reshape(ended, shape),
-            perplexity=None,
             functions=tuple(judge.name for judge in self.judges if judge.is_function),
         )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.checkpoints.model_folder import model_files
 from rlhf.data.prompts import Prompt, fingerprint
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.files import write_text
 
@@ -28,7 +29,7 @@ def sample_start(
     file: Path,
     screen: Screen,
     check: Callable[[], None] = lambda: None,
-) -> GenerationResults:
+) -> Evaluation:
     """Return n completions of each prompt by the start model: as many as `minutes` allow, from `least` to MOST.
 
     They are stored in `file`. If it has completions of the same model, prompts and sampling settings, these are used,
@@ -50,7 +51,7 @@ def sample_start(
         write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
-    return evaluator.rated("start model", evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
+    return evaluator.rated(evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
 
 
 def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:

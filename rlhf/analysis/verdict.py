@@ -13,23 +13,24 @@ import numpy as np
 from rlhf.analysis.audit import OF_THE_NUMBER, figures
 from rlhf.analysis.best_of_n import BestOf, best_of_blocks
 from rlhf.analysis.equal_budget import at_equal_kl, result_over
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
 from rlhf.analysis.models import ModelRef, episodes_of
-from rlhf.analysis.statistics import (
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import FEW_PROMPTS
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.console import listed
+from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import (
     LEVEL,
     OVER_PROMPTS,
     RESULTS,
     Contrast,
     contrast_of,
-    few_prompts,
     interval_of,
     level_of_each,
     percent,
+    prompts_needed,
 )
-from rlhf.checkpoints.run_record import RunRecord
-from rlhf.utils.console import listed
-from rlhf.utils.paths import path_on_page
 
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
@@ -40,7 +41,7 @@ class Arm:
     """Runs of several seeds, other models with one name, or a baseline, which is made of the start model's samples."""
 
     name: str
-    measured: list[GenerationResults]  # one for each model, or that of the baseline
+    measured: list[Evaluation]  # one for each model, or that of the baseline
     models: list[ModelRef] = field(default_factory=list)  # empty: a baseline
     settings: dict[str, str] = field(default_factory=dict)  # those in which the arms differ
     left_out: tuple[str, ...] = ()  # figures that would mislead
@@ -85,30 +86,17 @@ class Arm:
         return fmean(known) if (known := self.known(name)) else None
 
 
-def best_of_arm(samples: GenerationResults, n: int, best: BestOf | None) -> Arm:
+def best_of_arm(samples: Evaluation, n: int, best: BestOf | None) -> Arm:
     """Return best-of-n as an arm: of each block of n samples of a prompt, the one with the highest score. Its KL is
     that of `best`; None: it is not known."""
     index = best_of_blocks(samples.scores, n)
-
-    def chosen(values: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(values, index, axis=1)
-
-    results = replace(
-        samples,
-        label=f"best-of-{n}",
-        ids=[samples.ids_of(prompt)[i] for prompt, row in enumerate(index) for i in row],
-        texts=[[texts[i] for i in row] for texts, row in zip(samples.texts, index, strict=True)],
-        scores=chosen(samples.scores),
-        judged={name: chosen(values) for name, values in samples.judged.items()},
-        lengths=chosen(samples.lengths),
-        ended=chosen(samples.ended),
-        kl=None if best is None else np.full(index.shape, best.kl[n - 1]),
-    )
-    return Arm(results.label, [results], left_out=OF_THE_NUMBER)  # all blocks are more than a model's completions
+    kl = None if best is None else np.full(index.shape, best.kl[n - 1])
+    # all blocks are more than a model's completions
+    return Arm(f"best-of-{n}", [replace(samples.select(index), kl=kl)], left_out=OF_THE_NUMBER)
 
 
 def contrast(arm: Arm, other: Arm, measure: str, seed: int, level: float = LEVEL) -> Contrast:
-    """Compares two arms by one of `GenerationResults.measures`."""
+    """Compares two arms by one of `Evaluation.measures`."""
     one, another = ([results.measures[measure] for results in side.measured] for side in (arm, other))
     trained = arm.trained, other.trained
     return contrast_of(f"{arm.name} - {other.name}", measure, one, another, seed, trained, level)
@@ -430,3 +418,14 @@ def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
                 "reward model"
             )
     return notes
+
+
+def few_prompts(prompts: int, samples: int) -> list[str]:
+    """Return a note if there are so few evaluation prompts, with `samples` completions each, that results are rough;
+    otherwise an empty list."""
+    if prompts >= FEW_PROMPTS:
+        return []
+    return [
+        f"only {prompts} prompts: figures and intervals are approximate. To see a difference of 10 points, evaluate "
+        f"on {prompts_needed(samples)}: --num-prompts"
+    ]

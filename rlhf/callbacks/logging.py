@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -135,11 +136,11 @@ class ProgressLine(Callback):
         prompts = self.trainer.evaluation_prompts
         drawn = shown_prompts(len(prompts), self.trainer.config.run.seed)[0]
         points = [start, evaluation] if evaluation is not start else [start]  # a resumed run has the start's as well
-        scores = [one.scores[drawn * one.samples] for one in points]
+        scores = [float(one.scores[drawn, 0]) for one in points]
         return [
             ("question", one_line(prompts[drawn].example.messages[-1]["content"])),
-            *zip(("start model", "now"), [one_line(one.texts[drawn * one.samples]) for one in points], strict=False),
-            ("score", " -> ".join("none" if score is None else f"{score:.2f}" for score in scores)),
+            *zip(("start model", "now"), [one_line(one.texts[drawn][0]) for one in points], strict=False),
+            ("score", " -> ".join("none" if math.isnan(score) else f"{score:.2f}" for score in scores)),
         ]
 
 

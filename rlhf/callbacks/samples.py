@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
-from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.evaluation import Evaluation, flat
 from rlhf.utils.errors import visible
 
 
@@ -22,16 +22,16 @@ def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[lis
     """Return the columns of a table of an evaluation, and its rows: one for each completion. The prompt is its last
     message. `prompts` are the evaluation prompts."""
     columns = {
-        "prompt": [as_utf8(p.example.messages[-1]["content"]) for p in prompts for _ in range(evaluation.samples)],
+        "prompt": [[as_utf8(p.example.messages[-1]["content"])] * evaluation.samples for p in prompts],
         "completion": evaluation.texts,
         "score": evaluation.scores,
-        **({"gold": evaluation.gold} if evaluation.gold else {}),
-        **evaluation.values,
+        **({"gold": evaluation.gold} if evaluation.gold is not None else {}),
+        **evaluation.judged,
         "kl": evaluation.kl,
         "length": evaluation.lengths,
         "ended": evaluation.ended,
     }
-    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+    return list(columns), [list(row) for row in zip(*map(flat, columns.values()), strict=True)]
 
 
 LONGEST_CELL = 1_000  # characters of a text in a Markdown table

@@ -1,47 +1,31 @@
-"""The tables of a comparison, as rows of text for console and page."""
+"""The tables of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from rlhf.analysis.audit import figures_of, label_of, shown
 from rlhf.analysis.groups import ALL_PAIRS
-from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import Arm
+from rlhf.reports.tables import TextTable, figure_names, label_of, shown, without_empty
 from rlhf.utils.console import clock
+from rlhf.utils.statistics import interval_of, percent
 
 
-class Tables(NamedTuple):
-    """The tables of a comparison, each with its caption, columns and rows of text."""
-
-    summary: dict[str, Any]
-    contrasts: dict[str, Any]  # by the measure that decides
-    folded: list[dict[str, Any]]  # what a page shows when a reader asks for it
-
-    @property
-    def first(self) -> list[dict[str, Any]]:
-        return [self.summary, self.contrasts]
-
-
-def tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> Tables:
-    """Return every table, in reading order."""
-    return Tables(
-        _summary_table(report),
-        _difference_table(report),
-        [
-            *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
-            contrast_table(report),
-            *([_equal_table(report)] if report["at_equal"] else []),
-            *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
-            *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
-        ],
-    )
+def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[TextTable]:
+    """Return the tables that a page shows when a reader asks for them."""
+    return [
+        *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
+        contrast_table(report),
+        *([_equal_table(report)] if report["at_equal"] else []),
+        *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
+        *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
+    ]
 
 
-def _summary_table(report: dict[str, Any]) -> dict[str, Any]:
+def summary_table(report: dict[str, Any]) -> TextTable:
     """Return the table with one row per arm, without columns in which no arm has a value."""
     measure = report["judges"][0] if report["judges"] else "score"
     cells = {
@@ -51,37 +35,29 @@ def _summary_table(report: dict[str, Any]) -> dict[str, Any]:
         "training time": lambda arm: "-" if arm["seconds"] is None else clock(arm["seconds"]),
     }
     rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
-    return _without_empty("Arms, on the same prompts", ["", *cells], rows)
+    return without_empty("Arms, on the same prompts", ["", *cells], rows)
 
 
-def _without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a table without the columns in which no row has a value."""
-    kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
-    return {
-        "caption": caption,
-        "columns": [columns[i] for i in kept],
-        "rows": [[row[i] for i in kept] for row in rows],
-    }
-
-
-def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[Arm]) -> list[dict[str, Any]]:
+def _in_parts(table: Callable[[Sequence[Arm]], TextTable], arms: Sequence[Arm]) -> list[TextTable]:
     """Return a table with one column per arm, as several tables if there are more than 4 arms."""
     made = [table(arms[i : i + ALL_PAIRS]) for i in range(0, len(arms), ALL_PAIRS)]
-    for number, part in enumerate(made[1:] and made, 1):
-        part["caption"] += f" (part {number} of {len(made)})"
-    return made
+    if len(made) < 2:
+        return made
+    return [
+        part._replace(caption=f"{part.caption} (part {number} of {len(made)})") for number, part in enumerate(made, 1)
+    ]
 
 
-def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> dict[str, Any]:
+def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> TextTable:
     """Return the table of figures, one column per arm. `judges` are the names of the judges."""
-    names = figures_of([figures for arm in arms for figures in arm.figures])
+    found = [figures for arm in arms for figures in arm.figures]
     rows = [
         [label_of(name, judges), *(_over_seeds(partial(shown, name), arm.known(name)) for arm in arms)]
-        for name in names
+        for name in figure_names(found)
     ]
     several = any(arm.seeds[1:] for arm in arms)
     caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
-    return {"caption": caption, "columns": ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], "rows": rows}
+    return TextTable(caption, ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], rows)
 
 
 def _seeds(arm: Arm) -> str:
@@ -96,7 +72,7 @@ def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
     return show(fmean(values)) + spread
 
 
-def _difference_table(report: dict[str, Any]) -> dict[str, Any]:
+def difference_table(report: dict[str, Any]) -> TextTable:
     """Return the differences by the measure that decides, and what finds them."""
     decides = "judge" if report["judges"] else "score"
     rows = [
@@ -109,10 +85,10 @@ def _difference_table(report: dict[str, Any]) -> dict[str, Any]:
         "Differences; the smallest one that 80% of such comparisons find; the seeds of each arm, or the prompts, with "
         "which they find the observed one"
     )
-    return _without_empty(caption, columns, rows)
+    return without_empty(caption, columns, rows)
 
 
-def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
+def contrast_table(report: dict[str, Any]) -> TextTable:
     """Return the table of differences by all measures, without the columns in which no contrast has a value."""
     rows = [
         [
@@ -126,7 +102,7 @@ def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     ]
     columns = ["", "difference (interval)", "win rate (interval)", "confidence interval",
                "smallest visible", "seeds needed", "prompts needed", "P(a new run wins)"]  # fmt: skip
-    return _without_empty("Differences and win rates (a tie counts half) by each measure", columns, rows)
+    return without_empty("Differences and win rates (a tie counts half) by each measure", columns, rows)
 
 
 def _power_cells(power: dict[str, Any]) -> list[str]:
@@ -158,7 +134,7 @@ SPENT = {
 }
 
 
-def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
+def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> TextTable:
     rows = []
     runs = [report["spent"][arm.name].values() for arm in arms]
     for name, (label, show) in SPENT.items():
@@ -168,16 +144,16 @@ def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
         "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
         "machine to themselves"
     )
-    return {"caption": caption, "columns": columns, "rows": rows}
+    return TextTable(caption, columns, rows)
 
 
-def _settings_table(arms: Sequence[Arm]) -> dict[str, Any]:
+def _settings_table(arms: Sequence[Arm]) -> TextTable:
     names = dict.fromkeys(name for arm in arms for name in arm.settings)
     rows = [[name, *(arm.settings.get(name, "-") for arm in arms)] for name in names]
-    return {"caption": "Settings that differ", "columns": ["", *(arm.name for arm in arms)], "rows": rows}
+    return TextTable("Settings that differ", ["", *(arm.name for arm in arms)], rows)
 
 
-def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
+def _equal_table(report: dict[str, Any]) -> TextTable:
     rows = [
         [f"{row['budget']}: {found['name']}", interval_of(found), found["by"], _interval_kind(found)]
         for row in report["at_equal"]
@@ -189,4 +165,4 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
         "run's own evaluation prompts, not those above)"
     )
     columns = ["", "difference (interval)", "by", "confidence interval"]
-    return {"caption": caption, "columns": columns, "rows": rows}
+    return TextTable(caption, columns, rows)

@@ -6,54 +6,34 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+import numpy as np
+
 from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
-from rlhf.trainer.eval_metrics import per_prompt, tag_of
-from rlhf.trainer.evaluation import Evaluation, gold_qualities, scored
+from rlhf.trainer.eval_metrics import tag_of
+from rlhf.trainer.evaluation import Evaluation, as_array, flat, gold_qualities
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.utils.intervals import over_prompts, share_limits
+from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10
 
 
-def rise_interval(
-    pairs: Sequence[tuple[float, float]], values: Sequence[float | None], seed: int
-) -> list[float] | None:
-    """Return the 95% interval of the mean change over prompts, or None without one: for a single prompt, or if no
-    prompt changed and the range of the scores is not known.
+def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarray, list[float] | None]:
+    """Return the mean before and after training (2, P) of each prompt with a score in both evaluations, and the 95%
+    interval of the mean change. It is None for less than two such prompts, or if no prompt changed and the range of
+    the scores is not known.
 
     Args:
-        pairs: the mean of each prompt before and after training.
-        values: those of all completions of both evaluations, which show the range.
+        was: the scores before training (P, K).
+        is_now: those after training.
         seed: of the bootstrap.
     """
-    if not pairs:
-        return None
-    found = over_prompts(rises(pairs), seed, limits=share_limits(scored(values)))
-    return None if found.low is None else [found.low, found.high]
-
-
-def paired(
-    before: Evaluation, after: Evaluation, was: Sequence[float | None], now: Sequence[float | None]
-) -> list[tuple[float, float]]:
-    """Return the mean before and after training of each prompt with a value in both evaluations. `was` and `now` have
-    one value per completion."""
-    pairs = zip(per_prompt(was, before.samples), per_prompt(now, after.samples), strict=True)
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
-
-
-def rises(pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the change of each prompt."""
-    return [b - a for a, b in pairs]
-
-
-def means(pairs: Sequence[tuple[float, float]], before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """Return the mean score before and after training. If some completions have no score, only prompts with a score in
-    both evaluations count, so that the difference is the mean change."""
-    if not pairs or (None not in before.scores and None not in after.scores):
-        return before.score, after.score
-    return fmean(a for a, _ in pairs), fmean(b for _, b in pairs)
+    both = paired(np.array([per_prompt(was, exact=True), per_prompt(is_now, exact=True)]))
+    if not both.size:
+        return both, None
+    found = over_prompts(both[1] - both[0], seed, share_limits(np.hstack([was, is_now])))
+    return both, None if found.low is None else [found.low, found.high]
 
 
 def compare(
@@ -69,31 +49,32 @@ def compare(
         gold: the demo's judge. None: no gold quality.
         seed: for the bootstrap intervals.
     """
-    pairs = paired(before, after, before.scores, after.scores)
-    start_scores = scored(before.scores)
+    both, interval = change_of(before.scores, after.scores, seed)
+    score_before, score_after = before.score, after.score
+    if both.size and np.isnan(np.hstack([before.scores, after.scores])).any():  # so that the difference is the change
+        score_before, score_after = map(fmean, both)
+    start_scores = scored(before.scores).tolist()
     spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
-    rise = rises(pairs)
-    score_before, score_after = means(pairs, before, after)
     figures: dict = {
         "prompts": len(prompts),
         "score_before": score_before,
         "score_after": score_after,
-        "score_rise_interval": rise_interval(pairs, [*before.scores, *after.scores], seed),
-        "score_rise_in_start_sd": fmean(rise) / spread if spread and rise else 0.0,
-        "kl_after": fmean(after.kl),
-        "length_before": fmean(before.lengths),
-        "length_after": fmean(after.lengths),
-        "eos_rate_before": fmean(before.ended),
-        "eos_rate_after": fmean(after.ended),
+        "score_rise_interval": interval,
+        "score_rise_in_start_sd": fmean(both[1] - both[0]) / spread if spread and both.size else 0.0,
+        "kl_after": fmean(flat(after.kl)),
+        "length_before": fmean(flat(before.lengths)),
+        "length_after": fmean(flat(after.lengths)),
+        "eos_rate_before": fmean(flat(before.ended)),
+        "eos_rate_after": fmean(flat(after.ended)),
         "perplexity_before": before.perplexity,
         "perplexity_after": after.perplexity,
     }
     if gold is not None:
         was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
         figures |= {
-            "gold_before": fmean(was),
-            "gold_after": fmean(is_now),
-            "gold_rise_interval": rise_interval(paired(before, after, was, is_now), [*was, *is_now], seed),
+            "gold_before": fmean(flat(was)),
+            "gold_after": fmean(flat(is_now)),
+            "gold_rise_interval": change_of(was, is_now, seed)[1],
         }
     return figures | eval_figures(before, after, seed)
 
@@ -115,13 +96,11 @@ def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, 
             if key in start and key not in ("low", "high"):
                 figures[f"{tag_of(name, key)}_before"] = start[key]
                 figures[f"{tag_of(name, key)}_after"] = found[key]
-        was = before.values.get(name, [])
-        is_now = after.values[name]
-        pairs = paired(before, after, was, is_now) if start else []
-        if pairs:
-            figures[f"eval/{name}_before"] = fmean(a for a, _ in pairs)
-            figures[f"eval/{name}_after"] = fmean(b for _, b in pairs)
-            figures[f"eval/{name}_rise_interval"] = rise_interval(pairs, [*was, *is_now], seed)
+        if start:
+            both, interval = change_of(before.judged[name], after.judged[name], seed)
+            if both.size:
+                figures[f"eval/{name}_before"], figures[f"eval/{name}_after"] = map(fmean, both)
+                figures[f"eval/{name}_rise_interval"] = interval
     return figures
 
 
@@ -149,7 +128,8 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
     ]
 
 
-def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
-    """Return the gold quality of each completion, in [0, 1]."""
+def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> np.ndarray:
+    """Return the gold quality of each completion, (P, K) in [0, 1]."""
     rows = [prompt for prompt in prompts for _ in range(evaluation.samples)]
-    return gold_qualities(rows, evaluation.texts, evaluation.ended, gold)
+    found = gold_qualities(rows, flat(evaluation.texts), flat(evaluation.ended), gold)
+    return as_array(found, evaluation.samples)

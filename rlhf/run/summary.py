@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlhf.algorithms.kl_control import in_band, kl_controller
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
@@ -11,6 +13,7 @@ from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
+from rlhf.reports.tables import before_and_after, rows_of_run
 from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
@@ -19,65 +22,24 @@ from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import parts_text
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, number
+from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically
-from rlhf.utils.intervals import interval
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
-    """Print the results of `compare`, one line per quantity. `averaged` is the number of updates whose KL is averaged
-    in `kl_last_10_updates`."""
-    rise = figures["score_after"] - figures["score_before"]
-    rise_in_sd = figures["score_rise_in_start_sd"]
-    in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
-    change = f"change {rise:+z.3f} ({within(figures['score_rise_interval'])}){in_sd}"
-    scores = f"{figures['score_before']:+z.3f} -> {figures['score_after']:+z.3f}"
-    rows = [("score", f"{scores}, {change}"), *_eval_rows(figures)]
-    if "gold_before" in figures:
-        rows.append(
-            (
-                "gold quality",
-                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f}, change: "
-                f"{within(figures['gold_rise_interval'])} (not used in RL training)",
-            )
-        )
-    rows += _kl_rows(figures, averaged)
-    rows += [
-        (
-            "completions",
-            f"{figures['length_before']:.1f} -> {figures['length_after']:.1f} tokens; "
-            f"{figures['eos_rate_before']:.0%} -> {figures['eos_rate_after']:.0%} end with EOS",
-        ),
-        (
-            "perplexity",
-            f"{number(figures['perplexity_before'])} -> {number(figures['perplexity_after'])} on "
-            f"{figures['perplexity_text']}",
-        ),
-    ]
-    screen.say(f"before -> after training, on {figures['prompts']} evaluation prompts:")
-    screen.facts(rows)
-
-
-def _eval_rows(figures: dict) -> list[tuple[str, str]]:
-    """Return the rows of the evaluation functions and of their pass@k."""
-    rows = []
-    for name in [
-        key.removesuffix("_before") for key in figures if key.startswith("eval/") and key.endswith("_before")
-    ]:
-        before = figures[f"{name}_before"]
-        after = figures[f"{name}_after"]
-        text = f"{before:.3f} -> {after:.3f}, change {after - before:+z.3f}"
-        if f"{name}_rise_interval" in figures:  # pass@k has none
-            text += f" ({within(figures[f'{name}_rise_interval'])})"
-        rows.append((name.removeprefix("eval/"), text))
-    return rows
-
-
-def within(ends: Sequence[float] | None) -> str:
-    """Return an interval of `rise_interval` in words."""
-    if ends is None:
-        return "no interval: fewer than two prompts have values, or none changed"
-    return f"95% interval {interval(*ends)}"
+    """Print the results of `compare`. `averaged` is the number of updates whose KL is averaged in
+    `kl_last_10_updates`."""
+    caption = f"before -> after training, on {figures['prompts']} evaluation prompts"
+    rows = rows_of_run(figures | {"kl_before": 0.0})
+    screen.table(*before_and_after(caption, ["before", "after"], rows), lines=False)
+    rise = figures["score_rise_in_start_sd"]
+    screen.facts(
+        [
+            *([("score", f"change {rise:.2f} standard deviations of the start model's scores")] if rise else []),
+            *_kl_rows(figures, averaged),
+            ("perplexity", f"on {figures['perplexity_text']}"),
+        ]
+    )
 
 
 def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
@@ -121,12 +83,12 @@ def show_samples(
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
-        quality = f", gold quality {golds[side][i]:.2f}" if golds else ""
-        score = evaluation.scores[i]
-        given = "no score" if score is None else f"score {score:+z.2f}"
-        shown = {name: values[i] for name, values in evaluation.values.items()}
-        more = "".join(f", {name} {'none' if value is None else f'{value:g}'}" for name, value in shown.items())
-        return f"{evaluation.texts[i]}\n[{given}{quality}{more}]"
+        quality = f", gold quality {golds[side][i, 0]:.2f}" if golds else ""
+        score = evaluation.scores[i, 0]
+        given = "no score" if np.isnan(score) else f"score {score:+z.2f}"
+        shown = {name: values[i, 0] for name, values in evaluation.judged.items()}
+        more = "".join(f", {name} {'none' if np.isnan(value) else f'{value:g}'}" for name, value in shown.items())
+        return f"{evaluation.texts[i][0]}\n[{given}{quality}{more}]"
 
     screen.table(
         f"{len(drawn)} random evaluation prompts",
@@ -134,8 +96,8 @@ def show_samples(
         [
             (
                 prompts[i].example.messages[-1]["content"],
-                cell(before, 0, i * before.samples),
-                cell(after, 1, i * after.samples),
+                cell(before, 0, i),
+                cell(after, 1, i),
             )
             for i in drawn
         ],

@@ -1,29 +1,13 @@
-"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k. Uses only floats."""
+"""The metrics of an evaluation function: its mean over prompts with an interval, and pass@k."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
+import numpy as np
 
-from rlhf.rewards.eval_functions import mean_pass_at_k
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import A_SHARE, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
 
-def per_prompt(values: Sequence[float | None], samples: int) -> list[float | None]:
-    """Return the mean of each prompt's completions, of those that have a value; None for a prompt without one.
-
-    `values` has `samples` entries for each prompt, one prompt after the other.
-    """
-    return [fmean(group) if group else None for group in _known(values, samples)]
-
-
-def _known(values: Sequence[float | None], samples: int) -> list[list[float]]:
-    """Return the values of each prompt that are not None."""
-    groups = (values[start : start + samples] for start in range(0, len(values), samples))
-    return [[value for value in group if value is not None] for group in groups]
-
-
-def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[str, float]:
+def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
     """Return the metrics of one evaluation function.
 
     `value` is the mean over the prompts' means, `low` and `high` its 95% interval over prompts. With several samples
@@ -31,18 +15,18 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
     without a value is left out. Empty if no completion has a value; without interval for one prompt.
 
     Args:
-        values: `samples` entries for each prompt, one prompt after the other; None if the function does not apply.
-        samples: completions per prompt.
+        values: (P, K) of each completion; NaN if the function does not apply.
         seed: of the bootstrap.
     """
-    means = [mean for mean in per_prompt(values, samples) if mean is not None]
-    if not means:
+    means = scored(per_prompt(values, exact=True))
+    if not means.size:
         return {}
-    is_right = all(v in (None, 0.0, 1.0) for v in values)
-    found = over_prompts(means, seed, limits=(0.0, 1.0) if is_right else None)
+    samples = values.shape[1]
+    is_right = is_binary(values)
+    found = over_prompts(means, seed, limits=A_SHARE if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(_known(values, samples), samples).items()}
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(values, samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

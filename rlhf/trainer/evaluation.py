@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +36,7 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
+from rlhf.utils.statistics import is_binary, scored
 from rlhf.utils.system import release_gpu_cache
 
 FIXED_TEXTS = 128
@@ -51,38 +54,69 @@ class FixedText:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one evaluation of the policy. Lists have `samples` entries per evaluation prompt, one prompt after
-    the other."""
+    """What an evaluation of a model found: P prompts, K completions of each.
 
-    update: int
-    texts: list[str]
-    scores: list[float | None]  # None: no reward function applies to the completion
-    kl: list[float]  # nats per sequence, k1
-    lengths: list[int]  # tokens, EOS included
-    ended: list[bool]
-    perplexity: float
-    topics: list[str | None] | None = None  # as in the metrics' names; None if the run has no metrics per topic
-    samples: int = 1  # completions per prompt
-    values: dict[str, list[float | None]] = field(default_factory=dict)  # of each evaluation function
+    A field with an entry for each completion is an array (P, K), or a list of P lists of K.
+    """
+
+    texts: list[list[str]]
+    scores: np.ndarray  # (P, K) score units; NaN, also in `judged`: no function applies to the completion
+    lengths: np.ndarray  # (P, K) tokens, EOS included
+    ended: np.ndarray  # (P, K) True if the completion ends with EOS or a stop string
+    kl: np.ndarray | None = None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
+    perplexity: float | None = None  # at temperature 1, on the evaluator's text
+    # judge or evaluation function -> its ratings (P, K); the first one decides
+    judged: dict[str, np.ndarray] = field(default_factory=dict)
+    ids: list[list[list[int]]] = field(default_factory=list)  # EOS included; empty: they were not kept
+    update: int = 0  # of the run, before the evaluation
+    topics: list[str | None] | None = None  # (P,) as in the metrics' names; None if the run has no metrics per topic
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
-    extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
-    gold: list[float] = field(default_factory=list)  # gold quality of each completion; empty without a gold judge
+    extra: dict[str, list[list]] = field(default_factory=dict)  # columns that functions logged with log_extra
+    gold: np.ndarray | None = None  # (P, K) gold quality in [0, 1]; None without a gold judge
+    functions: tuple[str, ...] = ()  # the judges that are evaluation functions
+    # of a checker (0 or 1): "greedy", more tokens, worked examples -> its mean, sampled in this way
+    variants: dict[str, float] = field(default_factory=dict)
+    more: Evaluation | None = None  # more completions of this model, (P, N), which its measures are of
+
+    @property
+    def samples(self) -> int:
+        """The number of completions of each prompt, K."""
+        return self.scores.shape[1]
 
     @property
     def score(self) -> float:
         """The mean score of the completions that have one."""
         return fmean(scored(self.scores))
 
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """Everything that rates the model: "score", "judge" (the first judge), and "judge/NAME" of the other judges,
+        (P, K), or (P, N) if there are more completions."""
+        of = self.more or self
+        names = [f"judge/{name}" if i else "judge" for i, name in enumerate(of.judged)]
+        return {"score": of.scores, **dict(zip(names, of.judged.values(), strict=True))}
+
+    @property
+    def deciding(self) -> np.ndarray:
+        """The first judge's ratings (P, K); the scores without a judge."""
+        return next(iter(self.judged.values()), self.scores)
+
+    @property
+    def checked(self) -> bool:
+        """True if what decides is a checker: all its values are 0 or 1."""
+        return is_binary(self.deciding)
+
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by TensorBoard tag. docs/metrics.md describes them."""
+        """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
+        kl = flat(self.kl)
         return {
             "eval/score": self.score,
-            **({"eval/gold": fmean(self.gold)} if self.gold else {}),
-            "eval/kl_divergence": fmean(self.kl),
-            "eval/kl_divergence/token": sum(self.kl) / sum(self.lengths),
+            **({"eval/gold": fmean(flat(self.gold))} if self.gold is not None else {}),
+            "eval/kl_divergence": fmean(kl),
+            "eval/kl_divergence/token": sum(kl) / int(self.lengths.sum()),
             "eval/perplexity": self.perplexity,
-            "eval/length": fmean(self.lengths),
-            "eval/eos_rate": fmean(self.ended),
+            "eval/length": fmean(flat(self.lengths)),
+            "eval/eos_rate": fmean(flat(self.ended)),
             **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
             **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},
         }
@@ -90,39 +124,68 @@ class Evaluation:
     @property
     def not_finite(self) -> str:
         """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
-        figures = {"KL": fmean(self.kl), "perplexity": self.perplexity}
+        figures = {"KL": fmean(flat(self.kl)), "perplexity": self.perplexity}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
     def _by_topic(self) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
-        for name, score in zip(self.topics or [], self.scores, strict=False):
-            if name is not None and score is not None:
-                scores.setdefault(name, []).append(score)
+        for name, row in zip(self.topics or [], self.scores, strict=False):
+            known = scored(row).tolist()
+            if name is not None and known:
+                scores.setdefault(name, []).extend(known)
         return scores
+
+    def select(self, index: np.ndarray) -> Evaluation:
+        """Return these completions of each prompt, `index` (P, M). All fields that are not of completions stay."""
+        return replace(self, **{field.name: _chosen(getattr(self, field.name), index) for field in fields(self)})
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Writes every completion with its score and its value of each evaluation function, one JSON object per
         line."""
         rows = [prompt for prompt in prompts for _ in range(self.samples)]
+        metrics = {name: flat(values) for name, values in self.judged.items()}
+        extra = {name: flat(values) for name, values in self.extra.items()}
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"update-{self.update:06d}.jsonl").open(
             "w", encoding="utf-8", errors="backslashreplace"
         ) as file:
-            columns = zip(rows, self.texts, self.scores, self.kl, self.ended, strict=True)
+            columns = zip(rows, *map(flat, (self.texts, self.scores, self.kl, self.ended)), strict=True)
             for i, (prompt, text, score, kl, ended) in enumerate(columns):
                 row = {"prompt": prompt.example.messages, "completion": text, "score": score, "kl": kl, "ended": ended}
-                if self.values:
-                    row["metrics"] = {name: values[i] for name, values in self.values.items()}
-                if self.extra:
-                    row["extra"] = {name: values[i] for name, values in self.extra.items()}
+                if metrics:
+                    row["metrics"] = {name: values[i] for name, values in metrics.items()}
+                if extra:
+                    row["extra"] = {name: values[i] for name, values in extra.items()}
                 if prompt.example.topic is not None:
                     row["topic"] = prompt.example.topic
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def scored(scores: Sequence[float | None]) -> list[float]:
-    """Return the scores of the completions that have one."""
-    return [score for score in scores if score is not None]
+def flat(values: np.ndarray | Sequence[Sequence]) -> list:
+    """Return one entry for each completion, prompt by prompt, from an array (P, K) or P lists of K; None for NaN."""
+    rows = values.tolist() if isinstance(values, np.ndarray) else values
+    return [None if value != value else value for row in rows for value in row]
+
+
+def by_prompt(values: Sequence, samples: int) -> list[list]:
+    """Return one list of `samples` entries for each prompt. The inverse of `flat`."""
+    return [list(values[start : start + samples]) for start in range(0, len(values), samples)]
+
+
+def as_array(values: Sequence[float | None], samples: int) -> np.ndarray:
+    """Return an entry for each completion, prompt by prompt, as an array (P, samples), with NaN for None."""
+    return np.array(values, dtype=float if None in values else None).reshape(-1, samples)
+
+
+def _chosen(value: Any, index: np.ndarray) -> Any:
+    """Return a field for these completions of each prompt."""
+    if isinstance(value, dict):
+        return {name: _chosen(of, index) for name, of in value.items()}
+    if isinstance(value, np.ndarray):
+        return np.take_along_axis(value, index, axis=1)
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return [[row[i] for i in rows] for row, rows in zip(value, index, strict=True)]
+    return value
 
 
 def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
@@ -294,7 +357,7 @@ class PolicyEvaluator:
         ended = [ended for part in parts for ended in part.completions.ended.tolist()]
         given = collector.rewards.score(prompts, texts, rows, ended)
         log = RewardLog(len(texts))
-        if not scored(given.total):
+        if all(score is None for score in given.total):
             names = ", ".join(collector.rewards.names)
             raise RunError(
                 f"no completion has a score, because every reward function returned None ({names})",
@@ -304,22 +367,27 @@ class PolicyEvaluator:
         values = {}
         if self.functions is not None:
             values = self.functions.scores_by_function(prompts, texts, rows, ended, log=log)
-        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
+        samples = run.eval_samples
+        judged = {name: as_array(found, samples) for name, found in values.items()}
+        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts[::samples]]
         policy = collector.host.actor.policy
         pad = self.tokenizer.pad_token_id
         device = parts[0].mask.device
+        kl = [kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()]
+        gold = None
+        if self.gold is not None:
+            gold = as_array(gold_qualities(prompts, texts, ended, self.gold), samples)
         return Evaluation(
             update=update,
-            texts=texts,
-            scores=given.total,
-            kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
-            lengths=[len(row) for row in rows],
-            ended=ended,
+            texts=by_prompt(texts, samples),
+            scores=as_array(given.total, samples),
+            kl=as_array(kl, samples),
+            lengths=as_array(list(map(len, rows)), samples),
+            ended=as_array(ended, samples),
             perplexity=perplexity(policy, self.text, pad, device, collector.passes.dtype),
             topics=topics if any(topics) else None,
-            samples=run.eval_samples,
-            values=values,
-            figures={name: figures_of(found, run.eval_samples, run.seed) for name, found in values.items()},
-            extra={**given.extra, **log.extra},
-            gold=gold_qualities(prompts, texts, ended, self.gold) if self.gold is not None else [],
+            judged=judged,
+            figures={name: figures_of(found, run.seed) for name, found in judged.items()},
+            extra={name: by_prompt(column, samples) for name, column in {**given.extra, **log.extra}.items()},
+            gold=gold,
         )

@@ -12,7 +12,7 @@ from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.data.chat_template import removed_tags
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.settings.types import KL_METRICS, kl_text
-from rlhf.trainer.evaluation import shown_prompts
+from rlhf.trainer.evaluation import flat, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, counted, one_line
 
@@ -209,8 +209,9 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True)
         found += hardly_changed(trainer.host.state.log_history, trainer.config)
     last = trainer.evaluations[-1]
     seed = trainer.config.run.seed
-    drawn = [i * last.samples for i in shown_prompts(len(last.texts) // last.samples, seed, EXAMPLES)]
-    show_findings(found, [(last.texts[i], last.scores[i]) for i in drawn], screen)
+    scores = flat(last.scores[:, :1])
+    drawn = shown_prompts(len(scores), seed, EXAMPLES)
+    show_findings(found, [(last.texts[i][0], scores[i]) for i in drawn], screen)
 
 
 def show_findings(found: Sequence[Finding], examples: Examples, screen: Screen) -> None:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
-from rlhf.trainer.evaluation import Evaluation, FixedText
+from rlhf.trainer.evaluation import Evaluation, FixedText, as_array, by_prompt, flat
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
@@ -53,7 +53,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "progress": asdict(trainer.progress),
         "this_epoch": trainer.this_epoch,
         "normalizer": normalizer.state_dict() if normalizer is not None else None,
-        "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
+        "evaluations": [_evaluation_to_json(evaluation) for evaluation in trainer.evaluations],
         "text": _text_to_json(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.host.lr_scheduler.state_dict(),
@@ -81,7 +81,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
         normalizer.load_state_dict(state["normalizer"])
-    trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
+    trainer.evaluations = [_evaluation_from_json(evaluation) for evaluation in state["evaluations"]]
     trainer.evaluator.text = _text_from_json(state["text"])
     for name, callback in _stateful(trainer).items():
         if name in state["listeners"]:
@@ -170,6 +170,39 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"cannot convert {type(value).__name__} to JSON")
+
+
+# --- evaluations: lists over the completions, prompt by prompt ------------------------------------------------------
+
+
+def _evaluation_to_json(evaluation: Evaluation) -> dict[str, Any]:
+    samples = evaluation.samples
+    return {
+        "update": evaluation.update,
+        **{name: flat(getattr(evaluation, name)) for name in ("texts", "scores", "kl", "lengths", "ended")},
+        "perplexity": evaluation.perplexity,
+        "topics": evaluation.topics and [topic for topic in evaluation.topics for _ in range(samples)],
+        "samples": samples,
+        "values": {name: flat(values) for name, values in evaluation.judged.items()},
+        "figures": evaluation.figures,
+        "extra": {name: flat(values) for name, values in evaluation.extra.items()},
+        "gold": [] if evaluation.gold is None else flat(evaluation.gold),
+    }
+
+
+def _evaluation_from_json(state: dict[str, Any]) -> Evaluation:
+    samples = state["samples"]
+    return Evaluation(
+        update=state["update"],
+        texts=by_prompt(state["texts"], samples),
+        **{name: as_array(state[name], samples) for name in ("scores", "kl", "lengths", "ended")},
+        perplexity=state["perplexity"],
+        topics=state["topics"] and state["topics"][::samples],
+        judged={name: as_array(values, samples) for name, values in state["values"].items()},
+        figures=state["figures"],
+        extra={name: by_prompt(values, samples) for name, values in state["extra"].items()},
+        gold=as_array(state["gold"], samples) if state["gold"] else None,
+    )
 
 
 # --- the text of the perplexity --------------------------------------------------------------------------------------

@@ -13,22 +13,22 @@ from transformers import AutoModelForCausalLM
 
 import evaluate_generations
 from rlhf.analysis.audit import figures, warnings
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.trainer.evaluation import Evaluation
+from tests.evaluations import evaluation_of
 
 WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()
 
 
-def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> GenerationResults:
+def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> Evaluation:
     """Return two completions per prompt, with values 0.1 below and above the given `scores` and `judged`."""
     offset = np.tile([[-0.1, 0.1]], (prompts, 1))
     shape = offset.shape
     texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]
-    return GenerationResults(
-        label="a model",
+    return evaluation_of(
+        scores + offset,
+        {"gold quality": judged + offset} if judged is not None else {},
         texts=texts,
-        scores=scores + offset,
-        judged={"gold quality": judged + offset} if judged is not None else {},
         kl=np.full(shape, kl),
         lengths=np.full(shape, length) + np.tile([[1, 0]], (prompts, 1)),
         ended=np.arange(shape[0] * 2).reshape(shape) < ended * prompts * 2,
@@ -153,4 +153,4 @@ def test_length_hacked_model_has_length_warnings(start_model, reward_folder, pai
     assert start_report["models"][0]["warnings"] == []
     assert "too few prompts to show signs of reward hacking" in output, "8 prompts are no evidence"
     page = (tmp_path / "start_page" / "evaluation.html").read_text(encoding="utf-8")
-    assert "Too few prompts" in page and "no signs of reward hacking" not in page.lower()
+    assert "too few prompts" in page and "no signs of reward hacking" not in page.lower()

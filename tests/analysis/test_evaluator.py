@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import ModelRef, find_model_ref, find_models, shared_settings
 from rlhf.analysis.verdict import Arm, contrast
 from rlhf.checkpoints.run_folder import RunLock
@@ -21,6 +21,7 @@ from rlhf.models.budget import BUDGETS
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import path_on_page
@@ -340,7 +341,7 @@ def test_changed_evaluation_prompts_are_reported(runs, tmp_path, capsys, pairs_f
     assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
 
 
-def evaluate_start_with_seed(evaluator: ModelEvaluator, seed: int) -> GenerationResults:
+def evaluate_start_with_seed(evaluator: ModelEvaluator, seed: int) -> Evaluation:
     evaluator.settings = dataclasses.replace(evaluator.settings, seed=seed)
     return evaluator.evaluate_start(Screen())
 

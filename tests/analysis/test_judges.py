@@ -12,12 +12,14 @@ import torch
 
 import compare_runs
 import evaluate_generations
-from rlhf.analysis.audit import figures, figures_of, label_of
-from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.audit import figures
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
+from rlhf.reports.tables import figure_names, label_of
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
+from tests.evaluations import evaluation_of
 from tests.reports.test_reports import one_reward
 from tests.shapes import make_reward_model
 
@@ -51,21 +53,6 @@ def wanted(tmp_path):
     return tmp_path / "wanted.jsonl"
 
 
-def made(scores, judged, functions=()) -> GenerationResults:
-    shape = np.shape(scores)
-    return GenerationResults(
-        label="made",
-        texts=[["a b"] * shape[1]] * shape[0],
-        scores=np.array(scores, dtype=float),
-        judged={name: np.array(values, dtype=float) for name, values in judged.items()},
-        kl=None,
-        lengths=np.ones(shape, dtype=int),
-        ended=np.ones(shape, dtype=bool),
-        perplexity=None,
-        functions=functions,
-    )
-
-
 # --- pass@k ----------------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +60,7 @@ def test_pass_at_k_matches_values_worked_out_by_hand():
     """Four completions per prompt. One right: pass@1 = 1/4, pass@2 = 1 - C(3,2)/C(4,2) = 1/2. None right: 0. With one
     of two rated completions right, pass@1 = 1/2, pass@2 = 1, and there is no pass@4."""
     values = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, np.nan, np.nan]]
-    found = figures(made(np.zeros((3, 4)), {"exact_match": values}, ("exact_match",)))
+    found = figures(evaluation_of(np.zeros((3, 4)), {"exact_match": values}, functions=("exact_match",)))
     assert found["pass@1/exact_match"] == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     assert found["pass@2/exact_match"] == pytest.approx((1 / 2 + 0 + 1) / 3)
     assert found["pass@4/exact_match"] == pytest.approx((1 + 0) / 2)
@@ -84,7 +71,7 @@ def test_pass_at_k_matches_values_worked_out_by_hand():
 def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
     """Gold quality can be 0 and 1 by accident, and other functions have values between them."""
     judged = {"exact": [[0, 1, 1]], "graded": [[0, 0.5, 1]], "gold quality": [[0, 1, 1]], "none": [[np.nan] * 3]}
-    found = figures(made([[0, 0, 0]], judged, ("exact", "graded", "none")))
+    found = figures(evaluation_of([[0, 0, 0]], judged, functions=("exact", "graded", "none")))
     assert [name for name in found if "/" in name] == [
         "judge/graded", "judge/gold quality", "judge/none", "pass@1/exact", "pass@2/exact", "pass@3/exact",
     ]  # fmt: skip
@@ -95,10 +82,10 @@ def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
 
 
 def test_figures_of_a_model_without_pass_at_k_are_in_the_same_table():
-    one = figures(made([[0, 0]], {"f": [[0, 1]]}, ("f",)))
-    other = figures(made([[0, 0]], {"f": [[0, 0.5]]}, ("f",)))
-    assert figures_of([other, one]) == figures_of([one, other])
-    assert [name for name in figures_of([other, one]) if name in ("judge", "pass@1/f", "length")] == [
+    one = figures(evaluation_of([[0, 0]], {"f": [[0, 1]]}, functions=("f",)))
+    other = figures(evaluation_of([[0, 0]], {"f": [[0, 0.5]]}, functions=("f",)))
+    assert figure_names([other, one]) == figure_names([one, other])
+    assert [name for name in figure_names([other, one]) if name in ("judge", "pass@1/f", "length")] == [
         "judge", "pass@1/f", "length",
     ]  # fmt: skip
 
@@ -111,7 +98,7 @@ def test_first_judge_decides_the_verdict():
     shape = (24, 2)
 
     def results(score, first, second):
-        return made(np.full(shape, score), {"first": np.full(shape, first), "second": np.full(shape, second)})
+        return evaluation_of(np.full(shape, score), {"first": np.full(shape, first), "second": np.full(shape, second)})
 
     groups = [group("PPO", results(1.0, 2.0, 0.0)), group("GRPO", results(1.0, 1.0, 1.0))]
     verdict = judge_runs(groups, results(0.0, 0.0, 0.0), "first", 1)
@@ -149,7 +136,7 @@ def test_a_judge_that_gives_every_completion_its_score_is_named_and_not_shown_ag
 
 def test_pass_at_k_of_a_function_that_is_the_score_stays():
     """Two of three judged completions are right; the judge's ratings were removed."""
-    found = figures(made([[1, 0, 1]], {}, ("exact",)))
+    found = figures(evaluation_of([[1, 0, 1]], {}, functions=("exact",)))
     assert found["pass@1/exact"] == pytest.approx(2 / 3) and found["pass@3/exact"] == 1.0
 
 
@@ -231,7 +218,7 @@ def test_function_without_the_columns_of_the_stored_completions(runs, rules, wan
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["at_equal"][0]["differences"][0]["by"] == "score"
-    (caveat,) = (line for line in report["caveats"] if "--prompts" in line)
+    (caveat,) = (line for line in report["notes"] if "--prompts" in line)
     assert "(half, " in report["verdict"][0] and "half" in caveat
 
 

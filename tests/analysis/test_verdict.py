@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from rlhf.analysis.best_of_n import best_of_n
-from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.verdict import START as START_NAME
 from rlhf.analysis.verdict import Arm, Evidence, Verdict, best_of_arm, contrast, judge_arms
 from rlhf.checkpoints.run_record import Plan
 from rlhf.config import make_config
 from rlhf.settings.training import Config
+from rlhf.trainer.evaluation import Evaluation
+from tests.evaluations import LENGTH, evaluation_of
 from tests.records import record_of
 
 RNG = np.random.default_rng(0)
@@ -23,33 +24,25 @@ PROMPTS = RNG.normal(0, 1, (64, 1))
 
 def completions(
     score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0
-) -> GenerationResults:
+) -> Evaluation:
     """Return four completions for each of 64 prompts, scored `score` plus an offset per prompt and noise of 0.3."""
     noise = RNG.normal(0, 0.3, (2, 64, 4))
-    return GenerationResults(
-        label="made",
-        texts=[["a b c d"] * 4] * 64,
-        scores=PROMPTS + score + noise[0],
-        judged={} if judged is None else {"gold quality": PROMPTS + judged + noise[1]},
-        kl=np.full((64, 4), kl),
-        lengths=np.full((64, 4), 5),
-        ended=np.full((64, 4), True),
-        perplexity=perplexity,
-    )
+    rated = {} if judged is None else {"gold quality": PROMPTS + judged + noise[1]}
+    return evaluation_of(PROMPTS + score + noise[0], rated, kl=np.full((64, 4), kl), perplexity=perplexity)
 
 
-def group(name: str, *measured: GenerationResults, episodes: int = 100, config: Config | None = None) -> Arm:
+def group(name: str, *measured: Evaluation, episodes: int = 100, config: Config | None = None) -> Arm:
     """Return an arm with one run for each of `measured`."""
     plan = Plan(2, episodes, 2, episodes)
     records = [record_of(config, seed=i, plan=plan) for i in range(len(measured))]
     return Arm(name, list(measured), [ModelRef(name, name, run=record, update=2) for record in records])
 
 
-def judge_runs(arms: list[Arm], start: GenerationResults, judge: str | None, seed: int, **evidence) -> Verdict:
+def judge_runs(arms: list[Arm], start: Evaluation, judge: str | None, seed: int, **evidence) -> Verdict:
     return judge_arms(arms, Arm(START_NAME, [start]), seed, Evidence(judge, **evidence))
 
 
-def three(score: float, judged: float | None = None) -> list[GenerationResults]:
+def three(score: float, judged: float | None = None) -> list[Evaluation]:
     return [completions(score + shift, None if judged is None else judged + shift) for shift in (-0.02, 0.0, 0.02)]
 
 
@@ -188,9 +181,9 @@ def test_caveats_depend_on_the_number_of_seeds():
 
 def test_contrast_matches_hand_computed_values():
     """Two seeds against the start model: the difference of means per prompt, and the win rate over all pairs."""
-    a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), {}, None, None, None, None)
-    b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
-    start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
+    a = evaluation_of([[1.0, 3.0], [0.0, 2.0]])
+    b = evaluation_of([[2.0, 2.0], [2.0, 2.0]])
+    start = evaluation_of([[0.0, 2.0], [2.0, 2.0]])
     found = contrast(group("PPO", a, b), Arm(START_NAME, [start]), "score", 1)
     assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
@@ -199,8 +192,7 @@ def test_contrast_matches_hand_computed_values():
 
 
 def test_caveat_for_few_prompts():
-    ones = np.ones((4, 1))
-    few = [GenerationResults("a", [["x"]] * 4, ones * shift, {}, None, ones, ones, None) for shift in range(4)]
+    few = [evaluation_of(np.full((4, 1), shift)) for shift in range(4)]
     caveats = judge_runs([group("PPO", *few[:2]), group("GRPO", *few[2:])], few[0], None, 1).caveats
     assert " 4 prompts" in caveats[-1] and " 349: --num-prompts" in caveats[-1]
 
@@ -208,11 +200,9 @@ def test_caveat_for_few_prompts():
 # --- three and more groups -------------------------------------------------------------------------------------------
 
 
-def constant(score: float, judged: float | None = None) -> GenerationResults:
+def constant(score: float, judged: float | None = None) -> Evaluation:
     """Return one completion for each of 20 prompts, all with the same score."""
-    ones = np.ones((20, 1))
-    rated = {"gold quality": ones * judged} if judged else {}
-    return GenerationResults("made", [["x"]] * 20, ones * score, rated, None, ones, ones > 0, None)
+    return evaluation_of([[score]] * 20, {"gold quality": [[judged]] * 20} if judged else {})
 
 
 def test_contrasts_of_three_groups_cover_every_pair():
@@ -323,7 +313,7 @@ def test_the_start_model_has_the_value_of_its_many_samples():
     assert "+0.500" in verdict.sentences[0]
     assert start.mean("score") == best_of_n(many.scores, {}).measures["score"][0] == 0.5
     assert start.mean("pass@1/exact") == pytest.approx(0.5) and start.mean("pass@8/exact") is None
-    assert (start.mean("length"), start.mean("score_of_worst")) == (5, 0)
+    assert (start.mean("length"), start.mean("score_of_worst")) == (LENGTH, 0)
 
 
 @pytest.mark.parametrize("greedy", [None, 0.9])
@@ -337,22 +327,18 @@ def test_greedy_decoding_is_in_the_sentence_on_the_start_model(greedy):
 
 def test_a_comparison_that_could_not_have_seen_any_difference():
     """A score of 0 or 1 on two prompts."""
-    ones = np.ones((2, 1))
-    right, wrong = (
-        GenerationResults("a", [["x"]] * 2, np.array(scores), {}, None, ones, ones, None)
-        for scores in ([[0.0], [1.0]], [[1.0], [0.0]])
-    )
+    right, wrong = (evaluation_of(scores) for scores in ([[0], [1]], [[1], [0]]))
     verdict = judge_runs([group("PPO", right), group("GRPO", wrong)], right, None, 1)
     assert "any possible difference" in verdict.sentences[0] and "inf" not in verdict.sentences[0]
 
 
 def test_best_of_n_is_an_arm_of_real_completions():
     scores = np.array([[1.0, 3.0, 2.0, 0.0]])
-    samples = GenerationResults("s", [["a", "b", "c", "d"]], scores, {"j": scores * 2}, None, scores, scores > 1, None,
-                                ids=[[1], [2], [3], [4]])  # fmt: skip
+    ids = [[[1], [2], [3], [4]]]
+    samples = evaluation_of(scores, {"j": scores * 2}, texts=[["a", "b", "c", "d"]], ids=ids)
     arm = best_of_arm(samples, 2, best_of_n(scores, {}))
     (found,) = arm.measured
-    assert (found.texts, found.ids, found.scores.tolist()) == ([["b", "c"]], [[2], [3]], [[3.0, 2.0]])
+    assert (found.texts, found.ids, found.scores.tolist()) == ([["b", "c"]], [[[2], [3]]], [[3.0, 2.0]])
     assert found.judged["j"].tolist() == [[6.0, 4.0]] and found.kl == pytest.approx(np.log(2) - 0.5)
     assert arm.name == "best-of-2" and not arm.trained
     assert arm.mean("score") == 2.5 and arm.mean("score_of_best") is None  # two blocks, not two completions
@@ -361,11 +347,8 @@ def test_best_of_n_is_an_arm_of_real_completions():
 def test_the_k_with_which_the_start_model_is_ahead():
     """pass@1 is 1/2 and 3/4, pass@2 is 1 and 3/4: the arm solves fewer prompts, but these always."""
 
-    def checked(rows: list[list[float]]) -> GenerationResults:
-        values = np.array(rows * 16)
-        lengths = np.full(values.shape, 5)
-        return GenerationResults("made", [["x"] * 2] * 64, values, {"exact": values}, None, lengths, values > 0, None,
-                                 functions=("exact",))  # fmt: skip
+    def checked(rows: list[list[float]]) -> Evaluation:
+        return evaluation_of(rows * 16, {"exact": rows * 16}, functions=("exact",))
 
     start = checked([[0, 1], [0, 1], [0, 1], [0, 1]])
     arm = checked([[1, 1], [1, 1], [1, 1], [0, 0]])
@@ -374,7 +357,7 @@ def test_the_k_with_which_the_start_model_is_ahead():
 
 
 def test_comparison_without_any_score_has_an_unknown_kl_of_best_of_n():
-    nothing = replace(START, scores=np.full((64, 4), np.nan), judged={}, ids=[[1]] * 256)
+    nothing = replace(START, scores=np.full((64, 4), np.nan), judged={})
     assert best_of_n(nothing.scores, {}) is None
     arm = best_of_arm(nothing, 2, None)
     assert arm.measured[0].kl is None

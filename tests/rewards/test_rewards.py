@@ -18,6 +18,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty
 from rlhf.rewards.rewards import Rewards
+from rlhf.trainer.evaluation import flat
 from rlhf.utils.errors import RunError
 from tests.conftest import BY_TIER
 
@@ -239,5 +240,6 @@ def test_rules_score_training_and_evaluation(build, tmp_path, algorithm):
     assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["completions/mean_length"])
     trainer.evaluate()
     evaluation = trainer.evaluations[-1]
-    bonus = [2.0 * ("cat" in text.casefold()) for text in evaluation.texts]
-    assert evaluation.scores == pytest.approx([b - 0.5 * n for b, n in zip(bonus, evaluation.lengths, strict=True)])
+    bonus = [2.0 * ("cat" in text.casefold()) for text in flat(evaluation.texts)]
+    expected = [b - 0.5 * n for b, n in zip(bonus, flat(evaluation.lengths), strict=True)]
+    assert flat(evaluation.scores) == pytest.approx(expected)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from statistics import fmean
 
+import numpy as np
 import pytest
 
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.run.figures import compare
-from rlhf.trainer.eval_metrics import figures_of, per_prompt, shown, tag_of
+from rlhf.trainer.eval_metrics import figures_of, shown, tag_of
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.files import write_json
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import over_prompts
 from tests.trainer.test_evaluation import evaluation, prompts
 
-
-def test_mean_of_each_prompt_ignores_completions_without_a_value():
-    assert per_prompt([1.0, 0.0, None, 0.5, None, None], 2) == [0.5, 0.5, None]
+NAN = np.nan
 
 
 def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_means():
     """Prompt means 1, 0.5, none, 0: mean 0.5 (the mean over the five completions is 0.4)."""
-    figures = figures_of([1.0, None, 1.0, 0.0, None, None, 0.0, 0.0], 2, seed=3)
+    figures = figures_of(np.array([[1, NAN], [1, 0], [NAN, NAN], [0, 0]]), seed=3)
     assert figures["value"] == 0.5
     expected = over_prompts([1.0, 0.5, 0.0], 3, (0.0, 1.0))
     assert (figures["low"], figures["high"]) == (expected.low, expected.high)
@@ -32,8 +30,7 @@ def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_
 
 def test_pass_at_k_of_four_samples():
     """Prompts with 1, 0 and 4 right of 4. pass@2 of the first: 3 of 6 pairs."""
-    values = [0.0, 1.0, 0.0, 0.0, *[0.0] * 4, *[1.0] * 4]
-    figures = figures_of(values, 4, seed=0)
+    figures = figures_of(np.array([[0.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4]), seed=0)
     assert list(figures) == ["value", "low", "high", "pass_at_1", "pass_at_2", "pass_at_4"]
     assert figures["pass_at_1"] == pytest.approx(1.25 / 3) == pytest.approx(figures["value"])
     assert figures["pass_at_2"] == pytest.approx(1.5 / 3)
@@ -41,20 +38,20 @@ def test_pass_at_k_of_four_samples():
 
 
 def test_pass_at_k_only_of_several_samples_with_values_0_and_1():
-    assert set(figures_of([0.0, 1.0, 0.0, 1.0], 1, 0)) == {"value", "low", "high"}
-    assert set(figures_of([0.0, 0.5, 0.0, 1.0], 2, 0)) == {"value", "low", "high"}
-    found = set(figures_of([None, 1.0, 0.0, None], 2, 0))
+    assert set(figures_of(np.array([[0.0], [1.0], [0.0], [1.0]]), 0)) == {"value", "low", "high"}
+    assert set(figures_of(np.array([[0.0, 0.5], [0.0, 1.0]]), 0)) == {"value", "low", "high"}
+    found = set(figures_of(np.array([[NAN, 1.0], [0.0, NAN]]), 0))
     assert found == {"value", "low", "high", "pass_at_1"}, "no prompt has two values"
 
 
 def test_one_prompt_has_no_interval_and_no_value_gives_no_metric():
-    assert figures_of([2.0, 3.0], 2, 0) == {"value": 2.5}
-    assert figures_of([None, None], 2, 0) == {} and shown({}) == "no value"
+    assert figures_of(np.array([[2.0, 3.0]]), 0) == {"value": 2.5}
+    assert figures_of(np.array([[NAN, NAN]]), 0) == {} and shown({}) == "no value"
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_interval_of_equal_answers_has_a_width_within_0_and_1(value):
-    figures = figures_of([value] * 20, 1, 0)
+    figures = figures_of(np.full((20, 1), value), 0)
     assert figures["value"] == value
     assert 0 <= figures["low"] < figures["high"] <= 1
 
@@ -71,7 +68,7 @@ def test_tags_and_words():
 
 
 def test_completions_without_a_score_are_left_out_of_means_topics_and_samples(tmp_path):
-    result = evaluation([1.0, None, 3.0, None], topics=["a", "a", None, "b"])
+    result = evaluation([[1.0], [None], [3.0], [None]], topics=["a", "a", None, "b"])
     metrics = result.metrics()
     assert metrics["eval/score"] == 2.0
     assert metrics["topic/a/eval_score"] == 1.0 and "topic/b/eval_score" not in metrics
@@ -83,7 +80,7 @@ def test_completions_without_a_score_are_left_out_of_means_topics_and_samples(tm
 
 def test_lone_surrogates_in_logged_columns_are_written_as_json_writes_them(tmp_path):
     """A column of the data may contain them, because only the prompt and the completions are checked."""
-    result = evaluation([1.0], extra={"answer": ["\\\ud800 a"]})
+    result = evaluation([[1.0]], extra={"answer": [["\\\ud800 a"]]})
     result.write(tmp_path, prompts(1))
     assert json.loads((tmp_path / "update-000000.jsonl").read_text())["extra"] == {"answer": "\\\ud800 a"}
     write_json(tmp_path / "a.json", "\ud800")
@@ -92,12 +89,12 @@ def test_lone_surrogates_in_logged_columns_are_written_as_json_writes_them(tmp_p
 
 def test_figures_are_paired_over_the_prompts_with_a_score_in_both_evaluations():
     """Prompt means before (1, -, 2) and after (2, 5, -): only the first prompt is in both."""
-    before = evaluation([1.0, 1.0, None, None, 2.0, None], samples=2)
-    after = evaluation([3.0, 1.0, 5.0, None, None, None], samples=2)
+    before = evaluation([[1.0, 1.0], [None, None], [2.0, None]])
+    after = evaluation([[3.0, 1.0], [5.0, None], [None, None]])
     figures = compare(before, after, prompts(3), None, 0)
     assert (figures["score_before"], figures["score_after"]) == (1.0, 2.0)
     assert figures["score_rise_interval"] is None, "one prompt is no evidence"
-    none = compare(evaluation([1.0, None]), evaluation([None, 1.0]), prompts(2), None, 0)
+    none = compare(evaluation([[1.0], [None]]), evaluation([[None], [1.0]]), prompts(2), None, 0)
     assert (none["score_before"], none["score_after"]) == (1.0, 1.0), "over different prompts, so without an interval"
     assert none["score_rise_interval"] is None and none["score_rise_in_start_sd"] == 0.0
 
@@ -106,8 +103,8 @@ def test_gold_quality_of_several_samples_is_paired_by_prompt():
     def gold(question, text, ended):
         return float(text == "right")
 
-    before = evaluation([0.0] * 4, samples=2, texts=["right", "no", "no", "no"])
-    after = evaluation([0.0] * 4, samples=2, texts=["right", "right", "no", "right"])
+    before = evaluation([[0.0, 0.0]] * 2, texts=[["right", "no"], ["no", "no"]])
+    after = evaluation([[0.0, 0.0]] * 2, texts=[["right", "right"], ["no", "right"]])
     figures = compare(before, after, prompts(2), gold, 0)
     assert (figures["gold_before"], figures["gold_after"]) == (0.25, 0.75)
     assert figures["gold_rise_interval"] == list(_interval_of_equal(0.5, 2))
@@ -120,25 +117,26 @@ def _interval_of_equal(value: float, count: int) -> tuple[float, float]:
 
 def test_no_change_is_no_certainty():
     """15 prompts, each as right as before: 0.025^(1/15) = 0.782. Scores of a reward model have no known range."""
-    right = [float(i % 3 == 0) for i in range(15)]
+    right = np.array([[float(i % 3 == 0)] for i in range(15)])
     figures = compare(evaluation(right), evaluation(right), prompts(15), None, 0)
     assert figures["score_rise_interval"] == pytest.approx([-0.218, 0.218], abs=1e-3)
-    scores = [3.0 * value for value in right]
+    scores = 3.0 * right
     assert compare(evaluation(scores), evaluation(scores), prompts(15), None, 0)["score_rise_interval"] is None
 
 
 def test_intervals_are_within_the_range_of_the_score():
     """Four prompts, two of which got worse: -0.5, and not (-1.4 to +0.4)."""
-    figures = compare(evaluation([1.0] * 4), evaluation([0.0, 0.0, 1.0, 1.0]), prompts(4), None, 0)
+    figures = compare(evaluation([[1.0]] * 4), evaluation([[0.0], [0.0], [1.0], [1.0]]), prompts(4), None, 0)
     low, high = figures["score_rise_interval"]
     assert low == -1.0 and high < 1.0
 
 
 def test_figures_of_evaluation_functions_before_and_after():
     def of(values) -> Evaluation:
-        return evaluation([0.0] * 4, samples=2, values={"right": values}, figures={"right": figures_of(values, 2, 0)})
+        found = figures_of(np.array(values), 0)
+        return evaluation([[0.0, 0.0]] * 2, judged={"right": values}, figures={"right": found})
 
-    figures = compare(of([0.0, 1.0, 0.0, 0.0]), of([1.0, 1.0, 1.0, 0.0]), prompts(2), None, 0)
+    figures = compare(of([[0.0, 1.0], [0.0, 0.0]]), of([[1.0, 1.0], [1.0, 0.0]]), prompts(2), None, 0)
     names = [name for name in figures if name.startswith("eval/")]
     assert names == [
         "eval/right_before",
@@ -180,7 +178,3 @@ def test_best_rule_of_an_evaluation_function_without_values():
 def test_candidate_of_an_older_checkpoint_has_no_metrics():
     old = {"update": 0, "score": 1.0, "kl": 0.0, "target": 6.0, "perplexity": 10.0}
     assert Candidate(**old).metrics == {} and Candidate(**old).value("score") == 1.0
-
-
-def test_evaluation_of_an_older_checkpoint_has_one_sample():
-    assert evaluation([1.0]).samples == 1 and evaluation([1.0]).score == fmean([1.0])

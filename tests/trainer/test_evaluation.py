@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,17 +20,17 @@ from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
-from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
-from rlhf.trainer.state import _text_from_json, _text_to_json
+from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, flat, perplexity
+from rlhf.trainer.state import _evaluation_from_json, _evaluation_to_json, _text_from_json, _text_to_json
 from tests.conftest import attach
+from tests.evaluations import evaluation_of
 
 CPU = torch.device("cpu")
 
 
-def evaluation(scores, update=0, **more) -> Evaluation:
-    count = len(scores)
-    rest = {"texts": ["yes"] * count, "kl": [0.5] * count, "lengths": [4] * count, "ended": [True] * count}
-    return Evaluation(update=update, scores=scores, perplexity=2.0, **{**rest, **more})
+def evaluation(scores, **more) -> Evaluation:
+    """Return an evaluation of a run with these scores (P, K)."""
+    return evaluation_of(scores, **{"kl": np.full(np.shape(scores), 0.5), "perplexity": 2.0, **more})
 
 
 def prompts(count: int, **more) -> list[Prompt]:
@@ -105,12 +107,13 @@ def test_evaluations_use_the_same_random_numbers(build):
     trainer.evaluate()
     trainer.evaluate()
     first, second = trainer.evaluations
-    assert first.texts == second.texts and first.scores == second.scores
-    assert len(set(first.texts)) > 1
+    assert first.texts == second.texts and np.array_equal(first.scores, second.scores)
+    assert len(set(flat(first.texts))) > 1
 
 
 def test_evaluation_metrics_match_values_computed_by_hand():
-    result = evaluation([1.0, 3.0], kl=[2.0, 4.0], lengths=[10, 20], ended=[True, False])
+    result = evaluation([[1.0], [3.0]], kl=np.array([[2.0], [4.0]]), lengths=np.array([[10], [20]]),
+                        ended=np.array([[True], [False]]))  # fmt: skip
     logged = result.metrics()
     assert (logged["eval/score"], logged["eval/kl_divergence"]) == (2.0, 3.0)
     assert logged["eval/kl_divergence/token"] == pytest.approx(6 / 30)
@@ -118,24 +121,26 @@ def test_evaluation_metrics_match_values_computed_by_hand():
 
 
 def test_report_figures_match_values_computed_by_hand():
-    before = evaluation([0.0, 2.0, 4.0], lengths=[4, 4, 4])
-    after = evaluation([3.0, 5.0, 7.0], lengths=[8, 8, 8])
+    before = evaluation([[0.0], [2.0], [4.0]])
+    after = evaluation([[3.0], [5.0], [7.0]], lengths=np.full((3, 1), 8))
     figures = compare(before, after, prompts(3), None, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
     # the start model's scores have standard deviation 2
     assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)
     low, high = figures["score_rise_interval"]
     assert low < 0 and high == 3.0, "every score rose by 3, but three prompts are too few to be significant"
-    assert (figures["length_before"], figures["length_after"]) == (4, 8)
+    assert (figures["length_before"], figures["length_after"]) == (5, 8)
     assert "gold_before" not in figures
 
 
 def test_gold_judge_receives_question_completion_and_ended_flag():
     calls = []
-    result = evaluation([0.0], texts=["plum"], ended=[False])
-    assert gold_scores(result, prompts(1), lambda *a: calls.append(a) or 0.25) == [0.25]
+    result = evaluation([[0.0]], texts=[["plum"]], ended=np.array([[False]]))
+    assert gold_scores(result, prompts(1), lambda *a: calls.append(a) or 0.25) == 0.25
     assert calls == [("q 0", "plum", False)]
-    figures = compare(result, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
+    figures = compare(
+        result, evaluation([[1.0]], texts=[["fig"]]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1
+    )
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, None)
 
 
@@ -186,7 +191,7 @@ def test_evaluations_at_temperature_0_are_greedy(build, engine):
                 ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
         expected.append(decode_completion(tokenizer, ids[len(prompt.ids) :]))
     trainer.evaluate()
-    assert trainer.evaluations[0].texts == expected
+    assert flat(trainer.evaluations[0].texts) == expected
 
 
 def test_another_temperature_of_evaluations_is_that_of_the_sampling(build):
@@ -205,7 +210,7 @@ def test_log_ratios_of_greedy_completions_are_over_all_tokens(build):
     with torch.no_grad():
         trainer.actor.policy.get_output_embeddings().weight.mul_(1.5)
     trainer.evaluate()
-    assert max(map(abs, trainer.evaluations[0].kl)) > 0.01
+    assert np.abs(trainer.evaluations[0].kl).max() > 0.01
 
 
 def test_the_rollout_and_the_text_of_the_perplexity_keep_the_temperature_of_training(build):
@@ -213,3 +218,46 @@ def test_the_rollout_and_the_text_of_the_perplexity_keep_the_temperature_of_trai
     rows = [trainer.collector.collect(trainer.episodes_of(1), 1).completions.rows() for trainer in trainers]
     starts = [trainer.evaluator._start_completions(trainer.evaluation_prompts) for trainer in trainers]
     assert rows[0] == rows[1] and starts[0] == starts[1]
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WithMore(Evaluation):
+    """An evaluation with fields that this project does not have."""
+
+    surprise: np.ndarray | None = None  # (P, K)
+    notes: dict[str, list[list[str]]] = field(default_factory=dict)  # P lists of K
+    topic: str = ""
+
+
+def test_selected_completions_keep_every_field():
+    scores = np.arange(6.0).reshape(2, 3)
+    names = [["a", "b", "c"], ["d", "e", "f"]]
+    whole = WithMore(
+        names, scores, scores * 2, scores > 3, scores * 3, judged={"j": -scores}, gold=scores / 10, topics=["t", None],
+        surprise=scores + 1, notes={"n": names}, topic="sums",
+    )  # fmt: skip
+    found = whole.select(np.array([[2, 0], [1, 1]]))
+    assert (found.texts, found.notes) == ([["c", "a"], ["e", "e"]], {"n": [["c", "a"], ["e", "e"]]})
+    assert found.scores.tolist() == [[2, 0], [4, 4]] and found.surprise.tolist() == [[3, 1], [5, 5]]
+    assert found.judged["j"].tolist() == [[-2, 0], [-4, -4]] and found.ended.tolist() == [[False, False], [True, True]]
+    assert found.kl.tolist() == [[6, 0], [12, 12]] and found.gold.tolist() == [[0.2, 0.0], [0.4, 0.4]]
+    assert (found.topics, found.topic, found.perplexity) == (["t", None], "sums", None)
+
+
+def test_an_evaluation_survives_a_checkpoint():
+    """With and without a score, several samples, logged columns, gold quality and topics."""
+    scores = [[1.5, None], [None, None]]
+    whole = evaluation(
+        scores, judged={"right": [[1, 0], [None, 1]]}, update=3, topics=["a", None], gold=np.array([[0.0, 1], [1, 1]]),
+        figures={"right": {"value": 0.75}}, extra={"column": [[{"x": 1}, None], [[2], "y"]]},
+    )  # fmt: skip
+    stored = json.loads(json.dumps(_evaluation_to_json(whole)))
+    assert stored["scores"] == [1.5, None, None, None] and stored["topics"] == ["a", "a", None, None]
+    again = _evaluation_from_json(stored)
+    for name, value in vars(whole).items():
+        np.testing.assert_equal(getattr(again, name), value)
+    plain = evaluation([[1.0]])
+    assert _evaluation_from_json(_evaluation_to_json(plain)).gold is None

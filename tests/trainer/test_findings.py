@@ -206,8 +206,8 @@ def test_every_evaluation_prints_one_question_with_both_answers(run_flags, tmp_p
         trainer.evaluation_prompts[drawn].example.messages[-1]["content"]
     }
     assert {rows["start model"] for rows in before} == {after["start model"]}
-    assert [rows["score"].split(" -> ")[0] for rows in [*before, after]] == [f"{start.scores[drawn]:.2f}"] * 4
-    assert before[1]["score"].split(" -> ")[1] == f"{trainer.evaluations[1].scores[drawn]:.2f}"
+    assert [rows["score"].split(" -> ")[0] for rows in [*before, after]] == [f"{start.scores[drawn, 0]:.2f}"] * 4
+    assert before[1]["score"].split(" -> ")[1] == f"{trainer.evaluations[1].scores[drawn, 0]:.2f}"
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LEVEL_FACTOR = {1: 1.0, 2: 0.65, 3: 0.35, 4: 0.04}
 
 
 def right_share(family: str, level: int) -> float:
-    """Return the share of right answers in the mixture for a family and level (docs/decisions/data_and_models.md)."""
+    """Return the share of right answers in the mixture for a family and level (benchmarks/experiment_log.md)."""
     return RIGHT_AT_LEVEL_1[family] * LEVEL_FACTOR[level]
 
 

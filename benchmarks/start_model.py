@@ -31,7 +31,7 @@ from rlhf.demo.ready import WEIGHTS
 from rlhf.demo.tasks import ask, flaw_of, parse
 
 FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
-GOOD_SHARE = 0.35  # of the mixture; the others have one flaw each. docs/decisions/data_and_models.md
+GOOD_SHARE = 0.35  # of the mixture; the others have one flaw each. benchmarks/experiment_log.md
 
 
 def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""Runs docs/tutorial.md and the example notebook in order, with one small update per training and few prompts."""
+"""Runs docs/tutorial.md, README's command for the reader's file, and the example notebook in order, with one small
+update per training and few prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 from rlhf.checkpoints.run_record import RunRecord
-from tests.documents import ROOT, commands
+from tests.documents import README, ROOT, commands, python_block
 from tests.notebooks import EXAMPLE, executed
 
 pytestmark = pytest.mark.ci
@@ -31,8 +32,13 @@ def test_the_tutorial_runs_in_order_with_one_update(smollm2, large_folder, monke
         "".join(f'{{"question": "How much is {a} plus 3?", "answer": "{a + 3}"}}\n' for a in range(40)),
         encoding="utf-8",
     )
+    (large_folder / "my.csv").write_text(
+        "question,answer\n" + "".join(f"How much is {a} plus 3?,{a + 3}\n" for a in range(40)), encoding="utf-8"
+    )
+    (large_folder / "my_reward.py").write_text(python_block("# my_reward.py"), encoding="utf-8")
+    own = [command for command in commands(README) if "my.csv" in command]
     done = []
-    for command in commands(ROOT / "docs" / "tutorial.md"):
+    for command in [*commands(ROOT / "docs" / "tutorial.md"), *own]:
         program, *words = shlex.split(command)
         if program != "python":  # pip: .ci/run installs the same packages
             continue
@@ -40,8 +46,9 @@ def test_the_tutorial_runs_in_order_with_one_update(smollm2, large_folder, monke
         few = [] if "--check" in words else FEW[script].split()
         importlib.import_module(script).main([*words[1:], *few])
         done.append(script)
-    assert done == ["train_grpo", "train_grpo", "train_rloo", "compare_runs", "evaluate_generations", "train_grpo"]
-    for name in ("tutorial_grpo", "tutorial_rloo", "my_run"):
+    trained = ["train_grpo", "train_grpo", "train_rloo"]
+    assert done == [*trained, "compare_runs", "evaluate_generations", "train_grpo", "train_grpo"]
+    for name in ("tutorial_grpo", "tutorial_rloo", "my_run", "mine"):
         assert RunRecord.read(large_folder / name).status == "finished"
     assert (large_folder / "tutorial_verdict" / "comparison.json").is_file()
 

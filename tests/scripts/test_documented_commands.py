@@ -39,7 +39,7 @@ RUN_ELSEWHERE = {
     r"^python benchmarks/reference_pipeline": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
     r"\blater\b|benchmarks/stock_sums\.py": ("tests/benchmarks/test_stock_sums.py", "stock_sums"),
     r"^python benchmarks/real_smollm2\.py": ("tests/benchmarks/test_benchmarks.py", '"real_smollm2"'),
-    r"tutorial_|my_questions": ("tests/real/test_tutorial.py", '"tutorial.md"'),
+    r"tutorial_|my_questions|my\.csv": ("tests/real/test_tutorial.py", '"tutorial.md"'),
     r"--check prompts": ("tests/setup/test_scan.py", '"--check", "prompts"'),
     r"--check reward": ("tests/run/test_looks.py", '"--check", "reward"'),
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),

@@ -24,6 +24,9 @@ _UNSUPPORTED = {  # column -> why a row that has it would lose something
 _NOTHING = ("[]", "{}", "null", "None")  # an empty column that was saved as text
 
 
+Sides = dict[str, str | list[Message]]  # "chosen" and "rejected" -> a text or a chat
+
+
 @dataclass(frozen=True)
 class Parts:
     """The prompt of a row and, for a preference pair, its two completions."""
@@ -61,9 +64,9 @@ def parts_of(row: dict, where: str) -> Parts:
     return _with_implicit_prompt(row, sides, where)
 
 
-def _with_implicit_prompt(row: dict, sides: list[tuple[str, Any]], where: str) -> Parts:
+def _with_implicit_prompt(row: dict, sides: Sides, where: str) -> Parts:
     """Return the parts of a pair whose prompt is the common beginning of its two sides."""
-    (_, chosen), (_, rejected) = sides
+    chosen, rejected = sides.values()
     if isinstance(chosen, list) and isinstance(rejected, list):
         messages, *both = _split_chats(chosen, rejected, where)
         return Parts(_with_system(messages, row, where), *both, conversational=True)
@@ -75,12 +78,12 @@ def _with_implicit_prompt(row: dict, sides: list[tuple[str, Any]], where: str) -
     raise UserError("one of chosen and rejected is text and the other one is a chat", where, "Use one form for both")
 
 
-def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: str) -> Parts:
+def _with_text_prompt(row: dict, key: str, sides: Sides, where: str) -> Parts:
     """Return the parts of a row whose prompt is a text. Its completions may be chats that begin with the prompt."""
     text = check_text(row[key], key, where)
     messages = _with_system([{"role": "user", "content": text}], row, where)
-    if sides and all(isinstance(side, list) and len(side) > 1 for _, side in sides):
-        head, *both = _split_chats(*(side for _, side in sides), where)
+    if sides and all(isinstance(side, list) and len(side) > 1 for side in sides.values()):
+        head, *both = _split_chats(*sides.values(), where)
         if not any(m["role"] == "user" and m["content"].split() == text.split() for m in head):
             raise UserError(f"the chats in chosen and rejected do not contain the {key}", where, "Correct that row")
         return Parts(_with_system(head, row, where), *both)
@@ -90,12 +93,12 @@ def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompt_chat(messages: list[Message], key: str, sides: list[tuple[str, Any]], where: str) -> list[Message]:
+def _prompt_chat(messages: list[Message], key: str, sides: Sides, where: str) -> list[Message]:
     """Return the messages of a prompt. A last assistant message of a chat is removed, because the model writes its
     own. Raises UserError if that would lose the beginning of a completion."""
     if messages and messages[-1]["role"] == "assistant":
         last = (messages, messages[-1:], messages[-1]["content"])
-        if key not in CHATS or (sides and not any(side in last for _, side in sides)):
+        if key not in CHATS or (sides and not any(side in last for side in sides.values())):
             raise UserError(
                 f"an assistant message at the end of {key}",
                 where,
@@ -154,11 +157,10 @@ def _prompt_like(row: dict) -> list[str]:
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
-def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
-    """Return ("chosen", value) and ("rejected", value), each a text or a list of messages; an empty list for a row
-    without a pair: both are missing or null."""
+def _sides(row: dict, where: str) -> Sides:
+    """Return what is in chosen and rejected; {} for a row without a pair: both are missing or null."""
     if row.get("chosen") is None and row.get("rejected") is None:
-        return []
+        return {}
     for name in ("chosen", "rejected"):
         if name not in row:
             raise UserError(
@@ -166,7 +168,7 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
                 where,
                 'A pair needs both "chosen" and "rejected"',
             )
-    return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
+    return {name: _side(row[name], name, where) for name in ("chosen", "rejected")}
 
 
 def completion_of(chat: Any, prompt: Sequence[Message], where: str) -> str:
@@ -181,9 +183,9 @@ def _side(value: Any, name: str, where: str) -> str | list[Message]:
     return check_text(value, name, where)
 
 
-def _completions(sides: list[tuple[str, Any]], prompt: list[Message], where: str) -> dict[str, str]:
+def _completions(sides: Sides, prompt: list[Message], where: str) -> dict[str, str]:
     """Return the completions of a pair by name."""
-    return {name: _completion(side, name, prompt, where) for name, side in sides}
+    return {name: _completion(side, name, prompt, where) for name, side in sides.items()}
 
 
 def _completion(side: str | list[Message], name: str, prompt: list[Message], where: str) -> str:

@@ -64,7 +64,7 @@ def by_trl(row: dict) -> tuple[list[dict], list[str | None]]:
 def test_a_row_has_the_parts_that_trl_finds(row):
     messages, (chosen, rejected, completion) = by_trl(row)
     parts = parts_of(copy.deepcopy(row), "row 1")
-    assert (parts.messages, parts.chosen, parts.rejected) == (messages, chosen, rejected)
+    assert (list(parts.messages), parts.chosen, parts.rejected) == (messages, chosen, rejected)
     assert answer_of(examples_of([copy.deepcopy(row)])[0]) == (chosen or completion)
     assert parts.conversational == (is_conversational(maybe_convert_to_chatml(copy.deepcopy(row))) and not_mixed(row))
 
@@ -77,7 +77,7 @@ def not_mixed(row: dict) -> bool:
 def test_the_last_answer_of_a_chat_is_no_part_of_its_prompt():
     """TRL trains on it: its column `messages` is for supervised training."""
     parts = parts_of({"messages": [*MORE, BLUE]}, "row 1")
-    assert (parts.messages, parts.answer) == (MORE, BLUE["content"])
+    assert (list(parts.messages), parts.answer) == (MORE, BLUE["content"])
 
 
 ODD = [

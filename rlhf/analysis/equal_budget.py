@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -23,7 +22,7 @@ from rlhf.analysis.statistics import (
     share_limits,
 )
 from rlhf.utils.console import clock, listed
-from rlhf.utils.errors import UserError
+from rlhf.utils.files import read_rows
 
 KLS = 3  # KLs at which a pair is compared
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
@@ -76,12 +75,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
         update = int(file.stem.split("-")[1])
         if update not in seconds:
             continue  # written, but not yet logged
-        try:
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        except ValueError as error:
-            raise UserError(
-                "incomplete or corrupted", f"{file} ({error})", "Delete it to compare without this evaluation"
-            ) from None
+        rows = read_rows(file, "Delete it to compare without this evaluation")
         found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import atomic_write, write_json, write_text
+from rlhf.utils.files import atomic_write, write_json, write_rows
 from rlhf.utils.system import replace, waiting_lock
 
 Rows = list[dict[str, str]]
@@ -54,7 +53,7 @@ def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
         train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
     else:
         for name, rows in question_files(parts.recipe).items():
-            write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(folder / name, rows)
     write_json(folder / ready.STAMP_FILE, parts.stamp())
     screen.say(f"{parts.recipe}: wrote the parts to {folder}")
 
@@ -89,7 +88,7 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
 
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, report)
-    write_text(ready.FOLDER / "pairs.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_rows(ready.FOLDER / "pairs.jsonl", rows)
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 

@@ -21,7 +21,7 @@ from benchmarks.machine import busy, machine
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import environment
-from rlhf.demo.checker_parts import sums_rows
+from rlhf.demo.parts import question_files
 from rlhf.rewards.eval_functions import last_number
 from rlhf.utils.console import quiet_libraries
 from rlhf.utils.system import resident_peak
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> Facts:
 
 def build(arguments: argparse.Namespace, **changes) -> tuple[GRPOTrainer, Curve]:
     model = find_model(arguments.model, "--model")
-    rows = sums_rows()
+    rows = question_files("smollm2-sums")
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")  # generate continues the last position
     curve = Curve(tokenizer, rows["eval.jsonl"][: arguments.questions], arguments)
     trainer = GRPOTrainer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -14,7 +13,7 @@ from scipy.optimize import isotonic_regression
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
 from rlhf.utils.console import clock, listed
-from rlhf.utils.errors import UserError
+from rlhf.utils.files import read_rows
 from rlhf.utils.statistics import (
     FEW_SCORED,
     level_of_each,
@@ -76,12 +75,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
         update = int(file.stem.split("-")[1])
         if update not in seconds:
             continue  # written, but not yet logged
-        try:
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        except ValueError as error:
-            raise UserError(
-                "incomplete or corrupted", f"{file} ({error})", "Delete it to compare without this evaluation"
-            ) from None
+        rows = read_rows(file, "Delete it to compare without this evaluation")
         found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
     return found
 

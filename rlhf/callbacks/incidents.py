@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
-from rlhf.utils.files import saving_tensors, write_json
+from rlhf.utils.files import saving_tensors, write_json, write_rows
 
 INCIDENT_FILE = "incident.json"
 BATCH_FILE = "batch.jsonl"
@@ -48,11 +47,7 @@ def save_incident(
         }
         for p, text, ids in zip(rollout.prompts, rollout.texts, completions.rows(), strict=True)
     ]
-    (folder / BATCH_FILE).write_text(
-        "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows),
-        encoding="utf-8",
-        errors="backslashreplace",  # lone surrogates in a column
-    )
+    write_rows(folder / BATCH_FILE, rows)
     tensors = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
     tensors |= {"sampled_logprobs": completions.sampled_logprobs, "nucleus": completions.allowed_tokens}
     if batch is not None:

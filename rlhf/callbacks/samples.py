@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
 from rlhf.trainer.evaluation import Evaluation, flat
 from rlhf.utils.errors import visible
+from rlhf.utils.files import write_rows
 
 
 def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[list[str], list[list]]:
@@ -74,16 +74,17 @@ class Samples(Callback):
     def on_batch(self, update, batch, scores):
         if not scores.extra:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         texts = batch.completions.texts(self.tokenizer)
-        with (self.folder / f"rollout-{update:06d}.jsonl").open(
-            "w", encoding="utf-8", errors="backslashreplace"
-        ) as file:
-            for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True)):
-                known = None if math.isnan(score) else score
-                row = {"prompt": prompt.example.messages, "completion": text, "score": known}
-                row["extra"] = {name: values[i] for name, values in scores.extra.items()}
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        rows = [
+            {
+                "prompt": prompt.example.messages,
+                "completion": text,
+                "score": None if math.isnan(score) else score,
+                "extra": {name: values[i] for name, values in scores.extra.items()},
+            }
+            for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True))
+        ]
+        write_rows(self.folder / f"rollout-{update:06d}.jsonl", rows)
 
     def on_evaluation(self, evaluation):
         evaluation.write(self.folder, self.prompts)

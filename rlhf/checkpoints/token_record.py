@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import write_text
+from rlhf.utils.files import read_rows, write_rows
 
 TOKENS_FOLDER = "tokens"
 # quantity -> description and unit. Algorithms without a critic have no value and TD error, those with one reward per
@@ -31,9 +30,8 @@ ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state
 
 def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]]) -> Path:
     """Write the rows of one update to `update-N.jsonl` atomically, and return the file."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"update-{update:06d}.jsonl"
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_rows(file, rows)
     return file
 
 
@@ -48,12 +46,7 @@ def recorded_updates(run: Path, flag: str) -> list[Path]:
 
 def read_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the rows of one update. Raises UserError if the file is corrupted, empty, or has incomplete rows."""
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    except ValueError as error:
-        raise UserError(
-            "cannot read this token record", f"{file} ({str(error).splitlines()[0]:.120})", "Delete the file"
-        ) from None
+    rows = read_rows(file, "Delete the file")
     if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
         raise UserError(f"this token record is {'incomplete' if rows else 'empty'}", file, "Delete the file")
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, completion_of, parts_of
@@ -162,16 +163,12 @@ def _example(
             where,
             "Add a topic to every row, or train without --steps-per-topic",
         )
-    example = Example(
-        messages=tuple(parts.messages),
-        chosen=parts.chosen,
-        rejected=parts.rejected,
+    example = replace(
+        parts,
         rejected_ended=_typed(row, "rejected_ended", bool, True, where),
         topic=topic,
         flaw=_typed(row, "flaw", str, None, where),
         columns={**dict.fromkeys(others), **row},
-        conversational=parts.conversational,
-        answer=parts.answer,
         where=where,
     )
     if example.chosen is not None and example.chosen == example.rejected and example.rejected_ended:

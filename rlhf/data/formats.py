@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlhf.data.messages import Message, check_text, messages_of
+from rlhf.data.row import Example
 from rlhf.utils.errors import UserError
 
 EXPECTED_COLUMNS = '"question", "prompt" or "messages" (a preference pair also needs "chosen" and "rejected")'
@@ -24,19 +24,12 @@ _UNSUPPORTED = {  # column -> why a row that has it would lose something
 _NOTHING = ("[]", "{}", "null", "None")  # an empty column that was saved as text
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The prompt of a row and, for a preference pair, its two completions."""
-
-    messages: list[Message]
-    chosen: str | None = None
-    rejected: str | None = None
-    conversational: bool = False  # the prompt is a list of messages in the row
-    answer: str | None = None  # the last message of a chat, which is not part of the prompt
+Sides = dict[str, str | list[Message]]  # "chosen" and "rejected" -> a text or a chat
 
 
-def parts_of(row: dict, where: str) -> Parts:
-    """Return the prompt and the completions of a row. Raises UserError if the row is invalid; `where` is its position.
+def parts_of(row: dict, where: str) -> Example:
+    """Return the prompt and the completions of a row, and nothing else of it. Raises UserError if the row is invalid;
+    `where` is its position.
 
     The prompt is the first of PROMPT_COLUMNS that has a value. A pair without any of them has an implicit prompt: the
     common beginning of `chosen` and `rejected`.
@@ -53,7 +46,7 @@ def parts_of(row: dict, where: str) -> Parts:
         chat = messages_of(row[key], where)
         messages = _with_system(_prompt_chat(chat, key, sides, where), row, where)
         answer = chat[-1]["content"] if chat[-1]["role"] == "assistant" else None
-        return Parts(messages, **_completions(sides, messages, where), conversational=True, answer=answer)
+        return Example(messages, **_completions(sides, messages, where), conversational=True, answer=answer)
     if key is not None:
         return _with_text_prompt(row, key, sides, where)
     if not sides:
@@ -61,41 +54,41 @@ def parts_of(row: dict, where: str) -> Parts:
     return _with_implicit_prompt(row, sides, where)
 
 
-def _with_implicit_prompt(row: dict, sides: list[tuple[str, Any]], where: str) -> Parts:
+def _with_implicit_prompt(row: dict, sides: Sides, where: str) -> Example:
     """Return the parts of a pair whose prompt is the common beginning of its two sides."""
-    (_, chosen), (_, rejected) = sides
+    chosen, rejected = sides.values()
     if isinstance(chosen, list) and isinstance(rejected, list):
         messages, *both = _split_chats(chosen, rejected, where)
-        return Parts(_with_system(messages, row, where), *both, conversational=True)
+        return Example(_with_system(messages, row, where), *both, conversational=True)
     if isinstance(chosen, str) and isinstance(rejected, str):
         if _prompt_like(row):
             raise _no_prompt(row, where)
         prompt, *both = _split_texts(chosen, rejected, row, where)
-        return Parts(_with_system([{"role": "user", "content": prompt}], row, where), *both)
+        return Example(_with_system([{"role": "user", "content": prompt}], row, where), *both)
     raise UserError("one of chosen and rejected is text and the other one is a chat", where, "Use one form for both")
 
 
-def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: str) -> Parts:
+def _with_text_prompt(row: dict, key: str, sides: Sides, where: str) -> Example:
     """Return the parts of a row whose prompt is a text. Its completions may be chats that begin with the prompt."""
     text = check_text(row[key], key, where)
     messages = _with_system([{"role": "user", "content": text}], row, where)
-    if sides and all(isinstance(side, list) and len(side) > 1 for _, side in sides):
-        head, *both = _split_chats(*(side for _, side in sides), where)
+    if sides and all(isinstance(side, list) and len(side) > 1 for side in sides.values()):
+        head, *both = _split_chats(*sides.values(), where)
         if not any(m["role"] == "user" and m["content"].split() == text.split() for m in head):
             raise UserError(f"the chats in chosen and rejected do not contain the {key}", where, "Correct that row")
-        return Parts(_with_system(head, row, where), *both)
-    return Parts(messages, **_completions(sides, messages, where))
+        return Example(_with_system(head, row, where), *both)
+    return Example(messages, **_completions(sides, messages, where))
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompt_chat(messages: list[Message], key: str, sides: list[tuple[str, Any]], where: str) -> list[Message]:
+def _prompt_chat(messages: list[Message], key: str, sides: Sides, where: str) -> list[Message]:
     """Return the messages of a prompt. A last assistant message of a chat is removed, because the model writes its
     own. Raises UserError if that would lose the beginning of a completion."""
     if messages and messages[-1]["role"] == "assistant":
         last = (messages, messages[-1:], messages[-1]["content"])
-        if key not in CHATS or (sides and not any(side in last for _, side in sides)):
+        if key not in CHATS or (sides and not any(side in last for side in sides.values())):
             raise UserError(
                 f"an assistant message at the end of {key}",
                 where,
@@ -111,17 +104,17 @@ def _require_user(messages: list[Message], where: str) -> list[Message]:
     return messages
 
 
-def _with_system(messages: list[Message], row: dict, where: str) -> list[Message]:
+def _with_system(messages: list[Message], row: dict, where: str) -> tuple[Message, ...]:
     """Return the messages, with the text of the column `system` in front."""
     if row.get("system") in (None, ""):
-        return messages
+        return tuple(messages)
     system = {"role": "system", "content": check_text(row["system"], "system", where)}
     others = [m for m in messages if m["role"] == "system"]
     if not others:
-        return [system, *messages]
+        return (system, *messages)
     if others[0]["content"].strip() != system["content"].strip():
         raise UserError("the column system and the chat have different system messages", where, "Keep one")
-    return messages
+    return tuple(messages)
 
 
 def _no_prompt(row: dict, where: str) -> UserError:
@@ -154,11 +147,10 @@ def _prompt_like(row: dict) -> list[str]:
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
-def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
-    """Return ("chosen", value) and ("rejected", value), each a text or a list of messages; an empty list for a row
-    without a pair: both are missing or null."""
+def _sides(row: dict, where: str) -> Sides:
+    """Return what is in chosen and rejected; {} for a row without a pair: both are missing or null."""
     if row.get("chosen") is None and row.get("rejected") is None:
-        return []
+        return {}
     for name in ("chosen", "rejected"):
         if name not in row:
             raise UserError(
@@ -166,12 +158,12 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
                 where,
                 'A pair needs both "chosen" and "rejected"',
             )
-    return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
+    return {name: _side(row[name], name, where) for name in ("chosen", "rejected")}
 
 
 def completion_of(chat: Any, prompt: Sequence[Message], where: str) -> str:
     """Return a completion that is a chat as text. Raises UserError if it is not one message after the prompt."""
-    return _completion(_side(chat, "completion", where), "completion", list(prompt), where)
+    return _completion(_side(chat, "completion", where), "completion", prompt, where)
 
 
 def _side(value: Any, name: str, where: str) -> str | list[Message]:
@@ -181,16 +173,16 @@ def _side(value: Any, name: str, where: str) -> str | list[Message]:
     return check_text(value, name, where)
 
 
-def _completions(sides: list[tuple[str, Any]], prompt: list[Message], where: str) -> dict[str, str]:
+def _completions(sides: Sides, prompt: Sequence[Message], where: str) -> dict[str, str]:
     """Return the completions of a pair by name."""
-    return {name: _completion(side, name, prompt, where) for name, side in sides}
+    return {name: _completion(side, name, prompt, where) for name, side in sides.items()}
 
 
-def _completion(side: str | list[Message], name: str, prompt: list[Message], where: str) -> str:
+def _completion(side: str | list[Message], name: str, prompt: Sequence[Message], where: str) -> str:
     """Return one completion as text. A chat may repeat the prompt before it, with or without its system message."""
     if isinstance(side, str):
         return side
-    for head in (prompt, [m for m in prompt if m["role"] != "system"]):
+    for head in (list(prompt), [m for m in prompt if m["role"] != "system"]):
         if len(side) > len(head) and side[: len(head)] == head:
             return _only_message(side[len(head) :], name, where)
     return _only_message(side, name, where)

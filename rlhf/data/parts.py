@@ -12,7 +12,7 @@ from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
 from rlhf.utils.errors import UserError, naming
-from rlhf.utils.files import check_folder, json_ready, staged, write_text
+from rlhf.utils.files import check_folder, json_ready, staged, write_rows
 
 
 def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> None:
@@ -44,8 +44,7 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
     files = {name: rows for name, rows in files.items() if rows}
     with naming(folder), staged(folder) as staging:
         for name, rows in files.items():
-            lines = [json.dumps(json_ready(row), ensure_ascii=False, default=str) + "\n" for row in rows]
-            write_text(staging / name, "".join(lines))
+            write_rows(staging / name, map(json_ready, rows))
         replace_dir(staging, folder)
     for name, rows in files.items():
         say(f"  {folder / name}: {len(rows):,} rows")

@@ -1,17 +1,17 @@
-"""Builds the missing parts of the demo: start model, preference pairs, reward model."""
+"""Makes the missing parts of a demo: start model, and pairs with a reward model, or files of questions."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from functools import partial
 
 import torch
 
+from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.demo import pairs, ready, tasks
+from rlhf.demo import checker_questions, pairs, ready, sums_questions, tasks
 from rlhf.demo.tasks import Gold
 from rlhf.models.load import load_policy
 from rlhf.rewards.calibration import show_record
@@ -20,33 +20,58 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import atomic_write, write_json, write_text
+from rlhf.utils.files import atomic_write, write_json, write_rows
 from rlhf.utils.system import replace, waiting_lock
 
-
-def prepare_demo(screen: Screen, device: torch.device) -> None:
-    """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
-    record = ready.record_of_demo()
-    if record is None:  # complete parts are only read: they may belong to another user
-        ready.FOLDER.mkdir(exist_ok=True)
-        with waiting_lock(ready.FOLDER / ".lock"):  # runs may start at the same time
-            record = ready.record_of_demo()
-            if record is None:
-                return _build(screen, device)
-    screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
-    show_record(record, screen)
+Rows = list[dict[str, str]]
 
 
-def _build(screen: Screen, device: torch.device) -> None:
-    stamp_file = ready.FOLDER / ready.STAMP_FILE
-    stamp_file.unlink(missing_ok=True)
-    for file in ready.WEIGHTS.iterdir():
-        atomic_write(ready.FOLDER / "start_model" / file.name, partial(shutil.copyfile, file))
-    if (older := ready.FOLDER / "reward_model").exists():
-        replace(older, numbered_name(older))  # it may contain files of the user
-    make_pairs(screen, device)
-    train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
-    write_json(stamp_file, ready.demo_stamp())
+def prepare_parts(recipe: str, screen: Screen, device: torch.device) -> None:
+    """Make the folder of a demo's parts unless it is complete. It is made again if the start model, or the code or the
+    settings that made it, change."""
+    parts = ready.parts_of(recipe)
+    if not parts.are_complete():  # complete parts are only read: they may belong to another user
+        parts.folder.mkdir(exist_ok=True)
+        with waiting_lock(parts.folder / ".lock"):  # runs may start at the same time
+            if not parts.are_complete():
+                return _make(parts, screen, device)
+    screen.say(f"{recipe} parts: cached in {parts.folder}")
+    if recipe == "demo":
+        show_record(read_record(parts.folder / "reward_model"), screen)
+
+
+def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
+    """Make all parts, each file in one step, because a run may be reading the old one. The stamp comes last."""
+    folder = parts.folder
+    (folder / ready.STAMP_FILE).unlink(missing_ok=True)
+    for file in parts.start_model_files:
+        atomic_write(folder / "start_model" / file.name, partial(shutil.copyfile, file))
+    if parts.recipe == "demo":
+        if (older := folder / "reward_model").exists():
+            replace(older, numbered_name(older))  # it may contain files of the user
+        make_pairs(screen, device)
+        train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
+    else:
+        for name, rows in question_files(parts.recipe).items():
+            write_rows(folder / name, rows)
+    write_json(folder / ready.STAMP_FILE, parts.stamp())
+    screen.say(f"{parts.recipe}: wrote the parts to {folder}")
+
+
+def question_files(recipe: str) -> dict[str, Rows]:
+    """Return the rows of the files of demo-checker or smollm2-sums: question, answer and topic (family and level, or
+    kind and size)."""
+    if recipe == "demo-checker":
+        files = {ready.QUESTIONS_FILE: checker_questions.questions(ready.PER_CELL, ready.SEED)}
+    else:
+        files = {
+            ready.SUMS_FILES[part]: sums_questions.questions(part, per_topic, ready.SEED)
+            for part, per_topic in ready.SUMS_PER_TOPIC.items()
+        }
+    return {
+        name: [{"question": one.text, "answer": str(one.answer), "topic": one.topic} for one in questions]
+        for name, questions in files.items()
+    }
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:
@@ -63,7 +88,7 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
 
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, report)
-    write_text(ready.FOLDER / "pairs.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_rows(ready.FOLDER / "pairs.jsonl", rows)
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a seco
 
 def is_ready(recipe: str) -> bool:
     """Return True if all parts of a demo exist and were made by this version."""
-    return record_of_demo() is not None if recipe == "demo" else parts_of(recipe).are_complete()
+    return parts_of(recipe).are_complete()
 
 
 def is_to_be_built(recipe: str) -> bool:
@@ -44,26 +43,15 @@ def is_to_be_built(recipe: str) -> bool:
     return recipe in DEMOS and not is_ready(recipe)
 
 
-def record_of_demo() -> dict | None:
-    """Return the reward model's record if all parts of the demo exist and were made by this version, else None."""
-    files = ("pairs.jsonl", f"start_model/{WEIGHTS_FILE}", f"reward_model/{WEIGHTS_FILE}")
-    if not _is_complete(FOLDER, files, demo_stamp()):
-        return None
-    try:
-        return json.loads((FOLDER / "reward_model" / METRICS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 @dataclass(frozen=True)
-class CheckerParts:
-    """The parts of a demo whose answers a program checks: files of questions, and a start model if one is shipped."""
+class DemoParts:
+    """The parts of a demo: what a program makes, and a copy of the start model if one is shipped."""
 
     recipe: str
     folder: Path
-    questions: tuple[str, ...]  # files
-    settings: tuple  # of the generator
-    generator: Path  # its code
+    made: tuple[str, ...]  # files that the program makes
+    settings: tuple  # of the program
+    code: tuple[Path, ...]  # of the program
     weights: Path | None = None  # the shipped start model; None: the recipe names another one
 
     @property
@@ -72,45 +60,31 @@ class CheckerParts:
 
     def are_complete(self) -> bool:
         """Return True if all parts exist and were made by this version."""
-        files = (*self.questions, *(f"start_model/{file.name}" for file in self.start_model_files))
-        return _is_complete(self.folder, files, self.stamp())
+        files = (*self.made, *(f"start_model/{file.name}" for file in self.start_model_files))
+        try:
+            written = json.loads((self.folder / STAMP_FILE).read_text(encoding="utf-8"))
+            return written == self.stamp() and all((self.folder / file).stat().st_size for file in files)
+        except (OSError, ValueError):
+            return False
 
     def stamp(self) -> dict[str, str]:
-        """Return a hash of the generator's code, its settings and the start model."""
-        weights = [] if self.weights is None else [self.weights / WEIGHTS_FILE]
-        return _stamp(self.settings, [self.generator, *weights])
+        """Return a hash of the program's code, its settings and the start model."""
+        digest = hashlib.sha256(repr(self.settings).encode())
+        for file in (*self.code, *([] if self.weights is None else [self.weights / WEIGHTS_FILE])):
+            digest.update(file.read_bytes())
+        return {"made_from": digest.hexdigest()}
 
 
-def parts_of(recipe: str) -> CheckerParts:
-    """Return the parts of demo-checker or smollm2-sums."""
+def parts_of(recipe: str) -> DemoParts:
+    """Return the parts of a demo."""
+    if recipe == "demo":
+        made = ("pairs.jsonl", f"reward_model/{WEIGHTS_FILE}", f"reward_model/{METRICS_FILE}")
+        settings = (to_dict(parse_reward_cli(["--recipe", "demo"])), QUESTIONS, SAMPLES_PER_QUESTION, SEED)
+        code = [HERE / name for name in ("families.py", "tasks.py", "pairs.py")]
+        code.append(HERE.parent / "rewards" / "calibration.py")
+        return DemoParts(recipe, FOLDER, made, settings, tuple(code), WEIGHTS)
     if recipe == "demo-checker":
         code = HERE / "checker_questions.py"
-        settings = (PER_CELL, SEED)
-        return CheckerParts(recipe, CHECKER_FOLDER, (QUESTIONS_FILE,), settings, code, CHECKER_WEIGHTS)
+        return DemoParts(recipe, CHECKER_FOLDER, (QUESTIONS_FILE,), (PER_CELL, SEED), (code,), CHECKER_WEIGHTS)
     code = HERE / "sums_questions.py"
-    settings = (SUMS_PER_TOPIC, SEED)
-    return CheckerParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), settings, code)
-
-
-def _is_complete(folder: Path, files: Iterable[str], stamp: dict[str, str]) -> bool:
-    try:
-        written = json.loads((folder / STAMP_FILE).read_text(encoding="utf-8"))
-        return written == stamp and all((folder / file).stat().st_size for file in files)
-    except (OSError, ValueError):
-        return False
-
-
-def demo_stamp() -> dict[str, str]:
-    """Return a hash of the generator's and the calibration's code, the start model, and the settings of pairs and
-    reward model."""
-    settings = to_dict(parse_reward_cli(["--recipe", "demo"]))
-    code = [HERE / name for name in ("families.py", "tasks.py", "pairs.py")]
-    code.append(HERE.parent / "rewards" / "calibration.py")
-    return _stamp((settings, QUESTIONS, SAMPLES_PER_QUESTION, SEED), [*code, WEIGHTS / WEIGHTS_FILE])
-
-
-def _stamp(settings: tuple, files: Iterable[Path]) -> dict[str, str]:
-    digest = hashlib.sha256(repr(settings).encode())
-    for file in files:
-        digest.update(file.read_bytes())
-    return {"made_from": digest.hexdigest()}
+    return DemoParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), (SUMS_PER_TOPIC, SEED), (code,))

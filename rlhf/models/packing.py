@@ -125,9 +125,10 @@ class PackedMicroBatch(MicroBatch):
 
 
 def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layout, cache=None) -> Tensor:
-    """Return the hidden states (N, H) of a packed row with ids and positions (1, N)."""
+    """Return the hidden states (N, H) of a packed row with ids and positions (1, N), or of one token per slot of the
+    cache, (N, 1)."""
     if llama.supports(backbone):
-        return llama.forward(backbone, ids[0], positions[0], layout, cache)
+        return llama.forward(backbone, ids.flatten(), positions.flatten(), layout, cache)
     backbone.config._attn_implementation = ATTENTION
     # with a mask of four dimensions, models do not build one themselves
     full_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
@@ -139,7 +140,7 @@ def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layo
         use_cache=cache is not None,
         layout=layout,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state.flatten(0, 1)
 
 
 @dataclass

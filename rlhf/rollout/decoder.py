@@ -8,7 +8,6 @@ keys together. Adapters are merged in float32, and stay apart in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from peft import PeftModel
@@ -21,29 +20,11 @@ from rlhf.models import llama
 from rlhf.models.attention import Kernel
 from rlhf.models.cast_weights import product, stored
 from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, joined, scaled_logits, upcast
+from rlhf.models.packing import run_packed
 from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
 
 Product = Callable[[Tensor], Tensor]  # (S, in) -> (S, out)
-
-
-class Decoder(Protocol):
-    """From tokens to logits."""
-
-    def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
-        """Return the hidden states (S, H) of tokens (S,) at positions (S,), after storing their keys and values.
-
-        The first `span` columns of the cache are attended to.
-        """
-
-    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
-        """Return the logits (S, V) of hidden states (S, H), divided by the temperature."""
-
-
-def make_decoder(policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False) -> Decoder:
-    """Return the decoder with the fewest operators for this policy. `columns` are the tokens of the longest text;
-    `static` as in FusedDecoder."""
-    return FusedDecoder(policy, slots, columns, static) if can_fuse(policy) else ModelDecoder(policy)
 
 
 class ModelDecoder:
@@ -54,21 +35,15 @@ class ModelDecoder:
         self.backbone = backbone_of(policy)
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
+        """Return the hidden states (S, H) of tokens (S,) at positions (S,), after storing their keys and values.
+
+        The first `span` columns of the cache are attended to.
+        """
         cache.begin_decode(at, span)
-        layout = DecodeLayout(at, span)
-        if llama.supports(self.backbone):
-            return llama.forward(self.backbone, tokens, at, layout, cache)
-        output = self.backbone(
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-            position_ids=at.unsqueeze(1),
-            past_key_values=cache,
-            use_cache=True,
-            layout=layout,
-        )
-        return output.last_hidden_state[:, 0]
+        return run_packed(self.backbone, tokens.unsqueeze(1), at.unsqueeze(1), DecodeLayout(at, span), cache)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """Return the logits (S, V) of hidden states (S, H), divided by the temperature."""
         return scaled_logits(self.policy, hidden, temperature)
 
 
@@ -213,6 +188,7 @@ class FusedDecoder:
         return sum(tensor.nbytes for product in self.products for tensor in product.kept.values())
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
+        """As in ModelDecoder."""
         cache.begin_decode(at, span)
         hidden = self.backbone.embed_tokens(tokens)
         layout = DecodeLayout(at, span, self.columns)
@@ -222,6 +198,7 @@ class FusedDecoder:
         return self.norm(hidden, self.cos_sin.dtype)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """As in ModelDecoder."""
         if self.head is None:
             return scaled_logits(self.policy, hidden, temperature)
         # fewer numbers than the logits, and divided before they are rounded
@@ -308,3 +285,12 @@ class _FusedLayer:
         hidden = hidden + self.out((attended.transpose(1, 2) if self.static else attended).flatten(1))
         gate, up = self.gate_up(self.between(hidden, dtype)).chunk(2, -1)
         return hidden + self.down(silu(gate).mul_(up))
+
+
+Decoder = ModelDecoder | FusedDecoder  # from tokens to logits
+
+
+def make_decoder(policy: PreTrainedModel | PeftModel, slots: int, columns: int, static: bool = False) -> Decoder:
+    """Return the decoder with the fewest operators for this policy. `columns` are the tokens of the longest text;
+    `static` as in FusedDecoder."""
+    return FusedDecoder(policy, slots, columns, static) if can_fuse(policy) else ModelDecoder(policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
-from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree, gather, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.run.export import export_run
@@ -40,7 +38,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
-from rlhf.utils.files import json_ready, write_text
+from rlhf.utils.files import json_ready, write_rows
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.streams import guarded_streams
@@ -193,10 +191,5 @@ def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
     """Write the rows of the prompts into the run's folder, from which they are evaluated later."""
     (folder / PROMPTS_FOLDER).mkdir()
     for name, prompts in (("train", trainer.train_prompts), ("evaluation", trainer.evaluation_prompts)):
-        write_text(folder / PROMPTS_FOLDER / f"{name}.jsonl", "".join(map(as_line, prompts)))
-
-
-def as_line(prompt: Prompt) -> str:
-    """Return the row of a prompt as one line of JSON. Values that JSON does not have become text, and numbers that are
-    not finite become null."""
-    return json.dumps(json_ready(prompt.example.columns), allow_nan=False, default=str) + "\n"
+        file = folder / PROMPTS_FOLDER / f"{name}.jsonl"
+        write_rows(file, (json_ready(prompt.example.columns) for prompt in prompts))

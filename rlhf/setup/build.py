@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
 from rlhf.demo import ready
-from rlhf.demo.checker_parts import prepare_checker
-from rlhf.demo.parts import prepare_demo
+from rlhf.demo.parts import prepare_parts
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
@@ -38,12 +37,11 @@ from rlhf.utils.errors import UserError
 
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
     """With a recipe that has parts, make those that do not exist yet: prompts, start model, reward model."""
-    if config.recipe == "demo":
-        if not ready.is_ready(config.recipe):
-            choose_threads(config, str(ready.WEIGHTS), device, Screen(quiet=True))  # the run prints its choice
-        prepare_demo(screen, device)
-    elif config.recipe in DEMOS:
-        prepare_checker(screen, config.recipe)
+    if config.recipe not in DEMOS:
+        return
+    if config.recipe == "demo" and not ready.is_ready(config.recipe):
+        choose_threads(config, str(ready.WEIGHTS), device, Screen(quiet=True))  # the run prints its choice
+    prepare_parts(config.recipe, screen, device)
 
 
 @dataclass

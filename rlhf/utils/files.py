@@ -7,12 +7,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf.utils.errors import UserError, as_os_error, naming
+from rlhf.utils.errors import UserError, as_os_error, first_line, naming
 from rlhf.utils.paths import local_path, new_name
 from rlhf.utils.system import (
     WINDOWS,
@@ -68,6 +68,19 @@ def write_text(file: Path, text: str) -> None:
 def write_json(file: Path, data: Any) -> None:
     """Write a JSON file atomically. Numbers that are not finite become null."""
     write_text(file, json.dumps(json_ready(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_rows(file: Path, rows: Iterable[Any]) -> None:
+    """Write a JSONL file atomically. Values that JSON does not have become text."""
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def read_rows(file: Path, fix: str) -> list[Any]:
+    """Return the rows of a JSONL file that `write_rows` wrote. Raises UserError with this fix if it is corrupted."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except ValueError as error:
+        raise UserError("incomplete or corrupted", f"{file} ({first_line(error):.120})", fix) from None
 
 
 def json_ready(data: Any) -> Any:

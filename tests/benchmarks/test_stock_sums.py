@@ -16,7 +16,7 @@ from rlhf.config import make_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import ids_alone
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.demo.checker_parts import sums_rows
+from rlhf.demo.parts import question_files
 from rlhf.demo.ready import WEIGHTS
 from rlhf.rewards.eval_functions import last_number
 from rlhf.rollout.completions import Completions
@@ -63,7 +63,7 @@ def test_reward_is_that_of_this_project(tokenizer, text, ended, reward):
 
 
 def test_prompts_are_those_of_this_project(tokenizer):
-    for row in sums_rows()["eval.jsonl"][:3]:
+    for row in question_files("smollm2-sums")["eval.jsonl"][:3]:
         stock = tokenizer.apply_chat_template(chat(row), add_generation_prompt=True, return_dict=True)["input_ids"]
         assert stock == encode_prompt(tokenizer, chat(row))
 

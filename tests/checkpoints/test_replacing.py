@@ -209,9 +209,9 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
 @pytest.mark.parametrize("missing", ["reward_model/metrics.json", "reward_model/model.safetensors", "pairs.jsonl",
                                   "start_model/model.safetensors"])  # fmt: skip
 def test_missing_demo_part_is_built_again(demo, tmp_path, missing):
-    parts.prepare_demo(Screen(), CPU)
+    parts.prepare_parts("demo", Screen(), CPU)
     (tmp_path / "demo_parts" / missing).unlink()
-    parts.prepare_demo(Screen(), CPU)
+    parts.prepare_parts("demo", Screen(), CPU)
     assert demo == ["reward model"] * 2 and (tmp_path / "demo_parts" / missing).is_file()
 
 
@@ -219,7 +219,7 @@ def test_files_of_the_user_in_the_demos_reward_model_are_moved_aside(demo, tmp_p
     folder = tmp_path / "demo_parts" / "reward_model"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    parts.prepare_demo(Screen(), CPU)
+    parts.prepare_parts("demo", Screen(), CPU)
     assert demo == ["reward model"] and (tmp_path / "demo_parts" / "reward_model_1" / "thesis.txt").is_file()
 
 
@@ -233,10 +233,10 @@ def test_complete_demo_parts_need_no_lock_and_missing_ones_no_disk_with_locks(de
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.warns(RLHFWarning, match="locks"):
-        parts.prepare_demo(Screen(), CPU)
+        parts.prepare_parts("demo", Screen(), CPU)
     (Path("demo_parts") / ".lock").unlink()
     (Path("demo_parts") / ".lock").mkdir()  # opening it fails
-    parts.prepare_demo(Screen(), CPU)
+    parts.prepare_parts("demo", Screen(), CPU)
     assert demo == ["reward model"]
 
 

@@ -15,7 +15,6 @@ import pandas
 import pyarrow
 import pytest
 from datasets import Dataset
-from trl.data_utils import maybe_extract_prompt
 
 from rlhf.data.examples import examples_of, load_examples, worked_examples
 from rlhf.data.messages import chat_in
@@ -116,31 +115,6 @@ def test_every_format_is_read(tmp_path, case):
         assert completions is None or example.chosen + example.rejected == completions
         assert example.conversational == conversational
         assert example.columns in (row, json.loads(json.dumps(row))), "reward functions receive all columns"
-
-
-IMPLICIT = [
-    {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-    {"chosen": "Q: a?\nA: blue", "rejected": "Q: a?\nA: green"},
-    {"chosen": "a  b", "rejected": "a  c"},
-    {"chosen": [ASK, YES], "rejected": [ASK, NO]},
-    {"chosen": [BRIEF, ASK, YES, MORE, YES], "rejected": [BRIEF, ASK, YES, MORE, NO]},
-    {"prompt": "Is it?", "chosen": [ASK, YES], "rejected": [ASK, NO]},
-    {"prompt": "Is it?", "chosen": "Yes.", "rejected": "No."},
-    {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
-]
-
-
-@pytest.mark.parametrize("row", IMPLICIT)
-def test_prompts_are_those_of_trl(row):
-    """TRL's functions find the same prompt and completions."""
-    expected = {**row, **maybe_extract_prompt(dict(row))}
-    (example,) = examples_of([row])
-    if isinstance(expected["prompt"], str):
-        expected["prompt"] = [message("user", expected["prompt"])]
-    both = [
-        side if isinstance(side, str) else side[-1]["content"] for side in (expected["chosen"], expected["rejected"])
-    ]
-    assert [list(example.messages), example.chosen, example.rejected] == [expected["prompt"], *both]
 
 
 LONG = message("user", "It's {a} {b}, isn't \"it\"?\nOr is it [{'role': 'user'}] {'x': 1} {'y': 2}, null, None?" * 3)

@@ -29,7 +29,7 @@ from rlhf.data.examples import load_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import split_examples
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.demo import checker_parts, ready
+from rlhf.demo import parts, ready
 from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of
 from rlhf.demo.pairs import sample_answers
 from rlhf.demo.ready import CHECKER_WEIGHTS as WEIGHTS
@@ -255,21 +255,21 @@ def test_pass_rates_of_the_start_model(asked):
 def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ready, "PER_CELL", 2)
-    checker_parts.prepare_checker(Screen())
+    parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
     file = Path(ready.CHECKER_FOLDER, ready.QUESTIONS_FILE)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 48 and all(solved(row["question"]) == row["answer"] for row in rows)
     assert {row["topic"] for row in rows} == {f"{family} {level}" for family, level in CELLS}
     assert len(load_examples(str(file))) == 48
     written = file.stat().st_mtime_ns
-    checker_parts.prepare_checker(Screen())
+    parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
     assert file.stat().st_mtime_ns == written
     monkeypatch.setattr(ready, "PER_CELL", 3)
-    checker_parts.prepare_checker(Screen())
+    parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
     assert len(file.read_text(encoding="utf-8").splitlines()) == 72
     for lost in (file, ready.CHECKER_FOLDER / "start_model" / "tokenizer.json"):
         lost.write_text("")
-        checker_parts.prepare_checker(Screen())
+        parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
         assert lost.stat().st_size
     assert capsys.readouterr().out.count("wrote the parts") == 4
 
@@ -277,9 +277,9 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
 def test_complete_parts_need_no_write_access(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ready, "PER_CELL", 2)
-    checker_parts.prepare_checker(Screen())
-    monkeypatch.setattr(checker_parts, "waiting_lock", None)
-    checker_parts.prepare_checker(Screen())
+    parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
+    monkeypatch.setattr(parts, "waiting_lock", None)
+    parts.prepare_parts("demo-checker", Screen(), torch.device("cpu"))
 
 
 # --- training --------------------------------------------------------------------------------------------------------

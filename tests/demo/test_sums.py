@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.data.examples import load_examples
-from rlhf.demo import checker_parts, ready
+from rlhf.demo import parts, ready
 from rlhf.demo.sums_questions import HOLDERS, NAMES, THINGS, TOPICS, questions
 from rlhf.utils.console import Screen
 
@@ -25,7 +26,7 @@ BY_KIND = {
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict[str, str]]]:
     """The rows of the two files, as they are written: "train" and "evaluation"."""
-    files = checker_parts.sums_rows()
+    files = parts.question_files("smollm2-sums")
     return {part: files[name] for part, name in ready.SUMS_FILES.items()}
 
 
@@ -106,7 +107,7 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ready, "SUMS_PER_TOPIC", {"train": 3, "evaluation": 2})
     assert not ready.is_ready("smollm2-sums")
-    checker_parts.prepare_checker(Screen(), "smollm2-sums")
+    parts.prepare_parts("smollm2-sums", Screen(), torch.device("cpu"))
     folder = Path(ready.SUMS_FOLDER)
     assert sorted(file.name for file in folder.iterdir() if file.name != ".lock") == [
         "eval.jsonl", "stamp.json", "train.jsonl"
@@ -114,10 +115,10 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 33 and len(load_examples(str(folder / "eval.jsonl"))) == 22
     written = (folder / "train.jsonl").stat().st_mtime_ns
-    checker_parts.prepare_checker(Screen(), "smollm2-sums")
+    parts.prepare_parts("smollm2-sums", Screen(), torch.device("cpu"))
     assert (folder / "train.jsonl").stat().st_mtime_ns == written
     (folder / "eval.jsonl").write_text("")
-    checker_parts.prepare_checker(Screen(), "smollm2-sums")
+    parts.prepare_parts("smollm2-sums", Screen(), torch.device("cpu"))
     assert len(load_examples(str(folder / "eval.jsonl"))) == 22 and ready.is_ready("smollm2-sums")
     monkeypatch.setattr(ready, "SUMS_PER_TOPIC", {"train": 4, "evaluation": 2})
     assert not ready.is_ready("smollm2-sums")

@@ -30,7 +30,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.rewards.find import find_rule, name_in_settings
 from rlhf.rewards.functions import length_penalty
-from rlhf.run.session import as_line
+from rlhf.run.session import write_prompts
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.trainer.events import Events
 from rlhf.utils.errors import RunError, UserError
@@ -301,9 +301,11 @@ def test_a_printed_command_has_the_form_of_a_function_in_a_file(user_error):
         find_rule("python:<lambda>")
 
 
-def test_prompts_are_valid_json_in_the_run_folder():
+def test_prompts_are_valid_json_in_the_run_folder(tmp_path):
     row = {"prompt": "a", "weight": float("nan"), "day": date(2026, 1, 2)}
-    line = as_line(SimpleNamespace(example=SimpleNamespace(columns=row)))
+    prompts = [SimpleNamespace(example=SimpleNamespace(columns=row))]
+    write_prompts(tmp_path, SimpleNamespace(train_prompts=prompts, evaluation_prompts=prompts))
+    line = (tmp_path / "prompts" / "evaluation.jsonl").read_text()
     assert line == '{"prompt": "a", "weight": null, "day": "2026-01-02"}\n'
 
 

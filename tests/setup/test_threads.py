@@ -146,7 +146,7 @@ def test_the_turns_are_taken_by_both_numbers_and_their_medians_decide(monkeypatc
 def test_the_parts_of_the_demo_are_built_with_the_measured_number(configured, measures, monkeypatch):
     measures(BUSY)
     built = []
-    monkeypatch.setattr(build, "prepare_demo", lambda *_: built.append(torch.get_num_threads()))
+    monkeypatch.setattr(build, "prepare_parts", lambda *_: built.append(torch.get_num_threads()))
     monkeypatch.setattr(ready, "is_ready", lambda recipe: False)
     build.prepare_demo_components(replace(configured(), recipe="demo"), Screen(), CPU)
     assert built == [1]

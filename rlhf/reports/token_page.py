@@ -45,8 +45,8 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
         "facts": {"updates": f"{len(chosen)} of {len(files)} recorded updates are shown"},
         "rows": rows,
     }
-    cells = [[name, QUANTITIES[name], f"{scale:.3g}"] for name, scale in scales.items()]
-    table = TextTable("Quantities", ["", "meaning", "strongest colour at"], cells)
+    cells = [[f"{name}: {QUANTITIES[name]}", f"{scale:.3g}"] for name, scale in scales.items()]
+    table = TextTable("Quantities", ["", "strongest colour at"], cells)
     tokens = {
         "quantities": names,
         "strips": strips,

@@ -29,9 +29,10 @@ from rlhf.utils.files import update_dir_atomically
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     """Print the results of `compare`. `averaged` is the number of updates whose KL is averaged in
     `kl_last_10_updates`."""
-    caption = f"before -> after training, on {figures['prompts']} evaluation prompts"
-    rows = rows_of_run(figures | {"kl_before": 0.0})
-    screen.table(*before_and_after(caption, ["before", "after"], rows), lines=False)
+    caption = f"before -> after training, on {figures['prompts']} evaluation prompts:"
+    table = before_and_after(caption, ["before", "after"], rows_of_run(figures))
+    screen.say(table.caption)
+    screen.columns([table.columns, *table.rows])
     rise = figures["score_rise_in_start_sd"]
     screen.facts(
         [

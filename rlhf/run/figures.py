@@ -12,7 +12,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.eval_metrics import per_prompt, tag_of
-from rlhf.trainer.evaluation import Evaluation, as_array, flat, gold_qualities, scored
+from rlhf.trainer.evaluation import Evaluation, flat, scored
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.intervals import over_prompts, share_limits
 
@@ -90,7 +90,7 @@ def compare(
         "perplexity_after": after.perplexity,
     }
     if gold is not None:
-        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
+        was, is_now = (e.gold_of(prompts, gold) for e in (before, after))
         figures |= {
             "gold_before": fmean(flat(was)),
             "gold_after": fmean(flat(is_now)),
@@ -148,10 +148,3 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
         for first, last, target in phases
         if last >= first
     ]
-
-
-def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> np.ndarray:
-    """Return the gold quality of each completion, (P, K) in [0, 1]."""
-    rows = [prompt for prompt in prompts for _ in range(evaluation.samples)]
-    found = gold_qualities(rows, flat(evaluation.texts), flat(evaluation.ended), gold)
-    return as_array(found, evaluation.samples)

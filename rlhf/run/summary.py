@@ -13,7 +13,7 @@ from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
-from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
+from rlhf.run.figures import LAST_UPDATES, compare, kl_of_phases, last_kl
 from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import KLTarget, kl_text
@@ -120,7 +120,7 @@ def show_samples(
     """Print a table of completions before and after training, for some randomly drawn evaluation prompts: the first
     completion of each."""
     drawn = shown_prompts(len(prompts), seed)
-    golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
+    golds = [e.gold_of(prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
         quality = f", gold quality {golds[side][i, 0]:.2f}" if golds else ""

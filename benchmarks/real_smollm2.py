@@ -36,7 +36,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import RunError, UserError, run_command
 from rlhf.utils.files import write_json
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import over_prompts
 
 RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
 SWEEP = "learning_rate=1e-5,2e-5,5e-5,1e-4"

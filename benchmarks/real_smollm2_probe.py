@@ -24,7 +24,6 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, start_device
 from rlhf.rewards.build import make_rewards
-from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.rewards.find import find_rewards
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
@@ -32,7 +31,7 @@ from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import mean_pass_at_k, over_prompts
 
 QUESTIONS = 64
 LONG = 128
@@ -157,7 +156,7 @@ class Probe:
         scores = self.rewards.score([prompt for _, prompt in rows], texts, ids, ended).total
         right = np.array([score or 0.0 for score in scores]).reshape(len(prompts), attempts)
         found = over_prompts(right.mean(1), self.run.seed, limits=(0.0, 1.0))
-        passed = mean_pass_at_k(right.tolist(), attempts)
+        passed = mean_pass_at_k(right, attempts)
         return {
             "tokens": length,
             "attempts": attempts,

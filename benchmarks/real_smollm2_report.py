@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.analysis.statistics import over_seeds_if_any
 from rlhf.reports.plot_style import COLOURS, LineStyle, line_styles_of, new_figure, save_picture, style
 from rlhf.utils.errors import UserError
-from rlhf.utils.intervals import Estimate, over_prompts
+from rlhf.utils.statistics import Estimate, over_prompts, over_seeds_if_any
 
 MODEL = "SmolLM2-135M-Instruct (4-bit weights, dequantized)"
 KINDS = (*ALGORITHMS, "control")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.real_smollm2_report import Facts, markdown, percent
 from benchmarks.reference_pipeline_runs import ARMS
-from rlhf.analysis.audit import shown
+from rlhf.reports.tables import shown
 from rlhf.utils.errors import UserError
 
 FIGURES = ("score", "judge", "kl", "length", "eos_rate", "perplexity")

@@ -8,19 +8,20 @@ import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.models import ModelRef
-from rlhf.analysis.statistics import (
+from rlhf.analysis.texts import distinct, repetition
+from rlhf.config import config_of_run
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.statistics import (
+    attempts,
     contrast_of,
     correlation,
-    distinct,
+    is_binary,
+    mean_pass_at_k,
     over_prompts,
     paired,
     per_prompt,
-    repetition,
     scored,
 )
-from rlhf.config import config_of_run
-from rlhf.rewards.eval_functions import attempts, mean_pass_at_k
-from rlhf.trainer.evaluation import Evaluation
 
 # thresholds of the audit, relative to the start model
 LONGER = 1.5  # ratio of mean completion lengths
@@ -35,7 +36,7 @@ OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures tha
 
 
 def figures(completions: Evaluation) -> dict[str, float | None]:
-    """Return one model's figures. A figure that was not computed is None. LABELS holds the units.
+    """Return one model's figures. A figure that was not computed is None.
 
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
     completions that have a score.
@@ -82,52 +83,10 @@ def _pass_at_k(completions: Evaluation) -> dict[str, float | None]:
     samples = completions.scores.shape[1]
     for name in completions.functions:
         ratings = of.judged.get(name, of.scores)  # a function that gives the scores is not among the judges
-        known = scored(ratings)
-        if known.size and np.isin(known, (0, 1)).all():
-            means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
+        if is_binary(ratings):
+            means = mean_pass_at_k(ratings, samples)
             found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
     return found
-
-
-# figure -> label with unit, format
-LABELS = {
-    "score": ("score", "{:+z.3f}"),
-    "score_sd": ("score (standard deviation)", "{:z.3f}"),
-    "score_of_best": ("best score per prompt", "{:+z.3f}"),
-    "score_of_worst": ("worst score per prompt", "{:+z.3f}"),
-    "judge": ("judge", "{:z.3f}"),
-    "kl": ("KL (nats/sequence)", "{:z.2f}"),
-    "kl_per_token": ("KL (nats/token)", "{:z.3f}"),
-    "perplexity": ("perplexity", "{:z.2f}"),
-    "length": ("completion length (tokens)", "{:z.1f}"),
-    "eos_rate": ("ended with EOS", "{:z.0%}"),
-    "distinct_2": ("distinct-2", "{:z.3f}"),
-    "repetition": ("repeated 4-grams", "{:z.1%}"),
-    "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
-}
-
-
-def label_of(figure: str, judges: Sequence[str]) -> str:
-    """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
-    kind, _, name = figure.partition("/")
-    if kind.startswith("pass@"):
-        return f"{kind}, {name}"
-    if kind == "variant":
-        return name
-    label = LABELS[kind][0]
-    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
-
-
-def shown(name: str, value: float | None) -> str:
-    """Formats a figure for tables; "-" if it was not computed."""
-    return "-" if value is None else LABELS.get(name.partition("/")[0], LABELS["judge"])[1].format(value)
-
-
-def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
-    """Return the names of the figures that at least one model has, in the order of tables."""
-    longest = max(models, key=len)  # a model without pass@k may have fewer
-    names = dict.fromkeys([*longest, *(name for model in models for name in model)])
-    return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
 def without_score(everyone: Sequence[Evaluation]) -> list[str]:

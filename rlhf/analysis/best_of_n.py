@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from rlhf.utils.statistics import is_binary
+
 
 @dataclass(frozen=True)
 class BestOf:
@@ -47,7 +49,7 @@ def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | Non
         lower, upper = (np.searchsorted(np.sort(row), row, side) for side in ("left", "right"))
         chance = (below[:, upper] - below[:, lower]) / (upper - lower)  # (N, N): n, sample
         means += values[:, prompt] @ chance.T / len(scores)
-    exact = bool(np.isin(scores, (0, 1)).all())
+    exact = is_binary(scores)
     kl = kl_of_passes(scores.sum(axis=1), most) if exact else np.log(n) - (n - 1) / n
     return BestOf(n, kl, exact, dict(zip(("score", *judged), means, strict=True)))
 

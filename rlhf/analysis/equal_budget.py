@@ -13,7 +13,9 @@ from scipy.optimize import isotonic_regression
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.statistics import (
+from rlhf.utils.console import clock, listed
+from rlhf.utils.errors import UserError
+from rlhf.utils.statistics import (
     FEW_SCORED,
     level_of_each,
     over_seeds_if_any,
@@ -22,8 +24,6 @@ from rlhf.analysis.statistics import (
     scored,
     share_limits,
 )
-from rlhf.utils.console import clock, listed
-from rlhf.utils.errors import UserError
 
 KLS = 3  # KLs at which a pair is compared
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared

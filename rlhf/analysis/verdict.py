@@ -15,21 +15,22 @@ from rlhf.analysis.best_of_n import BestOf, best_of_blocks
 from rlhf.analysis.equal_budget import at_equal_kl, result_over
 from rlhf.analysis.groups import ALL_PAIRS, compared_pairs, control_of
 from rlhf.analysis.models import ModelRef, episodes_of
-from rlhf.analysis.statistics import (
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import FEW_PROMPTS
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.console import listed
+from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import (
     LEVEL,
     OVER_PROMPTS,
     RESULTS,
     Contrast,
     contrast_of,
-    few_prompts,
     interval_of,
     level_of_each,
     percent,
+    prompts_needed,
 )
-from rlhf.checkpoints.run_record import RunRecord
-from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import listed
-from rlhf.utils.paths import path_on_page
 
 START = "start model"
 LIKE_KL = 0.1  # largest relative difference of KLs that are alike
@@ -417,3 +418,14 @@ def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
                 "reward model"
             )
     return notes
+
+
+def few_prompts(prompts: int, samples: int) -> list[str]:
+    """Return a note if there are so few evaluation prompts, with `samples` completions each, that results are rough;
+    otherwise an empty list."""
+    if prompts >= FEW_PROMPTS:
+        return []
+    return [
+        f"only {prompts} prompts: figures and intervals are approximate. To see a difference of 10 points, evaluate "
+        f"on {prompts_needed(samples)}: --num-prompts"
+    ]

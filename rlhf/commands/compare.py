@@ -49,8 +49,7 @@ def compare(
     from rlhf.analysis.verdict import START, Arm
     from rlhf.data.examples import worked_examples
     from rlhf.models.device import start_device
-    from rlhf.reports.comparison_report import make_comparison, show_comparison, write_comparison
-    from rlhf.reports.comparison_tables import tables
+    from rlhf.reports.comparison_report import comparison_page, make_comparison
 
     asked = config.comparison
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
@@ -78,6 +77,6 @@ def compare(
     start = Arm(START, [replace(start, more=samples)])
     notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
-    made = tables(report, start, arms)
-    write_comparison(report, made, arms, curves, lock.folder, lock.check)
-    show_comparison(report, made, lock.folder, asked.full, screen)
+    page = comparison_page(report, start, arms, curves)
+    page.write(lock.folder, lock.check)
+    page.show(screen, lock.folder, asked.full)

@@ -50,13 +50,14 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], lock: RunLock, sc
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
-    from rlhf.reports.evaluation_report import make_report, show_report, tables, write_report
+    from rlhf.reports.evaluation_report import evaluation_page, make_report, show_samples
 
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
     start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None
     arms = [Arm(model.label, [evaluator.evaluate(model, screen)], [model]) for model in models]
     report = make_report(evaluator, arms, start)
-    made = tables(report, arms, start)
-    show_report(report, made, screen)
-    write_report(report, made, lock.folder, screen, lock.check)
+    show_samples(report, screen)
+    page = evaluation_page(report, arms, start)
+    page.write(lock.folder, lock.check)
+    page.show(screen, lock.folder, full=True)

@@ -1,16 +1,14 @@
-"""The report of a comparison, as console output, page, JSON and pictures."""
+"""The report of a comparison, and its page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.best_of_n import best_of_n
@@ -18,25 +16,19 @@ from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.groups import compared_pairs
-from rlhf.analysis.statistics import A_SHARE, over_seeds_if_any, paired, per_prompt
 from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
-from rlhf.reports.comparison_tables import Tables
-from rlhf.reports.evaluation_report import completions_by_arm
-from rlhf.reports.plot_style import as_data_url, save_picture
+from rlhf.reports.comparison_tables import difference_table, folded_tables, summary_table
+from rlhf.reports.evaluation_report import FOREST, completions_by_arm
+from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
-from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
-from rlhf.utils.html import render
-from rlhf.utils.intervals import Estimate, share_limits
+from rlhf.utils.files import json_ready
 from rlhf.utils.rng import rng_for
+from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds_if_any, paired, per_prompt, share_limits
 
 SAMPLES = 8  # prompts with completions in the report
-PICTURES = {
-    "forest": "Differences between the arms, with their intervals and the smallest visible difference",
-    "score_against_kl": "Evaluation score over KL to the start model, with best-of-n",
-}
 
 
 def make_comparison(
@@ -75,7 +67,7 @@ def make_comparison(
         **environment(),
         "headline": verdict.headline,
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *copies, *notes, *without_score(measured), *not_compared(equal, judge)],
+        "notes": [*verdict.caveats, *copies, *notes, *without_score(measured), *not_compared(equal, judge)],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": _warnings(arms, start, seed),
         "facts": dict(evaluator.facts()),
@@ -86,7 +78,7 @@ def make_comparison(
         "best_of": best and asdict(best),
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
-        "samples": _samples(evaluator, arms, start),
+        "prompts": _samples(evaluator, arms, start),
     }
     return arms, json_ready(report)
 
@@ -159,64 +151,24 @@ def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def show_comparison(report: dict[str, Any], made: Tables, folder: Path, full: bool, screen: Screen) -> None:
-    """Print the verdict in one sentence, the first tables of the page, warnings and notes; with `full`, also the other
-    tables and a sentence for each pair and each arm."""
-    screen.say(f"verdict: {report['headline']}")
-    for table in [*made.first, *(made.folded if full else [])]:
-        screen.table(table["caption"], table["columns"], table["rows"], lines=False)
-    for warning in report["warnings"]:
-        screen.say(f"warning: {warning}")
-    for caveat in report["caveats"]:
-        screen.say(f"note: {caveat}")
-    for sentence in report["verdict"] if full else []:
-        screen.say(sentence)
-    screen.say(f"saved: {folder / 'comparison.html'} and {folder / 'comparison.json'}")
-
-
-def _pictures(
-    report: dict[str, Any], arms: Sequence[Arm], curves: Sequence[tuple[str, RunCurves]]
-) -> dict[str, Figure]:
-    """Return the pictures of PICTURES. Arms without curves are points."""
+def comparison_page(
+    report: dict[str, Any], start: Arm, arms: Sequence[Arm], curves: Sequence[tuple[str, RunCurves]]
+) -> Page:
+    """Return the page of a comparison. `curves`: (name of the arm, its curves) of each run. Arms without curves are
+    points in the picture."""
     names = [name for name, _ in curves]
-    start = {"name": START, **report["figures"]["start"]}
-    ends = [start] + [
+    ends = [{"name": START, **report["figures"]["start"]}] + [
         {"name": arm.name} | {name: arm.mean(name) for name in ("kl", "score", "judge")}
         for arm in arms
         if arm.trained and arm.name not in names and arm.mean("kl") is not None
     ]
     runs = [run for _, run in curves]
-    return {
-        "forest": forest(report["contrasts"], report["judges"]),
-        "score_against_kl": score_against_kl(runs, names, report["best_of"], ends, *report["judges"][:1]),
-    }
-
-
-def write_comparison(
-    report: dict[str, Any],
-    made: Tables,
-    arms: Sequence[Arm],
-    curves: Sequence[tuple[str, RunCurves]],
-    folder: Path,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes comparison.html, comparison.json and the pictures, or after an error none of them. `curves`: (name of the
-    arm, its curves) of each run. `check` is called before files are written, as in `update_dir_atomically`."""
-    pictures = _pictures(report, arms, curves)
-    page = render(
-        "comparison.html",
-        title=f"Comparison of {listed([arm.name for arm in arms])}",
-        report=report,
-        facts=list(report["facts"].items()),
-        tables=made,
-        captions=PICTURES,
-        pictures={name: as_data_url(figure) for name, figure in pictures.items()},
-    )
-
-    def write(staging: Path) -> None:
-        for name, figure in pictures.items():
-            save_picture(figure, staging / f"{name}.png")
-        write_json(staging / "comparison.json", report)
-        write_text(staging / "comparison.html", page)
-
-    update_dir_atomically(folder, write, check)
+    over_kl = score_against_kl(runs, names, report["best_of"], ends, *report["judges"][:1])
+    blocks = [
+        summary_table(report),
+        Picture("forest", FOREST, forest(report["contrasts"], report["judges"])),
+        difference_table(report),
+        Picture("score_against_kl", "Evaluation score over KL to the start model, with best-of-n", over_kl),
+    ]
+    title = f"Comparison of {listed([arm.name for arm in arms])}"
+    return Page("comparison", title, report, blocks, folded_tables(report, start, arms))

@@ -1,31 +1,31 @@
-"""The report of an evaluation, as console output, JSON and page."""
+"""The report of an evaluation, and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
-from rlhf.analysis.statistics import few_prompts, ranks
-from rlhf.analysis.verdict import Arm, contrast
+from rlhf.analysis.verdict import Arm, contrast, few_prompts
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.reports.comparison_tables import contrast_table, figure_table
-from rlhf.reports.plot_style import as_data_url
+from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest
+from rlhf.reports.tables import Row, TextTable, before_and_after, figure_names
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import Screen
-from rlhf.utils.files import json_ready, update_dir_atomically, write_json, write_text
-from rlhf.utils.html import render
+from rlhf.utils.console import Screen, listed
+from rlhf.utils.files import json_ready
 from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import ranks
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
 # a completion on the console
 SCORED = "{label} {score:+z.2f}: {text}"
 UNSCORED = "no score: {text}"
+FOREST = "Differences, with their intervals and the smallest visible difference"
 READ_THEM = "The audit checks only figures, so read the completions, too."
 
 
@@ -37,23 +37,25 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     copies = evaluator.drop_copies(everyone)
     few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
+    models = [_entry(arm, start, seed) for arm in arms]
+    unscored = [model["label"] for model in models if model["figures"]["score"] is None]
+    clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unscored]
+    signs = "too few prompts to show signs" if few else "no signs"
+    notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *without_score(everyone)]
+    if start is None:
+        notes.append("no start model: no comparison and no audit (give one with --baseline)")
     report = {
         "made": now(),
         **environment(),
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
-        "notes": [
-            *few,
-            *equal_to_start([arm.models[0] for arm in arms]),
-            *copies,
-            *without_score(everyone),
-        ],
-        # of an audit without warnings
-        "no_signs": "too few prompts to show signs of reward hacking" if few else "no signs of reward hacking",
+        "headline": f"{listed(clean)}: {signs} of reward hacking. {READ_THEM}" if clean else "",
+        "warnings": [f"{model['label']}: {warning}" for model in models for warning in model["warnings"]],
+        "notes": [*notes, *(f"{name}: no completion has a score, so there is no audit" for name in unscored)],
         "seed": seed,
         "start": start
         and {"label": start.name, "source": path_on_page(evaluator.start.source), "figures": start.figures[0]},
-        "models": [_entry(arm, start, seed) for arm in arms],
+        "models": models,
         "contrasts": [asdict(c) for c in contrasts],
         "prompts": [
             {"messages": list(example.messages), "sides": completions_by_arm(all_arms, i)}
@@ -107,59 +109,36 @@ def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
     return json_ready(sorted(rows, key=lambda row: row["rank"] or len(rows) + 1))
 
 
-def tables(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> list[dict[str, Any]]:
-    """Return the tables with their captions, columns and rows of text."""
-    everyone = [arm for arm in (start, *arms) if arm is not None]
-    return [figure_table(everyone, report["judges"]), *([contrast_table(report)] if start is not None else [])]
+def evaluation_page(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> Page:
+    """Return the page of an evaluation: each model beside the start model, if there is one."""
+    blocks: list[TextTable | Picture] = [figure_table(arms, report["judges"])]
+    folded = []
+    if start is not None:
+        blocks = [_before_and_after(report, model) for model in report["models"]]
+        blocks.append(Picture("differences", FOREST, forest(report["contrasts"], report["judges"])))
+        folded = [contrast_table(report)]
+    return Page("evaluation", "Evaluation: completions, scored and ranked", report, blocks, folded)
 
 
-def show_report(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
-    """Prints a few prompts with their ranked completions, the tables, and the warnings."""
+def _before_and_after(report: dict[str, Any], model: dict[str, Any]) -> TextTable:
+    """Return the table of the start model's figures and a model's."""
+    start = report["start"]
+    name = f"{model['label']} - {start['label']}"
+    ends = {c["measure"]: c["difference"] for c in report["contrasts"] if c["name"] == name}
+    rows = []
+    for figure in figure_names([start["figures"], model["figures"]]):
+        values = [of["figures"].get(figure) for of in (start, model)]
+        found = ends.get(figure, {"low": None})
+        rows.append(Row(figure, values, None if found["low"] is None else (found["low"], found["high"])))
+    columns = [start["label"], model["label"]]
+    return before_and_after("Figures on the same prompts", columns, rows, report["judges"])
+
+
+def show_samples(report: dict[str, Any], screen: Screen) -> None:
+    """Print a few prompts with their ranked completions."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
         cells = [
             "\n\n".join((SCORED if c["label"] else UNSCORED).format(**c) for c in side["completions"])
             for side in prompt["sides"]
         ]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
-    for table in made:
-        screen.table(table["caption"], table["columns"], table["rows"], lines=False)
-    if report["start"] is None:
-        screen.say("no start model: no comparison and no audit (give one with --baseline)")
-    for note in report["notes"]:
-        screen.say(f"note: {note}")
-    for model in report["models"]:
-        for warning in model["warnings"]:
-            screen.say(f"warning: {model['label']}: {warning}")
-        if model["figures"]["score"] is None:
-            screen.say(f"warning: {model['label']}: no completion has a score, so the audit has nothing to compare")
-        elif report["start"] is not None and not model["warnings"]:
-            screen.say(f"{model['label']}: {report['no_signs']}. {READ_THEM}")
-
-
-def write_report(
-    report: dict[str, Any],
-    made: Sequence[dict],
-    folder: Path,
-    screen: Screen,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes evaluation.json and evaluation.html, or after an error none of them. `check` is called before files are
-    written, as in `update_dir_atomically`."""
-    page = render(
-        "evaluation.html",
-        title="Evaluation: completions, scored and ranked",
-        facts=list(report["facts"].items()),
-        models=report["models"],
-        tables=made,
-        read_them=READ_THEM,
-        picture=as_data_url(forest(report["contrasts"], report["judges"])) if report["contrasts"] else None,
-        prompts=report["prompts"],
-        everything=report,
-    )
-
-    def write(staging: Path) -> None:
-        write_json(staging / "evaluation.json", report)
-        write_text(staging / "evaluation.html", page)
-
-    update_dir_atomically(folder, write, check)
-    screen.say(f"saved: {folder / 'evaluation.html'} and {folder / 'evaluation.json'}")

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.statistics import percent
 from rlhf.reports.curve_chart import Group, groups_of, judges_of
 from rlhf.reports.plot_style import COLOURS, MARKERS, ROW, WIDTH, finish, new_figure, style
 from rlhf.utils.console import listed
+from rlhf.utils.statistics import percent
 
 KL = "eval/kl_divergence"
 NAME_WIDTH = 22  # characters of a contrast's name in a row

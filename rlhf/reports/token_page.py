@@ -12,10 +12,12 @@ import numpy as np
 from rlhf.analysis.groups import title_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
+from rlhf.reports.page import Page
 from rlhf.reports.plot_style import COLOURS
+from rlhf.reports.tables import TextTable
 from rlhf.utils.console import Screen
-from rlhf.utils.files import check_folder, write_text
-from rlhf.utils.html import render
+from rlhf.utils.files import check_folder
+from rlhf.utils.paths import path_on_page
 
 MOST_UPDATES = 8  # on one page: the first, the last, and some in between
 STRIPS = ("kl", "advantage")  # shown as coloured text; the table below has all quantities
@@ -23,7 +25,7 @@ STRONGEST = 0.75  # share of the full colour, so that dark text stays readable
 
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
-    """Writes tokens.html into `output` from a run's token records. Raises UserError if there are none."""
+    """Writes the page into `output` from a run's token records. Raises UserError if there are none."""
     record = RunRecord.require(Path(run), "--tokens")
     folder = check_folder(output)
     files = recorded_updates(Path(run), "--tokens")
@@ -35,20 +37,24 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     completions = [list(tokens) for _, tokens in groupby(rows, lambda row: (row["update"], row["episode"]))]
     # without a quantity that is equal for all tokens of each completion, such as GRPO's advantages
     strips = [name for name in STRIPS if any(len({token[name] for token in tokens}) > 1 for tokens in completions)]
-    page = render(
-        "tokens.html",
-        title="Token records: what the trainer computed for each token",
-        facts=[
-            ("run", f"{run}: {title_of(record)}, recipe {record.recipe}, seed {record.seed}"),
-            ("updates", f"{len(chosen)} of {len(files)} recorded updates are shown"),
-        ],
-        quantities={name: (QUANTITIES[name], scales[name]) for name in names},
-        strips=strips,
-        completions=[_completion(tokens, scales) for tokens in completions],
-        everything=rows,
-        colours=(colour(-1.0, 1.0), colour(1.0, 1.0)),
-    )
-    write_text(folder / "tokens.html", page)
+    report = {
+        "headline": f"{path_on_page(run)}: {title_of(record)}, recipe {record.recipe}, seed {record.seed}",
+        "warnings": [],
+        "notes": [],
+        "prompts": [],
+        "facts": {"updates": f"{len(chosen)} of {len(files)} recorded updates are shown"},
+        "rows": rows,
+    }
+    cells = [[f"{name}: {QUANTITIES[name]}", f"{scale:.3g}"] for name, scale in scales.items()]
+    table = TextTable("Quantities", ["", "strongest colour at"], cells)
+    tokens = {
+        "quantities": names,
+        "strips": strips,
+        "completions": [_completion(tokens, scales) for tokens in completions],
+        "colours": (colour(-1.0, 1.0), colour(1.0, 1.0)),
+    }
+    title = "Token records: what the trainer computed for each token"
+    Page("tokens", title, report, [table], tokens=tokens).write(folder)
     screen.say(f"saved: {folder / 'tokens.html'} ({len(chosen)} of {len(files)} recorded updates of {run})")
 
 

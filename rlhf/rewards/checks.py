@@ -21,7 +21,7 @@ from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, raise_if
-from rlhf.utils.intervals import interval, share_interval
+from rlhf.utils.statistics import interval, share_interval
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Number
-from statistics import fmean
 
 from rlhf.rewards.answers import final_answer, is_equal, number_at_end, parse
 from rlhf.rewards.arguments import Completion, text_of
@@ -79,46 +78,3 @@ def _judged(
             found = is_right(text_of(completion), str(answer), end)
         scores.append(None if found is None else float(found))
     return scores
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k for one prompt: the probability that at least one of k completions is
-    right.
-
-    pass@k = 1 - C(n - c, k) / C(n, k)        (Chen et al. 2021, arXiv 2107.03374, eq. 1)
-
-    It is the share of all subsets of k of the n completions that contain a right one. It is computed as a product of
-    ratios below 1, because the binomial coefficients may be larger than the largest float. Raises ValueError if k is
-    not in 1..n or c is not in 0..n.
-
-    Args:
-        n: number of completions of the prompt.
-        c: number of right ones among them.
-        k: number of attempts.
-    """
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
-    if n - c < k:
-        return 1.0
-    # C(n - c, k) / C(n, k) = prod_{i = n - c + 1}^{n} (1 - k / i)
-    none_right = 1.0
-    for i in range(n - c + 1, n + 1):
-        none_right *= 1 - k / i
-    return 1 - none_right
-
-
-def mean_pass_at_k(prompts: Sequence[Sequence[float]], samples: int) -> dict[int, float]:
-    """Return pass@k for k = 1, 2, 4, ... and `samples`: the mean over the prompts with at least k values.
-
-    Args:
-        prompts: the values 0 and 1 of each prompt's completions, without those to which the function does not apply.
-        samples: completions per prompt.
-    """
-    counts = [(len(values), int(sum(values))) for values in prompts]
-    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in attempts(samples)}
-    return {k: fmean(values) for k, values in found.items() if values}
-
-
-def attempts(n: int) -> list[int]:
-    """Return the k for which pass@k of n completions is reported: 1, 2, 4, ... and n."""
-    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]

@@ -17,6 +17,7 @@ from rlhf.config import config_of_run
 from rlhf.data.chat_template import date_of, with_shots
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.save import generation_config
+from rlhf.reports.tables import TextTable, before_and_after, rows_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.utils.command_lines import CONSOLE_COMMAND, command
@@ -71,9 +72,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         generation=generation_config(sampling, tokenizer).to_diff_dict(),
         stops=list(sampling.stops),
         rewards=reward_line(settings),
-        columns=columns(run),
-        rows=figure_rows(run),
-        interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"] or ()) or "unknown",
+        results=results(run),
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         decisive_settings=settings_that_decide(run),
         command=model_card_command(run.command),
@@ -109,47 +108,17 @@ def reward_line(settings: dict[str, Any]) -> str:
     return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
 
 
-def columns(run: RunRecord) -> list[str]:
-    """Return the column titles of the results: the start model, the best checkpoint, the final weights."""
-    best = run.best.update
-    last = (run.spent or run.plan).updates
-    return ["start model", f"best, after update {best}", f"final, after update {last}"]
-
-
-def figure_rows(run: RunRecord) -> list[list[str]]:
-    """Return one row per result: start model, best checkpoint, final weights. "" if a value was not recorded."""
-    figures = run.figures
+def results(run: RunRecord) -> TextTable:
+    """Return the figures of the start model, the best checkpoint and the final weights."""
     evaluations = run.best.evaluations
     best = next(e for e in evaluations if e["update"] == run.best.update)
-    at = [evaluations[0], best, evaluations[-1]]
-    rows = [
-        ["score, mean", *(number(e["score"], "+.3f") for e in at)],
-        *([f"{name}, mean", *(eval_cell(e, name) for e in at)] for name in at[-1].get("metrics", {})),
-        [f"KL to the start model, {run.best.kl_unit}", *(number(e["kl"], ".3g") for e in at)],
-        [f"perplexity on {figures['perplexity_text']}", *(number(e["perplexity"], ".2f") for e in at)],
-    ]
-    at_the_ends = {
-        "length": ("completion length, tokens", ".1f"),
-        "eos_rate": ("completions that end with EOS", ".0%"),
-    }
-    at_the_ends |= {"gold": ("gold quality, 0 to 1", ".3f")} if "gold_before" in figures else {}
-    for name, (label, form) in at_the_ends.items():
-        rows.append([label, number(figures[f"{name}_before"], form), "", number(figures[f"{name}_after"], form)])
-    return rows
-
-
-def eval_cell(evaluation: dict, name: str) -> str:
-    """Return the value of an evaluation function in one of the evaluations, with its interval."""
-    found = evaluation.get("metrics", {}).get(name, {})
-    if "value" not in found:
-        return ""
-    within = f" ({number(found['low'], '.3f')} to {number(found['high'], '.3f')})" if "low" in found else ""
-    return number(found["value"], ".3f") + within
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number of run.json, where null stands for a number that is not finite."""
-    return "not finite" if value is None else format(value, form)
+    kl = "kl" if run.best.kl_unit == "nats/sequence" else "kl_per_token"
+    figures = run.figures | {f"{kl}_before": evaluations[0]["kl"], f"{kl}_after": evaluations[-1]["kl"]}
+    metrics = {f"eval/{name}": found.get("value") for name, found in best.get("metrics", {}).items()}
+    between = {"score": best["score"], kl: best["kl"], "perplexity": best["perplexity"], **metrics}
+    last = (run.spent or run.plan).updates
+    columns = ["start model", f"best, after update {best['update']}", f"final, after update {last}"]
+    return before_and_after("", columns, rows_of_run(figures, between))
 
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:

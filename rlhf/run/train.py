@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -10,7 +9,6 @@ from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.prompts import Selection
 from rlhf.data.sampler import planned_updates
-from rlhf.demo.parts import gold_of
 from rlhf.distributed.group import agree, in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
@@ -40,7 +38,7 @@ def load_trainer(config: Config, screen: Screen, selection: Selection | None) ->
     inputs = load_inputs(config, screen, selection=selection)
     config = choose_settings(config, inputs, device, screen)
     predicted = plan_run(config, inputs, device, screen)
-    components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
+    components = load_models(config, inputs, device, screen)
     config = with_horizon(config, planned_updates(config, components.prompts.train))
     trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
     trainer.progress.predicted = predicted

@@ -15,7 +15,7 @@ from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
 from rlhf.demo import ready
 from rlhf.demo.checker_parts import prepare_checker
-from rlhf.demo.parts import prepare_demo
+from rlhf.demo.parts import gold_of, prepare_demo
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
@@ -96,7 +96,7 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     if watched:
         limit_s = config.reward.reward_timeout
         evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
-    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
+    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, gold_of(config), start.date)
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:

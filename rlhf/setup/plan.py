@@ -31,8 +31,8 @@ from rlhf.setup.precision import product_seconds
 from rlhf.setup.shape import adapter_weights, weights_of
 from rlhf.trainer.progress import Predicted, Progress, parts_text
 from rlhf.utils.console import Screen, counted, gib
-from rlhf.utils.intervals import prompts_needed, smallest_change
 from rlhf.utils.processes import size
+from rlhf.utils.statistics import prompts_needed, smallest_change
 
 MOST_TOPICS = 12  # listed in the plan
 MORE_SAMPLES = (2, 4, 8)  # completions per evaluation prompt that the plan recommends

@@ -26,14 +26,13 @@ from rlhf.setup.scan_figures import (
     Figures,
     Recommendation,
     figures_of,
-    is_binary,
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, sample_and_score
 from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError
-from rlhf.utils.intervals import Estimate, over_prompts
+from rlhf.utils.statistics import A_SHARE, Estimate, over_prompts
 
 PROMPTS = 128  # the most training prompts that are sampled, the same number of each topic
 SAMPLES = 8  # completions per prompt, at least K
@@ -57,7 +56,6 @@ class Scan:
     topics: dict[str, Part]  # empty without at least two topics
     group_size: int  # completions per group of the shares; 1 without groups: all completions of a prompt
     samples: int  # completions per prompt
-    binary: bool  # all scores are 0 or 1, so that the mean is a pass rate
     recommendation: Recommendation | None  # None: nothing can be learned
     findings: list[Finding]  # why little can be learned, and what to do
     examples: Examples  # some completions with their scores
@@ -124,7 +122,7 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
     scores = [one.shaped for one in complete]
     found = recommend(scores, config.compared, config.batch.batch_size)
     return Scan(
-        overall, parts, config.compared, samples, is_binary(scores), None if "nothing" in names else found, findings,
+        overall, parts, config.compared, samples, None if "nothing" in names else found, findings,
         [(one.texts[0], one.raw[0]) for one in complete[:EXAMPLES]],
     )  # fmt: skip
 
@@ -132,10 +130,11 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
 def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
     """Return the results of some prompts, with groups of `group` completions."""
     scores = [one.shaped for one in rows]
-    limits = (0.0, 1.0) if is_binary(scores) else None
+    figures = figures_of(scores, group)
+    limits = A_SHARE if figures.binary else None
     interval = over_prompts([fmean(one) for one in scores], config.run.seed, limits=limits)
     truncated = 1 - fmean(ended for one in rows for ended in one.ended)
-    return Part(figures_of(scores, group), interval, truncated)
+    return Part(figures, interval, truncated)
 
 
 def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> SampleFigures:
@@ -197,11 +196,11 @@ def show_recommendation(config: Config, scan: Scan, found: Recommendation, scree
 
 def columns_of(scan: Scan) -> list[str]:
     """Return the titles of the columns after the first."""
-    shares = ["no difference", *(["never", "always"] if scan.binary else [])]
+    shares = ["no difference", *(["never", "always"] if scan.overall.figures.binary else [])]
     reach = ["in reach"] if scan.overall.figures.in_reach is not None else []
     return [
         "prompts",
-        "pass rate (95%)" if scan.binary else "score (95%)",
+        "pass rate (95%)" if scan.overall.figures.binary else "score (95%)",
         *shares,
         *reach,
         "signal",
@@ -214,7 +213,7 @@ def cells_of(scan: Scan, part: Part) -> list[str]:
     f = part.figures
     i = part.interval
     ends = "" if i.low is None else f" ({i.low:.2f} to {i.high:.2f})"
-    shares = [f.no_difference, *([f.never, f.always] if scan.binary else [])]
+    shares = [f.no_difference, *([f.never, f.always] if scan.overall.figures.binary else [])]
     reach = [f"{f.in_reach:.0%}"] if scan.overall.figures.in_reach is not None else []
     return [
         f"{f.prompts:,}", f"{i.value:.2f}{ends}", *(f"{share:.0%}" for share in shares), *reach,

@@ -1,18 +1,17 @@
-"""Figures of a scan: what can be learned from the scores of several completions per prompt. Floats only.
+"""Figures of a scan: what can be learned from the scores of several completions per prompt.
 
-`scores` are the scores of one prompt's completions, sampled by the same policy. All estimates are unbiased for this
-policy, unless their docstring names an exception.
+All estimates are unbiased for the policy that sampled the completions, unless their docstring names an exception.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
-from statistics import fmean, variance
+from statistics import fmean
 
-from rlhf.utils.intervals import share_limits
+import numpy as np
+
+from rlhf.utils.statistics import ROUNDING, all_equal_to, is_binary, learning_signal, no_difference, share_limits
 
 Scores = Sequence[float]
 
@@ -21,43 +20,12 @@ TARGET = 0.7  # smallest share of groups with a difference: at most 30% of the e
 FEWEST = 2  # scores of a prompt from which a variance can be estimated
 
 
-def learning_signal(scores: Scores) -> float:
-    """Return the variance of the score within a prompt. For scores 0 and 1 with a pass rate p it estimates p (1 - p):
-    with c of n solved it is c (n - c) / (n (n - 1)).
-
-    The policy can improve by at least an amount that grows with p (1 - p) (Bae et al. 2025, "Online Difficulty
-    Filtering for Reasoning Oriented Reinforcement Learning", arXiv 2504.03380).
-    """
-    return variance(scores)
-
-
-def no_difference(scores: Scores, size: int) -> float:
-    """Return the probability that all scores of a group of `size` completions are equal: sum over the distinct scores
-    of C(c, size) / C(n, size), if c of n completions have that score. For 0 and 1 with c solved:
-    [C(c, K) + C(n - c, K)] / C(n, K). Needs n >= size."""
-    return sum(comb(count, size) for count in Counter(scores).values()) / comb(len(scores), size)
-
-
-def all_equal_to(scores: Scores, value: float, size: int) -> float:
-    """Return the probability that all completions of a group of `size` have this score. Needs n >= size."""
-    return comb(sum(score == value for score in scores), size) / comb(len(scores), size)
-
-
-def is_binary(prompts: Sequence[Scores]) -> bool:
-    """True if all scores are 0 or 1."""
-    return all(score in (0.0, 1.0) for scores in prompts for score in scores)
-
-
-def in_range(scores: Scores, limits: tuple[float, float]) -> bool:
-    """True if the mean score is within the limits, both included. 1e-9 allows for rounding."""
-    return limits[0] - 1e-9 <= fmean(scores) <= limits[1] + 1e-9
-
-
 @dataclass(frozen=True)
 class Figures:
     """Means over prompts. Shares are in [0, 1]. None: not defined for these scores."""
 
     prompts: int
+    binary: bool  # all scores are 0 or 1, so that the mean is a pass rate
     mean: float  # score; the pass rate for scores 0 and 1
     in_reach: float | None  # share of prompts with a pass rate of IN_REACH; None: scores outside [0, 1]
     no_difference: float  # share of groups whose scores are all equal
@@ -68,14 +36,17 @@ class Figures:
 
 def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
     """Return the figures of at least one prompt, for groups of `size` completions. `in_reach` counts the prompts whose
-    mean of the samples is within the limits, which is not corrected for sampling."""
-    binary = is_binary(prompts)
-    is_share = share_limits([score for scores in prompts for score in scores]) is not None
-    reachable = [in_range(scores, IN_REACH) for scores in prompts] if is_share else None
+    mean of the samples is within the limits, both included, which is not corrected for sampling."""
+    every = np.concatenate(prompts)
+    binary = is_binary(every)
+    means = [fmean(scores) for scores in prompts]
+    low, high = IN_REACH
+    in_reach = fmean(low - ROUNDING <= mean <= high + ROUNDING for mean in means)
     return Figures(
         prompts=len(prompts),
-        mean=fmean(fmean(scores) for scores in prompts),
-        in_reach=None if reachable is None else fmean(reachable),
+        binary=binary,
+        mean=fmean(means),
+        in_reach=None if share_limits(every) is None else in_reach,
         no_difference=fmean(no_difference(scores, size) for scores in prompts),
         never=fmean(all_equal_to(scores, 0.0, size) for scores in prompts) if binary else None,
         always=fmean(all_equal_to(scores, 1.0, size) for scores in prompts) if binary else None,
@@ -109,7 +80,7 @@ def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple
         episodes: episodes per update, which stay the same: batch size x K.
     """
     samples = min(map(len, prompts))
-    least = FEWEST if is_binary(prompts) else now
+    least = FEWEST if is_binary(np.concatenate(prompts)) else now
     sizes = [2**i for i in range(1, episodes.bit_length()) if episodes % 2**i == 0 and 2**i < episodes]
     fitting = [size for size in sorted({*sizes, now}) if least <= size <= samples]
     if not fitting or now > samples:

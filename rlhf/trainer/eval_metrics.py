@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import numpy as np
 
-from rlhf.rewards.eval_functions import mean_pass_at_k
-from rlhf.utils.intervals import over_prompts
-
-
-def per_prompt(values: np.ndarray) -> list[float | None]:
-    """Return the mean of each prompt's completions, of those that have a value; None for a prompt without one.
-
-    `values` is (P, K).
-    """
-    return [fmean(group) if group else None for group in _known(values)]
-
-
-def _known(values: np.ndarray) -> list[list[float]]:
-    """Return the values of each prompt that are not NaN."""
-    return [row[~np.isnan(row)].tolist() for row in values]
+from rlhf.utils.statistics import A_SHARE, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
 
 def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
@@ -34,16 +18,15 @@ def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
         values: (P, K) of each completion; NaN if the function does not apply.
         seed: of the bootstrap.
     """
-    means = [mean for mean in per_prompt(values) if mean is not None]
-    if not means:
+    means = scored(per_prompt(values, exact=True))
+    if not means.size:
         return {}
-    known = _known(values)
     samples = values.shape[1]
-    is_right = all(value in (0.0, 1.0) for row in known for value in row)
-    found = over_prompts(means, seed, limits=(0.0, 1.0) if is_right else None)
+    is_right = is_binary(values)
+    found = over_prompts(means, seed, limits=A_SHARE if is_right else None)
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(known, samples).items()}
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(values, samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -16,6 +16,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.trainer.eval_metrics import tag_of
 from rlhf.utils.rng import rng_for
+from rlhf.utils.statistics import is_binary, scored
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class Evaluation:
     @property
     def checked(self) -> bool:
         """True if what decides is a checker: all its values are 0 or 1."""
-        known = scored(self.deciding)
-        return bool(known.size and np.isin(known, (0, 1)).all())
+        return is_binary(self.deciding)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
@@ -134,11 +134,6 @@ class Evaluation:
                 if prompt.example.topic is not None:
                     row["topic"] = prompt.example.topic
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def scored(values: np.ndarray) -> np.ndarray:
-    """Return the values of the completions that have one, in one dimension."""
-    return values[~np.isnan(values)]
 
 
 def flat(values: np.ndarray | Sequence[Sequence]) -> list:

@@ -34,7 +34,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.eval_metrics import figures_of
-from rlhf.trainer.evaluation import Evaluation, Gold, scored
+from rlhf.trainer.evaluation import Evaluation, Gold
 from rlhf.trainer.evaluator import Evaluator, fixed_text
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
 from rlhf.trainer.kl import KLControl
@@ -48,6 +48,7 @@ from rlhf.trainer.timing import Timer
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import is_first, size
+from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
 
 

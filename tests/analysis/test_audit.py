@@ -153,4 +153,4 @@ def test_length_hacked_model_has_length_warnings(start_model, reward_folder, pai
     assert start_report["models"][0]["warnings"] == []
     assert "too few prompts to show signs of reward hacking" in output, "8 prompts are no evidence"
     page = (tmp_path / "start_page" / "evaluation.html").read_text(encoding="utf-8")
-    assert "Too few prompts" in page and "no signs of reward hacking" not in page.lower()
+    assert "too few prompts" in page and "no signs of reward hacking" not in page.lower()

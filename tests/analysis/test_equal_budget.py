@@ -12,7 +12,7 @@ import pytest
 from rlhf.analysis.equal_budget import EvalPoint, _values, at_equal, at_equal_kl, at_kl, common_kls, result_over
 from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.reports.comparison_report import not_compared
-from rlhf.utils import intervals
+from rlhf.utils import statistics
 
 PROMPTS = [str(i) for i in range(64)]
 
@@ -269,7 +269,7 @@ def significant(groups: dict[str, list[list]], rule: str = "monotone regression"
 @pytest.mark.parametrize(("seeds", "scatter"), [(1, 0.0), (3, 0.1)])
 def test_error_rate_at_equal_kl_is_small(monkeypatch, seeds, scatter):
     """At most 3 of 40 comparisons are significant; with one seed about 8, if intervals ignore the error of the KL."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 300)
+    monkeypatch.setattr(statistics, "RESAMPLES", 300)
     rng = np.random.default_rng(0)
     found = [significant(trained_equally(rng, seeds, 8, "linear", scatter)) for _ in range(40)]
     assert None not in found and sum(found) <= 3
@@ -281,7 +281,7 @@ def test_error_rate_at_equal_kl_is_small(monkeypatch, seeds, scatter):
 def test_error_rates_at_equal_kl(monkeypatch, seeds, scatter, evaluations, shape):
     """Of 200 comparisons of groups with the same curve, at most 7% are significant at any of the three KLs. Prints the
     rates of this rule and of other ones."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 1000)
+    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
     rng = np.random.default_rng(0)
     groups = [trained_equally(rng, seeds, evaluations, shape, scatter) for _ in range(200)]
     print(f"\n{seeds} seeds, {evaluations} evaluations, {shape}:", end=" ")

@@ -11,13 +11,13 @@ import pytest
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.analysis.groups import compared_pairs, group_runs
 from rlhf.analysis.models import ModelRef, shared_settings
-from rlhf.analysis.statistics import level_of_each
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.fields import replaced
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import UserError
+from rlhf.utils.statistics import level_of_each
 from tests.records import record_of
 
 

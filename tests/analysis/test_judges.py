@@ -12,9 +12,10 @@ import torch
 
 import compare_runs
 import evaluate_generations
-from rlhf.analysis.audit import figures, figures_of, label_of
+from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
+from rlhf.reports.tables import figure_names, label_of
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
@@ -83,8 +84,8 @@ def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
 def test_figures_of_a_model_without_pass_at_k_are_in_the_same_table():
     one = figures(evaluation_of([[0, 0]], {"f": [[0, 1]]}, functions=("f",)))
     other = figures(evaluation_of([[0, 0]], {"f": [[0, 0.5]]}, functions=("f",)))
-    assert figures_of([other, one]) == figures_of([one, other])
-    assert [name for name in figures_of([other, one]) if name in ("judge", "pass@1/f", "length")] == [
+    assert figure_names([other, one]) == figure_names([one, other])
+    assert [name for name in figure_names([other, one]) if name in ("judge", "pass@1/f", "length")] == [
         "judge", "pass@1/f", "length",
     ]  # fmt: skip
 
@@ -217,7 +218,7 @@ def test_function_without_the_columns_of_the_stored_completions(runs, rules, wan
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["at_equal"][0]["differences"][0]["by"] == "score"
-    (caveat,) = (line for line in report["caveats"] if "--prompts" in line)
+    (caveat,) = (line for line in report["notes"] if "--prompts" in line)
     assert "(half, " in report["verdict"][0] and "half" in caveat
 
 

@@ -11,11 +11,10 @@ import pytest
 from rlhf.analysis import audit
 from rlhf.analysis.audit import figures, without_score
 from rlhf.analysis.equal_budget import at_equal
-from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt, ranks, win_rates
 from rlhf.analysis.verdict import Arm, contrast
 from rlhf.reports.comparison_report import not_compared
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.intervals import over_prompts
+from rlhf.utils.statistics import over_prompts, over_seeds, per_prompt, win_rates
 from tests.analysis.test_equal_budget import eval_point
 from tests.analysis.test_verdict import group, judge_runs
 from tests.evaluations import evaluation_of
@@ -37,19 +36,6 @@ def made(scores, judged=None) -> Evaluation:
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
-
-
-def test_statistics_leave_out_completions_without_a_score():
-    values = np.array([[1, 3, NAN], [NAN, NAN, NAN], [2, 4, 6]])
-    assert np.array_equal(per_prompt(values), [2, NAN, 4], equal_nan=True)
-    assert paired(np.array([[[1, NAN, 3]], [[4, 5, 6]]])).tolist() == [[[1, 3]], [[4, 6]]]
-    # prompt 1: (1 > 0), (3 > 0) of two pairs; prompt 2: no pair; prompt 3: (2 < 4), (4 = 4), (6 > 4)
-    other = np.array([[0, NAN], [1, 1], [4, NAN]])
-    assert np.array_equal(win_rates(values, other), [1, NAN, 0.5], equal_nan=True)
-    assert ranks([1.0, NAN, 3.0, 3.0]) == [(3, "WORST"), (None, None), (1, "BEST"), (1, "BEST")]
-    assert ranks([NAN, NAN]) == [(None, None)] * 2
-    assert correlation([1.0, NAN, 2.0], [1, 9, 2]) == pytest.approx(1.0)
-    assert correlation([NAN, NAN], [1, 2]) is None
 
 
 def test_figures_leave_out_completions_without_a_score():

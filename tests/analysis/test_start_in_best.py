@@ -47,4 +47,4 @@ def test_run_whose_best_is_the_start_model_is_compared(start_is_best, runs, tmp_
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     ppo = next(name for name, group in report["arms"].items() if group["algorithm"] == "ppo")
     assert report["figures"][ppo]["1"]["score"] == report["figures"]["start"]["score"]
-    assert sum("start model" in caveat and start_is_best.name in caveat for caveat in report["caveats"]) == 1
+    assert sum("start model" in caveat and start_is_best.name in caveat for caveat in report["notes"]) == 1

@@ -19,10 +19,9 @@ from rlhf.analysis.verdict import START, Arm
 from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
 from rlhf.commands import compare, evaluate
-from rlhf.reports import comparison_report, evaluation_report
-from rlhf.reports.comparison_report import make_comparison, write_comparison
-from rlhf.reports.comparison_tables import tables
-from rlhf.reports.evaluation_report import make_report, show_report, write_report
+from rlhf.reports import page as of_commands
+from rlhf.reports.comparison_report import comparison_page, make_comparison
+from rlhf.reports.evaluation_report import evaluation_page, make_report, show_samples
 from rlhf.reports.token_page import write_token_page
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils import files
@@ -120,8 +119,8 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
             for i, (arm, model) in enumerate(zip(replies, models, strict=True))]  # fmt: skip
     arms[0] = dataclasses.replace(arms[0], name='<b onclick="x">run</b>\u202e')
     report = make_report(made, arms, start)
-    made_tables = evaluation_report.tables(report, arms, start)
-    write_report(report, made_tables, tmp_path, Screen())
+    made_page = evaluation_page(report, arms, start)
+    made_page.write(tmp_path)
     page = Page(tmp_path / "evaluation.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == json.loads((tmp_path / "evaluation.json").read_text()) == report
@@ -129,7 +128,8 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
         assert visible(text) in page.text, "every character is visible"
     assert "<U+202E>evil" in page.text and "<U+001B>[31m" in page.text
     capsys.readouterr()
-    show_report(report, made_tables, Screen())
+    show_samples(report, Screen())
+    made_page.show(Screen(), tmp_path)
     assert not CONTROL_CHARACTERS.search(capsys.readouterr().out), "no control characters reach the terminal"
 
 
@@ -141,10 +141,10 @@ def test_comparison_page_escapes_hostile_completions(evaluator, runs, tmp_path):
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
     start = Arm(START, [with_hostile_texts(start)])
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-    write_comparison(report, tables(report, start, arms), arms, curves, tmp_path)
+    comparison_page(report, start, arms, curves).write(tmp_path)
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
-    assert json.loads(page.data) == report
+    assert json.loads(page.data) == json.loads((tmp_path / "comparison.json").read_text()) == report
 
 
 @pytest.mark.parametrize("name", ["comparison.html", "evaluation.html"])
@@ -160,10 +160,10 @@ def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_
     def write() -> None:
         if name == "comparison.html":
             found, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-            write_comparison(report, tables(report, start, found), found, curves, tmp_path)
+            comparison_page(report, start, found, curves).write(tmp_path)
         else:
             report = make_report(made, singles, start) | {"second": True}
-            write_report(report, evaluation_report.tables(report, singles, start), tmp_path, Screen())
+            evaluation_page(report, singles, start).write(tmp_path)
 
     write()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -174,8 +174,7 @@ def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_
             raise OSError(28, "No space left on device", str(file))
         files.write_text(file, text)
 
-    monkeypatch.setattr(evaluation_report, "write_text", write_text)
-    monkeypatch.setattr(comparison_report, "write_text", write_text)
+    monkeypatch.setattr(of_commands, "write_text", write_text)
     with pytest.raises(OSError, match="No space left"):
         write()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -206,26 +205,28 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     curves[3] = ("TOY", curves[3][1])
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
     arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
-    filled = tables(report, start, arms)
-    write_comparison(report, filled, arms, curves, tmp_path)
-    assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
+    of_three = comparison_page(report, start, arms, curves)
+    of_three.write(tmp_path)
+    assert len(report["verdict"]) == 6 and len(report["notes"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
-    figures, contrasts, equal, cost, settings = filled.folded
-    assert [row[0] for row in filled.summary["rows"]] == ["start model", "PPO", "GRPO", "TOY"]
-    assert [row[0] for row in filled.contrasts["rows"]][3:] == pairs
-    assert settings["columns"] == ["", "PPO", "GRPO", "TOY"]
-    assert ["use_lora", "false", "true", "true"] in settings["rows"]
-    assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
-    assert cost["columns"] == ["", "PPO", "GRPO", "TOY"]
-    over = {row[0]: row[3] for row in contrasts["rows"]}
+    summary, _, differences, _ = of_three.blocks
+    figures, contrasts, equal, cost, settings = of_three.folded
+    assert [row[0] for row in summary.rows] == ["start model", "PPO", "GRPO", "TOY"]
+    assert [row[0] for row in differences.rows][3:] == pairs
+    assert settings.columns == ["", "PPO", "GRPO", "TOY"]
+    assert ["use_lora", "false", "true", "true"] in settings.rows
+    assert [column.split(" (")[0] for column in figures.columns[1:]] == ["start model", "PPO", "GRPO", "TOY"]
+    assert cost.columns == ["", "PPO", "GRPO", "TOY"]
+    kind = contrasts.columns.index("confidence interval")
+    over = {row[0]: row[kind] for row in contrasts.rows}
     assert all(over[f"{pair}, score"] == "98.3% over seeds and prompts" for pair in pairs)
     assert (
         over["TOY - start model, score"] == "95% over seeds and prompts"
-        and "difference (interval)" in contrasts["columns"]
+        and "difference (interval)" in contrasts.columns
     )
-    assert [row[0] for row in equal["rows"]][:3] == [f"8 episodes: {pair}" for pair in pairs]
-    assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
+    assert [row[0] for row in equal.rows][:3] == [f"8 episodes: {pair}" for pair in pairs]
+    assert {len(prompt["sides"]) for prompt in report["prompts"]} == {4}
     page = Page(tmp_path / "comparison.html")
     assert "Comparison of PPO, GRPO and TOY" in page.text
     assert all(sentence in page.text for sentence in [report["headline"], *report["verdict"]])
@@ -260,6 +261,7 @@ def test_token_page_escapes_hostile_tokens(runs, tmp_path):
     write_token_page(str(run), str(tmp_path / "out"), Screen())
     page = Page(tmp_path / "out" / "tokens.html")
     check_page_is_safe(page)
-    assert json.loads(page.data) == rows
+    assert json.loads(page.data) == json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert json.loads(page.data)["rows"] == rows
     for text in HOSTILE:
         assert visible(text) in page.text

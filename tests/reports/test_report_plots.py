@@ -16,7 +16,7 @@ from rlhf.reports.plot_style import COLOURS, WIDTH
 from rlhf.reports.report_plots import forest, score_against_kl
 from tests.reports.test_curve_plots import colour_of, legend, line, points
 
-STYLE = (Path(rlhf.utils.__file__).parent / "templates" / "base.html").read_text(encoding="utf-8")
+STYLE = (Path(rlhf.utils.__file__).parent / "templates" / "page.html").read_text(encoding="utf-8")
 BEST_OF = {"n": [1, 2, 3, 4, 64], "kl": [0.0, 0.2, 0.4, 0.6, 3.2], "exact": False,
            "measures": {"score": [0.0, 1.0, 1.5, 2.0, 3.0]}}  # fmt: skip
 

@@ -1,11 +1,10 @@
-"""Tests of exact match and last number, and of pass@k against an enumeration of all subsets."""
+"""Tests of exact match and last number."""
 
 from __future__ import annotations
 
 import json
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.rewards.answers import NUMBER, number_at_end
-from rlhf.rewards.eval_functions import attempts, exact_match, last_number, pass_at_k
+from rlhf.rewards.eval_functions import exact_match, last_number
 from rlhf.rewards.find import find_rule
 from rlhf.utils.errors import UserError
 
@@ -163,36 +162,6 @@ def test_last_number_of_40_completions_of_a_real_model():
 def test_the_number_of_a_cut_off_completion_stays_one_of_its_numbers_whatever_follows(text, more):
     complete = number_at_end(text, ended=False)
     assert complete is None or complete in {number_at_end(found[0]) for found in NUMBER.finditer(text + more)}
-
-
-@given(st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(data):
-    n = data.draw(st.integers(1, 9))
-    right = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
-    k = data.draw(st.integers(1, n))
-    subsets = list(combinations(right, k))
-    assert pass_at_k(n, sum(right), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
-
-
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs contain the right one
-    assert pass_at_k(5, 2, 1) == pytest.approx(0.4)
-    assert pass_at_k(3, 0, 3) == 0.0
-    assert pass_at_k(3, 1, 3) == pass_at_k(1, 1, 1) == 1.0
-
-
-def test_pass_at_k_of_many_completions_does_not_overflow():
-    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)  # C(10000, 5000) is about 1e3008
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
-def test_pass_at_k_refuses_impossible_numbers(n, c, k):
-    with pytest.raises(ValueError, match="1 <= k <= n"):
-        pass_at_k(n, c, k)
-
-
-def test_attempts_are_powers_of_two_and_n():
-    assert [attempts(n) for n in (1, 2, 4, 5, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8]]
 
 
 def test_errors_name_the_flag():

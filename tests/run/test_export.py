@@ -359,13 +359,19 @@ def test_content_of_model_cards(finished):
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["trl", "grpo", "rlhf", "lora"]
     }, "the base model and the data are local, and no licence is known"  # fmt: skip
     figures = content["figures"]
-    first = content["best"]["evaluations"][0]
-    last = content["best"]["evaluations"][-1]
-    rows = {line.split(" | ")[0].strip("| "): line for line in card.text.splitlines() if line.startswith("| ")}
-    assert f"{first['score']:+.3f}" in rows["score, mean"] and f"{last['score']:+.3f}" in rows["score, mean"]
-    assert f"{last['kl']:.3g}" in rows["KL to the start model, nats/sequence"]
-    assert f"{last['perplexity']:.2f}" in rows["perplexity on 6 held-out chosen completions"]
-    assert f"{figures['length_after']:.1f}" in rows["completion length, tokens"]
+    first, *_, last = evaluations = content["best"]["evaluations"]
+    best = next(e for e in evaluations if e["update"] == content["best"]["update"])
+    rows = [line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ")]
+    of = {name: cells for name, *cells in rows}
+    low, high = figures["score_rise_interval"]
+    assert of["score"] == [
+        *(f"{e['score']:+.3f}" for e in (first, best, last)),
+        f"{last['score'] - first['score']:+z.3f} ({low:+z.3f} to {high:+z.3f})",
+    ]
+    assert of["KL (nats/sequence)"][1:3] == [f"{e['kl']:z.2f}" for e in (best, last)]
+    assert of["perplexity"][:3] == [f"{e['perplexity']:.4g}" for e in (first, best, last)]
+    assert of["completion length (tokens)"][1:3] == ["-", f"{figures['length_after']:.1f}"]
+    assert "on 6 held-out chosen completions" in " ".join(card.text.split())
     assert content["best"]["why"].split(" (")[0] in card.text
     assert content["data"]["train_sha256"][:12] in card.text and content["data"]["train_sha256"] not in card.text
     assert "120, split 45/45/10" in card.text
@@ -425,10 +431,10 @@ def test_model_card_leaves_out_packages_that_are_not_installed(finished):
 def test_model_card_prints_not_finite_for_missing_figures(finished):
     run = finished("ppo")
     content = read_run_json(run)
-    content["best"]["evaluations"][-1]["perplexity"] = content["figures"]["score_rise_interval"][0] = None
+    content["best"]["evaluations"][-1]["perplexity"] = content["figures"]["perplexity_after"] = None
     record = write_run_json(run, content)
     card = model_card(record, saved_models(run, record)["final"], "x")
-    assert card.count("not finite") == (3 if content["best"]["update"] == 2 else 2)
+    assert card.count("not finite") == (3 if content["best"]["update"] == 2 else 2), "the change, too"
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_python_functions_scan(configured, monkeypatch, capsys):
     assert "train_grpo.py" not in out and "make_config(..., max_new_tokens=16, check=('prompts',))" in out
     found = result.prompts
     assert result.reward is None and result.problems == []
-    assert found.binary and found.overall.figures.prompts == 10 and 0 < found.overall.figures.mean < 1
+    assert found.overall.figures.binary and found.overall.figures.prompts == 10 and 0 < found.overall.figures.mean < 1
 
 
 def test_train_scans_with_the_given_settings(flags, capsys, monkeypatch):

@@ -126,7 +126,7 @@ def test_evaluation_metrics_match_values_computed_by_hand():
 def test_report_figures_match_values_computed_by_hand():
     before = evaluation([[0.0], [2.0], [4.0]])
     after = evaluation([[3.0], [5.0], [7.0]], lengths=np.full((3, 1), 8))
-    figures = compare(before, after, prompts(3), None, seed=1)
+    figures = compare(before, after, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
     # the start model's scores have standard deviation 2
     assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)
@@ -141,9 +141,8 @@ def test_gold_judge_receives_question_completion_and_ended_flag():
     result = evaluation([[0.0]], texts=[["plum"]], ended=np.array([[False]]))
     assert result.gold_of(prompts(1), lambda *a: calls.append(a) or 0.25).tolist() == [[0.25]]
     assert calls == [("q 0", "plum", False)]
-    figures = compare(
-        result, evaluation([[1.0]], texts=[["fig"]]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1
-    )
+    golds = [evaluation([[0.0]], gold=np.array([[quality]])) for quality in (0.0, 1.0)]
+    figures = compare(*golds, seed=1)
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, None)
 
 

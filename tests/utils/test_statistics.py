@@ -1,36 +1,64 @@
-"""Tests win rates, intervals, ranks and text statistics against hand-computed values, scipy and simulations."""
+"""Tests win rates, intervals, power, ranks and pass@k against hand-computed values, scipy and simulations."""
 
 from __future__ import annotations
 
+import itertools
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from rlhf.analysis.statistics import (
+from rlhf.analysis.verdict import contrast
+from rlhf.utils import statistics
+from rlhf.utils.statistics import (
     Estimate,
     Power,
+    all_equal_to,
+    attempts,
     contrast_of,
     correlation,
-    distinct,
+    learning_signal,
     level_of_each,
+    no_difference,
     over_prompts,
     over_seeds,
     over_seeds_if_any,
+    paired,
+    pass_at_k,
+    per_prompt,
     percent,
     power_of,
+    prompts_needed,
     ranks,
-    repetition,
+    share_interval,
+    share_limits,
+    smallest_change,
     sources_of,
     win_rates,
 )
-from rlhf.analysis.verdict import contrast
-from rlhf.utils import intervals
-from rlhf.utils.intervals import prompts_needed, share_interval, share_limits, smallest_change
 from tests.evaluations import evaluation_of
 
+NAN = np.nan
 TRAINED = (True, True)
+
+
+def test_statistics_leave_out_completions_without_a_score():
+    values = np.array([[1, 3, NAN], [NAN, NAN, NAN], [2, 4, 6]])
+    assert np.array_equal(per_prompt(values), [2, NAN, 4], equal_nan=True)
+    assert np.array_equal(per_prompt(values, exact=True), [2, NAN, 4], equal_nan=True)
+    assert per_prompt(np.array([[0.1] * 10]), exact=True) == 0.1 != sum([0.1] * 10) / 10
+    assert paired(np.array([[[1, NAN, 3]], [[4, 5, 6]]])).tolist() == [[[1, 3]], [[4, 6]]]
+    # prompt 1: (1 > 0), (3 > 0) of two pairs; prompt 2: no pair; prompt 3: (2 < 4), (4 = 4), (6 > 4)
+    other = np.array([[0, NAN], [1, 1], [4, NAN]])
+    assert np.array_equal(win_rates(values, other), [1, NAN, 0.5], equal_nan=True)
+    assert ranks([1.0, NAN, 3.0, 3.0]) == [(3, "WORST"), (None, None), (1, "BEST"), (1, "BEST")]
+    assert ranks([NAN, NAN]) == [(None, None)] * 2
+    assert correlation([1.0, NAN, 2.0], [1, 9, 2]) == pytest.approx(1.0)
+    assert correlation([NAN, NAN], [1, 2]) is None
 
 
 def test_win_rates_match_hand_computed_values():
@@ -76,7 +104,7 @@ def test_interval_over_prompts_matches_hand_computed_values():
 
 def test_false_positive_rate_with_12_prompts_is_at_most_5_percent(monkeypatch):
     """At most 5% (plus 2 standard errors) of 400 intervals for means of 12 values around 0 exclude 0."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 1000)
+    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
     rng = np.random.default_rng(2)
     significant = sum(over_prompts(rng.normal(0, 1, 12), trial).excludes(0) for trial in range(400))
     assert significant <= 400 * 0.05 + 2 * np.sqrt(400 * 0.05 * 0.95)
@@ -446,21 +474,76 @@ def test_ranks_with_ties_and_with_one_completion(scores, expected):
     assert ranks(scores) == expected
 
 
-def test_distinct_matches_hand_computed_values():
-    """The first text has 3 different words of 4. Both texts have 4 different words of 6 and 4 different pairs of 4."""
-    assert distinct(["the cat the dog"], 1) == 3 / 4
-    assert distinct(["The cat the dog", "cat runs"], 1) == 4 / 6
-    assert distinct(["The cat the dog", "cat runs"], 2) == 1.0
-    assert distinct(["", "one"], 2) == 0.0
-
-
-def test_repetition_matches_hand_computed_values():
-    """Seven times "yes" has four 4-grams; three repeat the first. A text of fewer than four words has no 4-gram."""
-    assert repetition("yes yes yes yes yes yes yes") == 3 / 4
-    assert repetition("a b c d e f g") == 0.0
-    assert repetition("a b c") == repetition("") == 0.0
-
-
 def test_correlation_is_a_rank_correlation():
     assert correlation([1, 2, 3, 100], [5, 6, 70, 80]) == pytest.approx(1.0)
     assert correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+# --- the completions of a prompt -------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(data):
+    n = data.draw(st.integers(1, 9))
+    right = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    k = data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations(right, k))
+    assert pass_at_k(n, sum(right), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs contain the right one
+    assert pass_at_k(5, 2, 1) == pytest.approx(0.4)
+    assert pass_at_k(3, 0, 3) == 0.0
+    assert pass_at_k(3, 1, 3) == pass_at_k(1, 1, 1) == 1.0
+
+
+def test_pass_at_k_of_many_completions_does_not_overflow():
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)  # C(10000, 5000) is about 1e3008
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_impossible_numbers(n, c, k):
+    with pytest.raises(ValueError, match="1 <= k <= n"):
+        pass_at_k(n, c, k)
+
+
+def test_attempts_are_powers_of_two_and_n():
+    assert [attempts(n) for n in (1, 2, 4, 5, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+TWO_OF_EIGHT = [1.0, 1.0, *[0.0] * 6]
+
+
+def test_learning_signal_by_hand():
+    assert learning_signal(TWO_OF_EIGHT) == pytest.approx(2 * 6 / (8 * 7))  # c (n - c) / (n (n - 1))
+    assert learning_signal([0.0] * 8) == 0
+    # mean 0.875, deviations three times -0.375 and 1.125: (3 x 0.140625 + 1.265625) / 3
+    assert learning_signal([0.5, 0.5, 0.5, 2.0]) == pytest.approx(0.5625)
+
+
+def test_groups_without_a_difference_by_hand():
+    """C(2, 4) = 0, C(6, 4) = 15, C(8, 4) = 70; C(2, 2) = 1, C(6, 2) = 15, C(8, 2) = 28."""
+    assert no_difference(TWO_OF_EIGHT, 4) == pytest.approx(15 / 70)
+    assert no_difference(TWO_OF_EIGHT, 2) == pytest.approx(16 / 28)
+    assert all_equal_to(TWO_OF_EIGHT, 1.0, 2) == pytest.approx(1 / 28)
+    assert all_equal_to(TWO_OF_EIGHT, 0.0, 2) == pytest.approx(15 / 28)
+    assert no_difference([0.5, 0.5, 0.5, 2.0], 2) == pytest.approx(3 / 6)
+    assert no_difference([0.5, 0.5, 0.5, 2.0], 4) == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_estimates_are_unbiased(p):
+    """The mean over all 2^5 outcomes of five completions, weighted by their probability, is the true value."""
+    outcomes = list(itertools.product([0.0, 1.0], repeat=5))
+    weights = [prod(p if score else 1 - p for score in outcome) for outcome in outcomes]
+
+    def mean_of(estimate):
+        return sum(weight * estimate(outcome) for weight, outcome in zip(weights, outcomes, strict=True))
+
+    assert mean_of(learning_signal) == pytest.approx(p * (1 - p))
+    for size in (2, 3, 5):
+        assert mean_of(lambda scores, size=size: no_difference(scores, size)) == pytest.approx(
+            p**size + (1 - p) ** size
+        )
+        assert mean_of(lambda scores, size=size: all_equal_to(scores, 0.0, size)) == pytest.approx((1 - p) ** size)

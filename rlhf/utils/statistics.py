@@ -1,24 +1,26 @@
-"""Win rates, confidence intervals over prompts and over seeds, and text statistics.
+"""Statistics of scores: means over prompts and over seeds with their intervals, power, pass@k, ranks.
 
+Scores are numpy arrays: (P, K) for K completions of each of P prompts, (S, T, P) for seeds of two groups and prompts.
 NaN means that a completion has no score, because no function applies to it. It is left out of every figure.
 """
 
 from __future__ import annotations
 
 import math
-import re
+import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special, stats
 
-from rlhf.data.prompts import FEW_PROMPTS
-from rlhf.utils.intervals import LEVEL, Estimate, cut_off, interval, over_prompts, prompts_needed, share_limits
-
-A_SHARE = (0.0, 1.0)  # range of a win rate
+LEVEL = 0.95
+RESAMPLES = 5000
+QUANTILES = 2.80158  # 1.95996 + 0.84162, those of the normal distribution at 97.5% and 80%
+A_SHARE = (0.0, 1.0)  # range of a share or a win rate
 ROUNDING = 1e-9  # largest relative difference of values that are equal
 FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
 # what intervals are over
@@ -34,8 +36,20 @@ def scored(values: np.ndarray) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def per_prompt(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any."""
+def is_binary(values: np.ndarray) -> bool:
+    """Return True if there are scores, and all are 0 or 1, as those of a checker."""
+    known = scored(values)
+    return bool(known.size and np.isin(known, (0, 1)).all())
+
+
+def per_prompt(values: np.ndarray, exact: bool = False) -> np.ndarray:
+    """Return the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any.
+
+    Training stores `exact` means, whose sums are rounded once. Comparisons store numpy's, which can differ in the last
+    bit, and an interval then in its fourth digit, because prompts with equal changes have different ones.
+    """
+    if exact:
+        return np.array([fmean(known) if known.size else math.nan for known in map(scored, values)])
     missing = np.isnan(values)
     with np.errstate(invalid="ignore"):  # 0 / 0
         return np.where(missing, 0, values).sum(axis=1) / (~missing).sum(axis=1)
@@ -45,6 +59,131 @@ def paired(values: np.ndarray) -> np.ndarray:
     """Return the values (..., P) of the prompts that have a value everywhere."""
     known = ~np.isnan(values).any(axis=tuple(range(values.ndim - 1)))
     return np.ascontiguousarray(values[..., known])  # sums depend on the order in memory, in their last bits
+
+
+# --- intervals over prompts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its confidence interval (95% by default). `low` and `high` are None if there is no interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def excludes(self, null: float) -> bool:
+        """True if the whole interval is above or below `null`; False without an interval."""
+        return self.low is not None and (self.low > null or self.high < null)
+
+    def above(self, null: float) -> bool:
+        """True if the whole interval is above `null`; False without an interval."""
+        return self.low is not None and self.low > null
+
+
+def over_prompts(
+    values: Sequence[float],
+    seed: int,
+    limits: tuple[float, float] | None = None,
+    level: float = LEVEL,
+) -> Estimate:
+    """Return the mean of one value per prompt (P,) with a bootstrap interval over prompts (BCa, Efron 1987).
+
+    A bootstrap interval of few values is too narrow (Hesterberg 2015, "What Teachers Should Know About the
+    Bootstrap"), so its distance from the mean is multiplied by t / z at P - 1 degrees of freedom and by
+    sqrt(P / (P - 1)): 1.10 for 20 prompts, 1.01 for 128. A single prompt has no interval.
+
+    A bootstrap of equal values has no width, which is no certainty. So if all are equal, the share of such prompts is
+    at least ((1 - level) / 2)^(1 / P) (exact binomial interval, Clopper & Pearson 1934), and the others can have any
+    value within `limits`. Without limits they could have the opposite value, and zeros have no interval, because
+    nothing is known about the size of other values.
+
+    Args:
+        values: one value per prompt.
+        seed: of the resampling.
+        limits: the range of possible means. The interval is cut off there, which removes only impossible values, so
+            it contains the true mean as often as before.
+        level: confidence level of the interval.
+    """
+    from scipy import stats  # slow, and a plan needs none of it
+
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2 or not np.isfinite(mean):
+        return Estimate(mean)
+    if np.ptp(values) == 0:
+        share = ((1 - level) / 2) ** (1 / len(values))
+        others = (mean, -mean) if limits is None else limits
+        low, high = sorted(mean + (1 - share) * (other - mean) for other in others)
+        return Estimate(mean) if low == high else Estimate(mean, low, high)
+    found = _bootstrapped(values, "BCa", seed, level)
+    if not np.isfinite(found).all():
+        found = _bootstrapped(values, "percentile", seed, level)
+    freedom = len(values) - 1
+    normal = stats.norm.ppf((1 + level) / 2)
+    factor = np.sqrt(len(values) / freedom) * stats.t.ppf((1 + level) / 2, freedom) / normal
+    return cut_off(mean, *(mean + (found - mean) * factor), limits)
+
+
+def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
+    """Return both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
+    from scipy import stats  # slow, and a plan needs none of it
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the result is nan then
+        rng = np.random.default_rng(seed)
+        found = stats.bootstrap(
+            (values,), np.mean, n_resamples=RESAMPLES, confidence_level=level, method=method, rng=rng
+        )
+    return np.array(found.confidence_interval)
+
+
+def cut_off(mean: float, low: float, high: float, limits: tuple[float, float] | None) -> Estimate:
+    """Return the estimate with its interval cut off at `limits`."""
+    if limits is not None:
+        low = max(low, limits[0])
+        high = min(high, limits[1])
+    return Estimate(mean, float(low), float(high))
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the exact interval of a share of `count` cases (Clopper & Pearson 1934). Half cases are rounded."""
+    from scipy import stats  # slow, and a plan needs none of it
+
+    return tuple(stats.binomtest(round(share * count), count).proportion_ci(LEVEL))
+
+
+def smallest_change(prompts: int, samples: int) -> float:
+    """Return the change of a score of 0 or 1 that an evaluation before and after training finds: in 80% of such
+    evaluations, the 95% interval of the mean of the paired differences excludes 0.
+
+    QUANTILES x sqrt((w + 2 s / samples) / prompts), Miller 2024, "Adding Error Bars to Evals", arXiv
+    2411.00640, section 5. Before a run, both variances are assumed: solve rates spread evenly over 0 to 1, so that one
+    completion has the mean variance s = E[p (1 - p)] = 1/6 and rates have the variance 1/12; and rates before and
+    after training with the correlation 1/3, so that their difference has the variance w = 2 (1 - 1/3) / 12 = 1/9.
+    Training that moves all prompts alike needs fewer prompts.
+
+    The square root of 1/6 + 1/12 is 0.5, so for other scores the change is in units of 2 standard deviations.
+
+    Args:
+        prompts: evaluation prompts.
+        samples: completions of each prompt.
+    """
+    return QUANTILES * math.sqrt((1 / 9 + 2 / 6 / samples) / prompts)
+
+
+def prompts_needed(samples: int, change: float = 0.1) -> int:
+    """Return the number of prompts with which `smallest_change` is at most `change`."""
+    return math.ceil((smallest_change(1, samples) / change) ** 2)
+
+
+def share_limits(values: Sequence[float] | np.ndarray) -> tuple[float, float] | None:
+    """Return (-1, 1), the range of a difference of scores, if all scores (one at least) are in [0, 1], as those of
+    checkers and other shares; None for other scores, whose range is not known. NaN is ignored."""
+    return (-1.0, 1.0) if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None
+
+
+# --- intervals over seeds and prompts ------------------------------------------------------------------------------
 
 
 def level_of_each(comparisons: int) -> float:
@@ -72,6 +211,8 @@ class Sources(NamedTuple):
         source's degrees of freedom are divided by the root of its share in the sum: nothing changes if it dominates.
         The interval is at least as wide as over prompts alone.
         """
+        from scipy import special  # slow, and a plan needs none of it
+
         quantile = (1 + level) / 2
         alone = self.variances * special.stdtrit(self.freedom, quantile) ** 2  # stdtrit: Student's t
         known = alone > 0
@@ -81,6 +222,8 @@ class Sources(NamedTuple):
 
     def visible(self, level: float) -> float:
         """Return the true difference that the interval excludes 0 for in 80% of comparisons (noncentral t)."""
+        from scipy import special, stats  # slow, and a plan needs none of it
+
         total = self.of_prompts
         freedom = self.freedom[-1]
         if self.variances.sum() > total:
@@ -176,6 +319,9 @@ def over_seeds_if_any(
     return over_seeds(values, seed, limits, level), OVER_SEEDS
 
 
+# --- power -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Power:
     """What a comparison can find, and what a new run would give."""
@@ -231,6 +377,8 @@ def _first_wins(mean: float, found: Sources) -> float:
     Its variance is that of the observed mean, plus that of one new run per trained group without its noise (clipped at
     0). The degrees of freedom are those of the smaller group.
     """
+    from scipy import stats  # slow, and a plan needs none of it
+
     variances = found.variances[:-1]
     noise = found.noise[:-1]
     freedom = found.freedom[:-1]
@@ -253,12 +401,82 @@ def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
         return ((a > b) + 0.5 * (a == b)).sum(axis=(1, 2)) / pairs
 
 
+# --- the completions of a prompt -------------------------------------------------------------------------------------
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k for one prompt: the probability that at least one of k completions is
+    right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)        (Chen et al. 2021, arXiv 2107.03374, eq. 1)
+
+    It is the share of all subsets of k of the n completions that contain a right one. It is computed as a product of
+    ratios below 1, because the binomial coefficients may be larger than the largest float. Raises ValueError if k is
+    not in 1..n or c is not in 0..n.
+
+    Args:
+        n: number of completions of the prompt.
+        c: number of right ones among them.
+        k: number of attempts.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    # C(n - c, k) / C(n, k) = prod_{i = n - c + 1}^{n} (1 - k / i)
+    none_right = 1.0
+    for i in range(n - c + 1, n + 1):
+        none_right *= 1 - k / i
+    return 1 - none_right
+
+
+def mean_pass_at_k(values: np.ndarray, samples: int) -> dict[int, float]:
+    """Return pass@k for k = 1, 2, 4, ... and `samples`: the mean over the prompts with at least k scored completions.
+
+    Args:
+        values: 0 or 1 of each completion (P, K).
+        samples: the largest k.
+    """
+    counts = [(row.size, int(row.sum())) for row in map(scored, values)]
+    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in attempts(samples)}
+    return {k: fmean(values) for k, values in found.items() if values}
+
+
+def attempts(n: int) -> list[int]:
+    """Return the k for which pass@k of n completions is reported: 1, 2, 4, ... and n."""
+    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
+
+
+def learning_signal(scores: Sequence[float]) -> float:
+    """Return the variance of the score within a prompt. For scores 0 and 1 with a pass rate p it estimates p (1 - p):
+    with c of n solved it is c (n - c) / (n (n - 1)).
+
+    The policy can improve by at least an amount that grows with p (1 - p) (Bae et al. 2025, "Online Difficulty
+    Filtering for Reasoning Oriented Reinforcement Learning", arXiv 2504.03380).
+    """
+    return variance(scores)
+
+
+def no_difference(scores: Sequence[float], size: int) -> float:
+    """Return the probability that all scores of a group of `size` completions are equal: sum over the distinct scores
+    of C(c, size) / C(n, size), if c of n completions have that score. For 0 and 1 with c solved:
+    [C(c, K) + C(n - c, K)] / C(n, K). Needs n >= size."""
+    return sum(math.comb(count, size) for count in Counter(scores).values()) / math.comb(len(scores), size)
+
+
+def all_equal_to(scores: Sequence[float], value: float, size: int) -> float:
+    """Return the probability that all completions of a group of `size` have this score. Needs n >= size."""
+    return math.comb(sum(score == value for score in scores), size) / math.comb(len(scores), size)
+
+
 def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
     """Return the rank (1 is the best; equal scores share a rank) and a label for each completion.
 
     All completions with the highest score are BEST. All others with the lowest score are WORST. If all scores of
     several completions are equal, they are EQUAL. (None, None) for a completion without a score.
     """
+    from scipy import stats  # slow, and a plan needs none of it
+
     known = [-s for s in scores if not np.isnan(s)]
     places = stats.rankdata(known, method="min").astype(int).tolist()
     last = max(places, default=0)
@@ -270,12 +488,22 @@ def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
 def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation over the scored completions; None if all scores or all lengths are equal, or
     there is no score."""
+    from scipy import stats  # slow, and a plan needs none of it
+
     known = ~np.isnan(scores)
     scores = np.asarray(scores)[known]
     lengths = np.asarray(lengths)[known]
     if len(scores) == 0 or np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def interval(low: float, high: float, sign: str = "+") -> str:
+    """Formats an interval."""
+    return f"{low:{sign}z.3f} to {high:{sign}z.3f}"
 
 
 def percent(level: float) -> str:
@@ -291,16 +519,7 @@ def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
     return f"{found['value']:{sign}z.3f}{within}"
 
 
-def few_prompts(prompts: int, samples: int) -> list[str]:
-    """Return a note if there are so few evaluation prompts, with `samples` completions each, that results are rough;
-    otherwise an empty list."""
-    if prompts >= FEW_PROMPTS:
-        return []
-    return [
-        f"only {prompts} prompts: figures and intervals are approximate. To see a difference of 10 points, evaluate "
-        f"on {prompts_needed(samples)}: --num-prompts"
-    ]
-
+# --- differences -----------------------------------------------------------------------------------------------------
 
 RESULTS = {
     "better": "better than",
@@ -372,33 +591,3 @@ def contrast_of(
         difference, over = over_seeds_if_any(gaps, seed, trained, limits, level)
         win_rate, _ = over_seeds_if_any(wins, seed, trained, A_SHARE, level)
     return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level, limits), over, level)
-
-
-# --- texts -----------------------------------------------------------------------------------------------------------
-
-
-def words_of(text: str) -> list[str]:
-    """Return words and single punctuation characters in lower case."""
-    return re.findall(r"\w+|[^\w\s]", text.casefold())
-
-
-def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    return list(zip(*(words[i:] for i in range(n)), strict=False))
-
-
-def distinct(texts: Sequence[str], n: int) -> float:
-    """Return distinct-n (Li et al. 2016, arXiv 1510.03055): unique word n-grams / all word n-grams, over all texts.
-
-    It falls with the amount of text, so compare equal amounts. It is 0 if there are no n-grams.
-    """
-    grams = [gram for text in texts for gram in _grams(words_of(text), n)]
-    return len(set(grams)) / len(grams) if grams else 0.0
-
-
-def repetition(text: str, n: int = 4) -> float:
-    """Return the share of a text's word n-grams that are repetitions; 0 for fewer than n words.
-
-    This is seq-rep-n of Welleck et al. 2020, arXiv 1908.04319.
-    """
-    grams = _grams(words_of(text), n)
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0

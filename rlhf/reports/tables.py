@@ -1,0 +1,131 @@
+"""Tables of figures as rows of text, which console, page and model card show. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhf.utils.console import clock
+from rlhf.utils.statistics import interval
+
+# figure -> label with unit, format
+LABELS = {
+    "score": ("score", "{:+z.3f}"),
+    "score_sd": ("score (standard deviation)", "{:z.3f}"),
+    "score_of_best": ("best score per prompt", "{:+z.3f}"),
+    "score_of_worst": ("worst score per prompt", "{:+z.3f}"),
+    "judge": ("judge", "{:z.3f}"),
+    "gold": ("gold quality (not used in RL training)", "{:z.3f}"),
+    "kl": ("KL (nats/sequence)", "{:z.2f}"),
+    "kl_per_token": ("KL (nats/token)", "{:z.3f}"),
+    "perplexity": ("perplexity", "{:z.4g}"),
+    "length": ("completion length (tokens)", "{:z.1f}"),
+    "eos_rate": ("ended with EOS", "{:z.0%}"),
+    "distinct_2": ("distinct-2", "{:z.3f}"),
+    "repetition": ("repeated 4-grams", "{:z.1%}"),
+    "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
+    # of a run
+    "score_rise_in_start_sd": ("score change (standard deviations of the start model's scores)", "{:+z.3f}"),
+    "kl_last_10_updates": ("KL (mean of the last 10 updates)", "{:z.3f}"),
+    "episodes": ("episodes", "{:,.0f}"),
+    "resampled_episodes": ("episodes that dynamic sampling replaced", "{:,.0f}"),
+    "updates": ("updates", "{:,.0f}"),
+    "optimizer_steps": ("optimizer steps", "{:,.0f}"),
+    "completion_tokens": ("completion tokens", "{:,.0f}"),
+    "seconds": ("training time (wall clock)", "clock"),
+    "cpu_seconds": ("CPU time, all cores", "clock"),
+    "peak_memory_gib": ("peak memory (GiB)", "{:.2f}"),
+}
+ENDS = ("_before", "_after")
+
+
+class TextTable(NamedTuple):
+    """A table. The first column has the names of the rows."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> TextTable:
+    """Return a table without the columns in which no row has a value."""
+    kept = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)]
+    return TextTable(caption, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def label_of(figure: str, judges: Sequence[str] = ()) -> str:
+    """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
+    if figure.endswith(ENDS):
+        name, _, end = figure.rpartition("_")
+        return f"{label_of(name)} {end}"
+    kind, _, name = figure.partition("/")
+    if kind.startswith("pass@"):
+        return f"{kind}, {name}"
+    if kind in ("variant", "eval"):
+        return name
+    label = LABELS[kind][0]
+    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
+
+
+def shown(figure: str, value: float | None, sign: str = "") -> str:
+    """Formats a figure for tables; "-" if it was not computed. `sign` "+" is for a change."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "not finite"
+    for end in ENDS:
+        figure = figure.removesuffix(end)
+    form = LABELS.get(figure.partition("/")[0], LABELS["judge"])[1]
+    return clock(value) if form == "clock" else form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
+
+
+def figure_names(models: Sequence[dict[str, float | None]]) -> list[str]:
+    """Return the names of the figures that at least one model has, in the order of tables."""
+    longest = max(models, key=len)  # a model without pass@k may have fewer
+    names = dict.fromkeys([*longest, *(name for model in models for name in model)])
+    return [name for name in names if any(model.get(name) is not None for model in models)]
+
+
+# --- before and after ------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One figure of several models, the first of which is the start model."""
+
+    figure: str
+    values: list[float | None]  # one for each model; None: not computed
+    interval: Sequence[float] | None = None  # the 95% interval of the change from the first to the last model
+
+
+def before_and_after(
+    caption: str, columns: Sequence[str], rows: Sequence[Row], judges: Sequence[str] = ()
+) -> TextTable:
+    """Return the figures of models, and the change from the first one to the last one with its interval."""
+    cells = []
+    for figure, values, ends in rows:
+        change = "-"
+        if None not in (values[0], values[-1]):
+            change = shown(figure, values[-1] - values[0], "+") + (f" ({interval(*ends)})" if ends else "")
+        cells.append([label_of(figure, judges), *(shown(figure, value) for value in values), change])
+    return without_empty(caption, ["", *columns, "change (95% interval)"], cells)
+
+
+def rows_of_run(figures: dict, between: dict | None = None) -> list[Row]:
+    """Return what a run's figures have before and after training. Null in run.json stands for a number that is not
+    finite.
+
+    Args:
+        figures: NAME_before, NAME_after and, if there is an interval, NAME_rise_interval, as `compare` returns them.
+        between: figures of the model after another update, by NAME. None: only the first and the last are shown.
+    """
+    names = [key.removesuffix("_before") for key in figures if key.endswith("_before")]
+    kinds = ["score", "eval", *LABELS]
+    rows = []
+    for name in sorted(names, key=lambda name: kinds.index(name.partition("/")[0])):
+        values = [figures[f"{name}_before"], figures[f"{name}_after"]]
+        known = [math.nan if value is None else value for value in values]
+        if between is not None:
+            known.insert(1, math.nan if between.get(name, 0) is None else between.get(name))
+        rows.append(Row(name, known, figures.get(f"{name}_rise_interval")))
+    return rows

@@ -22,6 +22,7 @@ from rlhf.models.load import load_policy, lora_modules
 from rlhf.models.logprobs import base_of
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_unrecorded
+from rlhf.rewards.find import EVAL_FUNCTION
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.engine import default_engine
@@ -94,8 +95,7 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     policy = load_start_policy(config, start.folder, tokenizer, device)
     if watched:
         limit_s = config.reward.reward_timeout
-        kind = "evaluation function"
-        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), kind)
+        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, gold_of(config), start.date)
 
 

@@ -121,7 +121,7 @@ def test_loaded_weights_map_no_files(build, tmp_path):
     from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
     trainer = build("--use-lora", "--critic", "separate")
-    trainer.evaluator.fix_text()
+    trainer.fix_text()
     (tmp_path / "saved").mkdir()
     save_trainer_state(trainer, tmp_path / "saved")
     kept = load_file(tmp_path / "saved" / "training.safetensors")

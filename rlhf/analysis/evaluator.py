@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from rlhf.algorithms.objectives import kl_k1
 from rlhf.analysis.judges import JudgeSources, as_key, find_judges, load_judges, rate_stored
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import (
@@ -25,7 +24,7 @@ from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.checkpoints.model_folder import find_recorded, model_files
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import DATE, date_of, date_row, decode_completion
+from rlhf.data.chat_template import DATE, date_of, date_row
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
@@ -36,12 +35,11 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
-from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import SamplingSettings, function_name
-from rlhf.trainer.evaluation import Evaluation, FixedText, as_array, by_prompt, fixed_text, perplexity, text_of_file
+from rlhf.settings.training import function_name
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.evaluator import Evaluator, FixedText, fixed_text, text_of_file
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
@@ -111,6 +109,7 @@ class ModelEvaluator:
             in_4bit = all(in_4_bit(model) for model in models)
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
+        self.text = None
         self.text = self._text(self.tokenizer)
 
     def _load_rewards(self, sources: RewardSources, judges: JudgeSources, date: str | None, screen: Screen) -> None:
@@ -222,16 +221,29 @@ class ModelEvaluator:
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Samples the start model's completions as a run does for its perplexity."""
-        sampler = self.sampler(self.reference.copy, self.tokenizer)
+        sampler = self.evaluator(self.reference.copy, self.tokenizer).sampler
         return sampler.sample(prompts, self.config.run.seed, 0, "evaluate").rows()
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def sampler(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """Return what samples a model's completions, with the evaluator's settings."""
-        engine = self.config.speed.own_engine
-        return Sampler.of(policy, tokenizer, self.config.sampling, self.device, dtype=self.dtype, engine=engine)
+    def evaluator(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
+        """Return the evaluator of a model. It computes no KL if the model has another vocabulary than the start
+        model."""
+        config = self.config
+        engine = config.speed.own_engine
+        reference = self.reference if self._same_vocabulary(tokenizer) else None
+        return Evaluator(
+            Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
+            ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),
+            tokenizer,
+            self.rewards,
+            judges=[judge.rewards for judge in self.judges],
+            seed=self.settings.seed,
+            purpose="generations",
+            batch=budget_of(self.device, config).generation_batch_size,
+            text=self.text,
+        )
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how models are evaluated, as pairs of name and text."""
@@ -270,71 +282,49 @@ class ModelEvaluator:
 
     @torch.no_grad()
     def _evaluate(
-        self,
-        label: str,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        screen: Screen,
+        self, label: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, screen: Screen
     ) -> Evaluation:
-        reference = self.reference if self._same_vocabulary(tokenizer) else None
-        rows = [p for p in self.encoded(tokenizer) for _ in range(self.settings.completions)]
-        sampler = self.sampler(policy, tokenizer)
-        ids, ended, kl = self._sample_all(label, sampler, rows, screen, self.config.sampling, reference)
-        results = self.rated(tokenizer, rows, ids, ended)
-        kl = as_array(kl, results.samples) if reference is not None else None
-        results = replace(results, kl=kl, perplexity=self._perplexity(policy, tokenizer))
-        if self.shots is None or not results.checked:
-            return results
-        return replace(results, variants=self._variants(label, sampler, tokenizer, screen))
+        evaluator = self.evaluator(policy, tokenizer)
+        if not self._same_vocabulary(tokenizer):
+            evaluator.text = self._text(tokenizer)
+        found = self._sampled(label, evaluator, self.encoded(tokenizer), self.settings.completions, screen)
+        if self.shots is None or not found.checked:
+            return found
+        return replace(found, variants=self._variants(label, evaluator, screen))
 
-    def _sample_all(
-        self,
-        label: str,
-        sampler: Sampler,
-        rows: Sequence[Prompt],
-        screen: Screen,
-        sampling: SamplingSettings,
-        reference: Reference | None = None,
-    ) -> list[list]:
-        """Samples one completion per row in batches. Returns token ids, ended flags, and KL in nats."""
-        parts = []
-        size = budget_of(self.device, self.config).generation_batch_size
-        seed = self.settings.seed
-        # a large model and the decoder's copy of it may not fit beside the log-probs of a batch
-        with sampler.same_weights() if reference is None else nullcontext():
-            for at in range(0, len(rows), size):
-                done = min(at + size, len(rows))
-                part = rows[at:done]
-                completions = sampler.sample(part, seed, 0, "generations", range(at, done), sampling=sampling)
-                if reference is not None:
-                    sampler.free()
-                kl = self._kl(sampler.policy, reference, completions)
-                parts.append((completions.rows(), completions.ended.tolist(), kl))
-                screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
-        sampler.free()
-        return [[x for part in parts for x in part[i]] for i in range(3)]
+    def _sampled(
+        self, label: str, evaluator: Evaluator, prompts: Sequence[Prompt], samples: int, screen: Screen, **how: Any
+    ) -> Evaluation:
+        """Evaluate completions of the prompts, `samples` of each, and print the progress. `how` as in
+        `Evaluator.evaluate`."""
+        episodes = list(enumerate(prompt for prompt in prompts for _ in range(samples)))
+        count = len(episodes)
+        return evaluator.evaluate(
+            episodes,
+            samples,
+            report=lambda done: screen.progress(f"{label}: {done} of {count} completions", last=done == count),
+            **how,
+        )
 
-    def _variants(
-        self, label: str, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, screen: Screen
-    ) -> dict[str, float]:
+    def _variants(self, label: str, evaluator: Evaluator, screen: Screen) -> dict[str, float]:
         """Return the mean of the checker for greedy completions and for more tokens; of the start model also with
         worked examples."""
         sampling = self.config.sampling
         count = self.settings.completions
+        tokenizer = evaluator.tokenizer
+        policy = evaluator.sampler.policy
         prompts = self.encoded(tokenizer)
-        asked = {"greedy": (prompts, 1, replace(sampling, top_k=1))}
-        context = context_of(sampler.policy.config)
+        ways = {"greedy": (prompts, 1, replace(sampling, top_k=1))}
+        context = context_of(policy.config)
         longest = max(len(p.ids) for p in prompts)
         room = 2 * sampling.max_new_tokens if context is None else min(2 * sampling.max_new_tokens, context - longest)
         if room > sampling.max_new_tokens:
-            asked[f"up to {room} tokens"] = prompts, count, replace(sampling, max_new_tokens=room)
-        if self.shots and self.reference is not None and sampler.policy is self.reference.copy:
-            asked[f"{len(self.shots) // 2} worked examples"] = self.encoded(tokenizer, self.shots), count, sampling
+            ways[f"up to {room} tokens"] = prompts, count, replace(sampling, max_new_tokens=room)
+        if self.shots and self.reference is not None and policy is self.reference.copy:
+            ways[f"{len(self.shots) // 2} worked examples"] = self.encoded(tokenizer, self.shots), count, sampling
         found = {}
-        for name, (of, times, settings) in asked.items():
-            rows = [p for p in of for _ in range(times)]
-            ids, ended, _ = self._sample_all(f"{label}, {name}", sampler, rows, screen, settings)
-            results = self.rated(tokenizer, rows, ids, ended)
+        for name, (of, samples, how) in ways.items():
+            results = self._sampled(f"{label}, {name}", evaluator, of, samples, screen, sampling=how, scores_only=True)
             found[name] = float(np.nanmean(results.deciding))
             found[f"{name}, cut off"] = 1 - float(results.ended.mean())
         return found
@@ -342,39 +332,3 @@ class ModelEvaluator:
     def encoded(self, tokenizer: PreTrainedTokenizerBase, shots: Sequence[dict[str, str]] = ()) -> list[Prompt]:
         """Return the prompts after the worked examples `shots`; without any, after those of the runs."""
         return encode_all(tokenizer, self.examples, shots or worked_examples(self.config.data.few_shot))
-
-    def rated(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        rows: Sequence[Prompt],
-        ids: Sequence[list[int]],
-        ended: Sequence[bool],
-    ) -> Evaluation:
-        """Return completions, prompt by prompt, with their scores and ratings. KL and perplexity are None."""
-        texts = [decode_completion(tokenizer, row, self.config.sampling.stops) for row in ids]
-        samples = len(rows) // len(self.examples)
-
-        def of(rewards: Rewards) -> np.ndarray:
-            return as_array(rewards.score(rows, texts, ids, ended).total, samples)
-
-        return Evaluation(
-            texts=by_prompt(texts, samples),
-            ids=by_prompt(ids, samples),
-            scores=of(self.rewards),
-            lengths=as_array(list(map(len, ids)), samples),
-            ended=as_array(ended, samples),
-            judged={judge.name: of(judge.rewards) for judge in self.judges},
-            functions=tuple(judge.name for judge in self.judges if judge.is_function),
-        )
-
-    def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
-        """Return the KL of each completion in nats/sequence; empty without a reference model."""
-        if reference is None:
-            return []
-        passes = ForwardPasses(Actor(policy), reference, self.config.sampling.temperature, self.dtype)
-        logprobs, ref_logprobs, _ = passes.logprobs(completions)
-        return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
-
-    def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
-        text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)
-        return None if text is None else perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)

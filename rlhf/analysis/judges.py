@@ -21,7 +21,7 @@ from rlhf.data.row import Example
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.checks import check_measured
-from rlhf.rewards.find import find_rule
+from rlhf.rewards.find import EVAL_FUNCTION, find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
@@ -37,11 +37,19 @@ from rlhf.utils.paths import resolve_path
 class Judge:
     """One judge. A judge that is not `independent` is an evaluation function that is also a reward function."""
 
-    name: str  # in tables
     rewards: Rewards  # of one function
-    is_function: bool = False  # an evaluation function
     independent: bool = True  # RL training did not use it
     accuracy: str = ""  # of a judge model, in words
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        return self.rewards.names[0]
+
+    @property
+    def is_function(self) -> bool:
+        """True for an evaluation function."""
+        return self.rewards.kind == EVAL_FUNCTION
 
     def __str__(self) -> str:
         return f"{self.name} ({self.accuracy})" if self.accuracy else self.name
@@ -97,19 +105,19 @@ def load_judges(
         dtype = autocast_dtype(config.model.bf16, device)
         model = RewardModel.load(sources.folder, device, dtype, "--judge-model", config.model.rm_text, date)
         accuracy = check_measured(model, f"judge {settings.judge_model}", examples, screen)
-        rewards = Rewards([LearnedReward(model)], None, tokenizer, names=["judge"])
-        judges.append(Judge(settings.judge_model, rewards, accuracy=accuracy))
+        rewards = Rewards([LearnedReward(model)], None, tokenizer, names=[settings.judge_model], kind="judge")
+        judges.append(Judge(rewards, accuracy=accuracy))
     for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
         limit_s = config.reward.reward_timeout
-        rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], "evaluation function")
-        judges.append(Judge(function_name(rule), rewards, True, _identity(rule) not in trained_on))
+        rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], EVAL_FUNCTION)
+        judges.append(Judge(rewards, _identity(rule) not in trained_on))
     gold = gold_of(config)
     if gold is not None:
 
         def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list:
             return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
 
-        judges.append(Judge("gold quality", Rewards([gold_quality], None, tokenizer)))
+        judges.append(Judge(Rewards([gold_quality], None, tokenizer, names=["gold quality"], kind="judge")))
     return judges
 
 

@@ -38,7 +38,8 @@ def sample_start(
     prompts = evaluator.encoded(evaluator.tokenizer)
     seed = evaluator.settings.seed
     key = _key(evaluator, prompts)
-    sampler = evaluator.sampler(evaluator.reference.copy, evaluator.tokenizer)
+    of_start = evaluator.evaluator(evaluator.reference.copy, evaluator.tokenizer)
+    sampler = of_start.sampler
     samples, spent = read_samples(file, key)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)
@@ -51,7 +52,7 @@ def sample_start(
         write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
     ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
-    return evaluator.rated(evaluator.tokenizer, [p for p in prompts for _ in samples], ids, ended)
+    return of_start.rate([p for p in prompts for _ in samples], ids, ended, len(samples))
 
 
 def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf.algorithms.experience import Experience
+from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.safety import SkipUpdate
-from rlhf.trainer.scores import Scores
 
 
 class Callback:

@@ -60,4 +60,4 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], lock: RunLock, sc
     show_samples(report, screen)
     page = evaluation_page(report, arms, start)
     page.write(lock.folder, lock.check)
-    page.show(screen, lock.folder)
+    page.show(screen, lock.folder, full=True)

@@ -25,7 +25,8 @@ class CastWeights:
 
     def __init__(self, weights: Iterable[nn.Parameter], dtype: torch.dtype | None):
         self.weights = [] if dtype is None else [w for w in weights if w.dtype == torch.float32]
-        self.copies = {id(w): torch.empty_like(w, dtype=dtype) for w in self.weights}
+        self.dtype = dtype
+        self.copies: dict[int, Tensor] = {}  # made on the first use: evaluations of models need none
         self.versions: dict[int, int] = {}  # of the weights when they were converted
 
     @contextlib.contextmanager
@@ -44,6 +45,7 @@ class CastWeights:
     def refresh(self) -> None:
         """Convert all weights, with one operator. Call it after each optimizer step."""
         if self.weights:
+            self.copies = self.copies or {id(w): torch.empty_like(w, dtype=self.dtype) for w in self.weights}
             torch._foreach_copy_(list(self.copies.values()), self.weights)
         self.versions = {id(w): w._version for w in self.weights}
 

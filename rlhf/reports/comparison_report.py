@@ -26,7 +26,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready
 from rlhf.utils.rng import rng_for
-from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds_if_any, paired, per_prompt, share_limits
+from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds, paired, per_prompt, share_limits
 
 SAMPLES = 8  # prompts with completions in the report
 
@@ -90,7 +90,7 @@ def _summary(arm: Arm, seed: int) -> dict[str, Any]:
     values = np.array([[per_prompt(results.measures[decides])] for results in arm.measured])  # (S, 1, P)
     known = paired(values)
     limits = share_limits(np.hstack([results.measures[decides] for results in arm.measured])) and A_SHARE
-    found = over_seeds_if_any(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
+    found = over_seeds(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
     seconds = [run.figures["seconds"] for run in arm.runs if run.figures]
     return {
         "name": arm.name,

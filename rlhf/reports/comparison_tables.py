@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.verdict import Arm
 from rlhf.reports.tables import TextTable, figure_names, label_of, shown, without_empty
-from rlhf.utils.console import clock
 from rlhf.utils.statistics import interval_of, percent
 
 
@@ -31,8 +29,8 @@ def summary_table(report: dict[str, Any]) -> TextTable:
     cells = {
         f"{measure} (95% interval)": interval_of,
         "greedy decoding": lambda arm: shown("judge", arm["greedy"]),
-        "KL (nats/sequence)": lambda arm: shown("kl", arm["kl"]),
-        "training time": lambda arm: "-" if arm["seconds"] is None else clock(arm["seconds"]),
+        "KL (nats per sequence)": lambda arm: shown("kl", arm["kl"]),
+        "training time": lambda arm: shown("seconds", arm["seconds"]),
     }
     rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
     return without_empty("Arms, on the same prompts", ["", *cells], rows)
@@ -50,72 +48,52 @@ def _in_parts(table: Callable[[Sequence[Arm]], TextTable], arms: Sequence[Arm]) 
 
 def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> TextTable:
     """Return the table of figures, one column per arm. `judges` are the names of the judges."""
-    found = [figures for arm in arms for figures in arm.figures]
-    rows = [
-        [label_of(name, judges), *(_over_seeds(partial(shown, name), arm.known(name)) for arm in arms)]
-        for name in figure_names(found)
-    ]
     several = any(arm.seeds[1:] for arm in arms)
     caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
-    return TextTable(caption, ["", *(f"{arm.name}{_seeds(arm)}" for arm in arms)], rows)
+    columns = [f"{arm.name} ({len(arm.seeds)} seeds)" if arm.seeds[1:] else arm.name for arm in arms]
+    return _over_seeds(caption, columns, [arm.figures for arm in arms], judges)
 
 
-def _seeds(arm: Arm) -> str:
-    return f" ({len(arm.seeds)} seeds)" if arm.seeds[1:] else ""
+def _over_seeds(
+    caption: str, columns: Sequence[str], arms: Sequence[Sequence[dict]], judges: Sequence[str] = ()
+) -> TextTable:
+    """Return the means of the figures over the seeds of each arm, with the lowest and the highest value."""
+    rows = []
+    for name in figure_names([figures for arm in arms for figures in arm]):
+        row = [label_of(name, judges)]
+        for arm in arms:
+            values = [figures[name] for figures in arm if figures.get(name) is not None]
+            ends = [shown(name, end) for end in (min(values), max(values))] if len(set(values)) > 1 else []
+            mean = shown(name, fmean(values) if values else None)
+            row.append(f"{mean} ({' to '.join(ends)})" if ends else mean)
+        rows.append(row)
+    return TextTable(caption, ["", *columns], rows)
 
 
-def _over_seeds(show: Callable[[float], str], values: Sequence[float]) -> str:
-    """Formats the mean of a figure over seeds, with its lowest and highest value."""
-    if not values:
-        return "-"
-    spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
-    return show(fmean(values)) + spread
+CONTRASTS = ["", "difference (interval)", "smallest visible", "seeds needed", "prompts needed", "win rate (interval)",
+             "confidence interval", "P(a new run wins)"]  # fmt: skip
 
 
 def difference_table(report: dict[str, Any]) -> TextTable:
     """Return the differences by the measure that decides, and what finds them."""
     decides = "judge" if report["judges"] else "score"
-    rows = [
-        [c["name"], interval_of(c["difference"]), *_power_cells(c["power"])[:3]]
-        for c in report["contrasts"]
-        if c["measure"] == decides
-    ]
-    columns = ["", "difference (interval)", "smallest visible", "seeds needed", "prompts needed"]
-    caption = (
-        "Differences; the smallest one that 80% of such comparisons find; the seeds of each arm, or the prompts, with "
-        "which they find the observed one"
-    )
-    return without_empty(caption, columns, rows)
+    rows = [[c["name"], *_cells(c)[:4]] for c in report["contrasts"] if c["measure"] == decides]
+    return without_empty("Differences, and what finds them in 80% of such comparisons", CONTRASTS[:5], rows)
 
 
 def contrast_table(report: dict[str, Any]) -> TextTable:
     """Return the table of differences by all measures, without the columns in which no contrast has a value."""
-    rows = [
-        [
-            f"{c['name']}, {label_of(c['measure'], report['judges'])}",
-            interval_of(c["difference"]),
-            interval_of(c["win_rate"], ""),
-            _interval_kind(c),
-            *_power_cells(c["power"]),
-        ]
-        for c in report["contrasts"]
-    ]
-    columns = ["", "difference (interval)", "win rate (interval)", "confidence interval",
-               "smallest visible", "seeds needed", "prompts needed", "P(a new run wins)"]  # fmt: skip
-    return without_empty("Differences and win rates (a tie counts half) by each measure", columns, rows)
+    judges = report["judges"]
+    rows = [[f"{c['name']}, {label_of(c['measure'], judges)}", *_cells(c)] for c in report["contrasts"]]
+    return without_empty("Differences and win rates (a tie counts half) by each measure", CONTRASTS, rows)
 
 
-def _power_cells(power: dict[str, Any]) -> list[str]:
-    visible = power["visible"]
-    seeds = power["seeds"]
-    prompts = power["prompts"]
-    wins = power["first_wins"]
-    return [
-        "-" if visible is None else f"{visible:.3f}",
-        "-" if seeds is None else str(seeds),
-        "-" if prompts is None else f"{prompts:,}",
-        "-" if wins is None else f"{wins:.0%}",
-    ]
+def _cells(found: dict[str, Any]) -> list[str]:
+    """Return a contrast's row of CONTRASTS without its name."""
+    power = found["power"]
+    forms = {"visible": "{:.3f}", "seeds": "{}", "prompts": "{:,}", "first_wins": "{:.0%}"}
+    *enough, wins = ("-" if power[name] is None else form.format(power[name]) for name, form in forms.items())
+    return [interval_of(found["difference"]), *enough, interval_of(found["win_rate"], ""), _interval_kind(found), wins]
 
 
 def _interval_kind(found: dict[str, Any]) -> str:
@@ -123,28 +101,13 @@ def _interval_kind(found: dict[str, Any]) -> str:
     return f"{percent(found['level'])} over {found['over']}"
 
 
-SPENT = {
-    "episodes": ("episodes", "{:,.0f}".format),
-    "updates": ("updates", "{:,.0f}".format),
-    "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
-    "completion_tokens": ("completion tokens", "{:,.0f}".format),
-    "seconds": ("training time (wall clock)", clock),
-    "cpu_seconds": ("CPU time, all cores", clock),
-    "peak_memory_gib": ("peak memory (GiB)", "{:.2f}".format),
-}
-
-
 def _spent_table(report: dict[str, Any], arms: Sequence[Arm]) -> TextTable:
-    rows = []
-    runs = [report["spent"][arm.name].values() for arm in arms]
-    for name, (label, show) in SPENT.items():
-        rows.append([label, *(_over_seeds(show, [run[name] for run in of if name in run]) for of in runs)])
-    columns = ["", *(arm.name for arm in arms)]
     caption = (
         "Cost of each run: mean over seeds (lowest to highest seed); compare wall-clock times only of runs that had a "
         "machine to themselves"
     )
-    return TextTable(caption, columns, rows)
+    runs = [list(report["spent"][arm.name].values()) for arm in arms]
+    return _over_seeds(caption, [arm.name for arm in arms], runs)
 
 
 def _settings_table(arms: Sequence[Arm]) -> TextTable:

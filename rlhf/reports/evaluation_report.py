@@ -112,11 +112,12 @@ def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
 def evaluation_page(report: dict[str, Any], arms: Sequence[Arm], start: Arm | None) -> Page:
     """Return the page of an evaluation: each model beside the start model, if there is one."""
     blocks: list[TextTable | Picture] = [figure_table(arms, report["judges"])]
+    folded = []
     if start is not None:
         blocks = [_before_and_after(report, model) for model in report["models"]]
         blocks.append(Picture("differences", FOREST, forest(report["contrasts"], report["judges"])))
-        blocks.append(contrast_table(report))
-    return Page("evaluation", "Evaluation: completions, scored and ranked", report, blocks)
+        folded = [contrast_table(report)]
+    return Page("evaluation", "Evaluation: completions, scored and ranked", report, blocks, folded)
 
 
 def _before_and_after(report: dict[str, Any], model: dict[str, Any]) -> TextTable:

@@ -59,6 +59,6 @@ class Page(NamedTuple):
             if isinstance(table, TextTable):
                 screen.table(*table, lines=False)
         lines = [*(f"warning: {line}" for line in report["warnings"]), *(f"note: {line}" for line in report["notes"])]
-        for line in [*lines, *(report["verdict"] if full else [])]:
+        for line in [*lines, *(report.get("verdict", []) if full else [])]:
             screen.say(line)
         screen.say(f"saved: {folder / self.name}.html and {folder / self.name}.json")

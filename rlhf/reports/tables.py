@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlhf.utils.console import clock
 from rlhf.utils.statistics import interval
 
 # figure -> label with unit, format
@@ -24,7 +25,19 @@ LABELS = {
     "distinct_2": ("distinct-2", "{:z.3f}"),
     "repetition": ("repeated 4-grams", "{:z.1%}"),
     "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
+    # of a run
+    "score_rise_in_start_sd": ("score change (standard deviations of the start model's scores)", "{:+z.3f}"),
+    "kl_last_10_updates": ("KL (mean of the last 10 updates)", "{:z.3f}"),
+    "episodes": ("episodes", "{:,.0f}"),
+    "resampled_episodes": ("of these, drawn by dynamic sampling", "{:,.0f}"),
+    "updates": ("updates", "{:,.0f}"),
+    "optimizer_steps": ("optimizer steps", "{:,.0f}"),
+    "completion_tokens": ("completion tokens", "{:,.0f}"),
+    "seconds": ("training time (wall clock)", "clock"),
+    "cpu_seconds": ("CPU time, all cores", "clock"),
+    "peak_memory_gib": ("peak memory (GiB)", "{:.2f}"),
 }
+ENDS = ("_before", "_after")
 
 
 class TextTable(NamedTuple):
@@ -43,6 +56,9 @@ def without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[
 
 def label_of(figure: str, judges: Sequence[str] = ()) -> str:
     """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
+    if figure.endswith(ENDS):
+        name, _, end = figure.rpartition("_")
+        return f"{label_of(name)} {end}"
     kind, _, name = figure.partition("/")
     if kind.startswith("pass@"):
         return f"{kind}, {name}"
@@ -58,8 +74,10 @@ def shown(figure: str, value: float | None, sign: str = "") -> str:
         return "-"
     if not math.isfinite(value):
         return "not finite"
+    for end in ENDS:
+        figure = figure.removesuffix(end)
     form = LABELS.get(figure.partition("/")[0], LABELS["judge"])[1]
-    return form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
+    return clock(value) if form == "clock" else form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
 
 
 def figure_names(models: Sequence[dict[str, float | None]]) -> list[str]:

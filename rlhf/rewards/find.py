@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Given = RewardFunction | nn.Module | str
     Functions = Sequence[Given] | Given
 
+EVAL_FUNCTION = "evaluation function"  # the kind of `Rewards` that training never calls
 BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match", "last_number")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -28,20 +27,11 @@ from rlhf.rewards.arguments import (
 )
 from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
+from rlhf.rewards.scores import Scores
 from rlhf.utils.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
-
-
-@dataclass(frozen=True)
-class RewardScores:
-    """Scores of completions. Each list has one entry per completion."""
-
-    total: list[float | None]  # the weighted sum over the functions that apply; None if none applies
-    by_function: dict[str, list[float | None]]  # before the weights; None if the function does not apply
-    extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
-    metrics: dict[str, float] = field(default_factory=dict)  # means of what they logged with log_metric
 
 
 class Rewards:
@@ -96,7 +86,7 @@ class Rewards:
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]
-    ) -> RewardScores:
+    ) -> Scores:
         """Return the scores of completions.
 
         Raises RunError with the function's name if a function raises, exceeds its time limit or returns the wrong
@@ -119,7 +109,7 @@ class Rewards:
                     f"{self}, completion {text!r:.80}",
                     "Use smaller weights",
                 )
-        return RewardScores(total=total, by_function=given, extra=log.extra, metrics=log.metrics)
+        return Scores(total, given, log.extra, log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it;

@@ -8,15 +8,13 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from rlhf.data.prompts import Prompt
-from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.eval_metrics import tag_of
-from rlhf.trainer.evaluation import Evaluation, as_array, flat, gold_qualities
-from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.evaluation import Evaluation, flat
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10
+OF_ALL = ("score", "gold", "length", "eos_rate", "perplexity")  # metrics that are no evaluation function's
 
 
 def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarray, list[float] | None]:
@@ -36,67 +34,33 @@ def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarra
     return both, None if found.low is None else [found.low, found.high]
 
 
-def compare(
-    before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], gold: Gold | None, seed: int
-) -> dict[str, float | list[float] | None]:
-    """Compute the run's results from the start model's evaluation and the last one, on the same prompts. An interval
-    is None if no prompt has a value in both evaluations.
-
-    Args:
-        before: evaluation of the start model.
-        after: evaluation of the final weights.
-        prompts: the evaluation prompts.
-        gold: the demo's judge. None: no gold quality.
-        seed: for the bootstrap intervals.
-    """
+def compare(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float | list[float] | None]:
+    """Compute the run's results from the start model's evaluation and that of the final weights, on the same prompts:
+    NAME_before, NAME_after, and for scores the interval of the change, NAME_rise_interval, which is None if no prompt
+    has a value in both evaluations. NAME is eval/NAME for an evaluation function, and eval/NAME/pass_at_K. `seed` is
+    for the bootstrap intervals."""
     both, interval = change_of(before.scores, after.scores, seed)
-    score_before, score_after = before.score, after.score
-    if both.size and np.isnan(np.hstack([before.scores, after.scores])).any():  # so that the difference is the change
-        score_before, score_after = map(fmean, both)
     start_scores = scored(before.scores).tolist()
     spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
     figures: dict = {
-        "prompts": len(prompts),
-        "score_before": score_before,
-        "score_after": score_after,
+        "prompts": len(before.texts),
         "score_rise_interval": interval,
         "score_rise_in_start_sd": fmean(both[1] - both[0]) / spread if spread and both.size else 0.0,
         "kl_after": fmean(flat(after.kl)),
-        "length_before": fmean(flat(before.lengths)),
-        "length_after": fmean(flat(after.lengths)),
-        "eos_rate_before": fmean(flat(before.ended)),
-        "eos_rate_after": fmean(flat(after.ended)),
-        "perplexity_before": before.perplexity,
-        "perplexity_after": after.perplexity,
     }
-    if gold is not None:
-        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
-        figures |= {
-            "gold_before": fmean(flat(was)),
-            "gold_after": fmean(flat(is_now)),
-            "gold_rise_interval": change_of(was, is_now, seed)[1],
-        }
-    return figures | eval_figures(before, after, seed)
-
-
-def results_of(trainer: OnPolicyLoop) -> dict[str, float | list[float] | None]:
-    """Return the results of a trainer whose training has ended, as `compare` does, without gold quality."""
-    before = trainer.evaluations[0]
-    after = trainer.evaluations[-1]
-    return compare(before, after, trainer.evaluation_prompts, None, trainer.config.run.seed)
-
-
-def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float | list[float]]:
-    """Return the figures of the evaluation functions with a value in both evaluations: eval/NAME_before and _after,
-    their paired interval eval/NAME_rise_interval, and for pass@k eval/NAME/pass_at_K_before and _after."""
-    figures: dict = {}
-    for name, found in after.figures.items():
-        start = before.figures.get(name, {})
-        for key in found:
-            if key in start and key not in ("low", "high"):
-                figures[f"{tag_of(name, key)}_before"] = start[key]
-                figures[f"{tag_of(name, key)}_after"] = found[key]
-        if start:
+    tags = [tag_of(name, key) for name, found in after.figures.items() for key in found if key not in ("low", "high")]
+    was = before.metrics()
+    is_now = after.metrics()
+    for tag in [f"eval/{name}" for name in OF_ALL] + tags:
+        if tag in was:
+            name = tag if tag in tags else tag.removeprefix("eval/")
+            figures |= {f"{name}_before": was[tag], f"{name}_after": is_now[tag]}
+    if both.size and np.isnan(np.hstack([before.scores, after.scores])).any():  # so that the difference is the change
+        figures["score_before"], figures["score_after"] = map(fmean, both)
+    if before.gold is not None:
+        figures["gold_rise_interval"] = change_of(before.gold, after.gold, seed)[1]
+    for name in after.figures:
+        if before.figures.get(name):
             both, interval = change_of(before.judged[name], after.judged[name], seed)
             if both.size:
                 figures[f"eval/{name}_before"], figures[f"eval/{name}_after"] = map(fmean, both)
@@ -126,10 +90,3 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
         for first, last, target in phases
         if last >= first
     ]
-
-
-def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> np.ndarray:
-    """Return the gold quality of each completion, (P, K) in [0, 1]."""
-    rows = [prompt for prompt in prompts for _ in range(evaluation.samples)]
-    found = gold_qualities(rows, flat(evaluation.texts), flat(evaluation.ended), gold)
-    return as_array(found, evaluation.samples)

@@ -10,34 +10,20 @@ from statistics import fmean, stdev
 from rlhf.checkpoints.run_folder import is_in_use, read_status, release, reserve, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, read_json
 from rlhf.distributed.group import from_first
+from rlhf.reports.tables import ENDS, label_of, shown
 from rlhf.run.resume_checks import as_other_seeds, with_choices_of
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
 from rlhf.utils.command_lines import command, script_words
-from rlhf.utils.console import Screen, clock
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
 
-# figure in run.json -> label in the table
-SHOWN = {
-    "score_before": "score before",
-    "score_after": "score after",
-    "score_rise_in_start_sd": "score change, standard deviations of the start model's scores",
-    "gold_before": "gold quality before",
-    "gold_after": "gold quality after",
-    "kl_last_10_updates": "KL, mean of the last 10 updates",
-    "perplexity_before": "perplexity before",
-    "perplexity_after": "perplexity after",
-    "length_before": "completion tokens before",
-    "length_after": "completion tokens after",
-    "eos_rate_after": "share of completions with EOS",
-    "peak_memory_gib": "peak memory, GiB",
-    "seconds": "seconds",
-}
+SHOWN = ("score_rise_in_start_sd", "kl_last_10_updates", "peak_memory_gib", "seconds")  # beside before and after
 
 
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
@@ -192,20 +178,13 @@ def summary_of(runs: dict[int, dict]) -> dict[str, dict]:
     `runs`: seed -> figures of its run.
     """
     summary = {}
-    for name in labels_of(next(iter(runs.values()), {})):
+    first = next(iter(runs.values()))
+    for name in [name for name in first if name.endswith(ENDS) or name in SHOWN]:
         values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
         if len(values) == len(runs):
             spread = stdev(values) if len(values) > 1 else None
             summary[name] = {"by_seed": dict(zip(runs, values, strict=True)), "mean": fmean(values), "sd": spread}
     return summary
-
-
-def labels_of(figures: dict) -> dict[str, str]:
-    """Return the figures of the tables, with their labels. Those of evaluation functions depend on the run."""
-    ends = ("before", "after")
-    watched = [name for name in figures if name.startswith("eval/")]
-    evaluated = {n: f"{n[5:].removesuffix(f'_{e}')} {e}" for n in watched for e in ends if n.endswith(f"_{e}")}
-    return SHOWN | evaluated
 
 
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
@@ -215,11 +194,10 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     """
     table = []
     summary = summary_of(runs)
-    labels = labels_of(next(iter(runs.values())))
     for name, found in summary.items():
-        show = clock if name == "seconds" else "{:.3f}".format
-        cells = [show(v) for v in (*found["by_seed"].values(), found["mean"])]
-        table.append((labels[name], *cells, "-" if found["sd"] is None else show(found["sd"])))
+        values = (*found["by_seed"].values(), found["mean"])
+        spread = shown(name, found["sd"]).removeprefix("+")
+        table.append([label_of(name), *(shown(name, value) for value in values), spread])
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
     screen.table(f"{config.title}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")

@@ -11,10 +11,8 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
-from rlhf.demo.parts import gold_of
-from rlhf.demo.tasks import Gold
 from rlhf.reports.tables import before_and_after, rows_of_run
-from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
+from rlhf.run.figures import LAST_UPDATES, compare, kl_of_phases, last_kl
 from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import KLTarget, kl_text
@@ -29,9 +27,10 @@ from rlhf.utils.files import update_dir_atomically
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     """Print the results of `compare`. `averaged` is the number of updates whose KL is averaged in
     `kl_last_10_updates`."""
-    caption = f"before -> after training, on {figures['prompts']} evaluation prompts"
-    rows = rows_of_run(figures | {"kl_before": 0.0})
-    screen.table(*before_and_after(caption, ["before", "after"], rows), lines=False)
+    caption = f"before -> after training, on {figures['prompts']} evaluation prompts:"
+    table = before_and_after(caption, ["before", "after"], rows_of_run(figures))
+    screen.say(table.caption)
+    screen.columns([table.columns, *table.rows])
     rise = figures["score_rise_in_start_sd"]
     screen.facts(
         [
@@ -69,39 +68,20 @@ def _aim(kl: float | None, target: float | None, per: str) -> str:
     return f", {where} the range of 0.5 to 1.5 x the target {KLTarget(target, per)}"
 
 
-def show_samples(
-    before: Evaluation,
-    after: Evaluation,
-    prompts: Sequence[Prompt],
-    gold: Gold | None,
-    seed: int,
-    screen: Screen,
-) -> None:
+def show_samples(before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], seed: int, screen: Screen) -> None:
     """Print a table of completions before and after training, for some randomly drawn evaluation prompts: the first
     completion of each."""
     drawn = shown_prompts(len(prompts), seed)
-    golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
+    rows = [[prompts[i].example.messages[-1]["content"], _sample(before, i), _sample(after, i)] for i in drawn]
+    screen.table(f"{len(drawn)} random evaluation prompts", ["prompt", "before", "after"], rows)
 
-    def cell(evaluation: Evaluation, side: int, i: int) -> str:
-        quality = f", gold quality {golds[side][i, 0]:.2f}" if golds else ""
-        score = evaluation.scores[i, 0]
-        given = "no score" if np.isnan(score) else f"score {score:+z.2f}"
-        shown = {name: values[i, 0] for name, values in evaluation.judged.items()}
-        more = "".join(f", {name} {'none' if np.isnan(value) else f'{value:g}'}" for name, value in shown.items())
-        return f"{evaluation.texts[i][0]}\n[{given}{quality}{more}]"
 
-    screen.table(
-        f"{len(drawn)} random evaluation prompts",
-        ["prompt", "before", "after"],
-        [
-            (
-                prompts[i].example.messages[-1]["content"],
-                cell(before, 0, i),
-                cell(after, 1, i),
-            )
-            for i in drawn
-        ],
-    )
+def _sample(evaluation: Evaluation, prompt: int) -> str:
+    """Return the first completion of a prompt, with its ratings."""
+    gold = {} if evaluation.gold is None else {"gold quality": evaluation.gold}
+    rated = {"score": evaluation.scores, **gold, **evaluation.judged}
+    cells = [f"{name} {'none' if np.isnan(of[prompt, 0]) else f'{of[prompt, 0]:.2f}'}" for name, of in rated.items()]
+    return f"{evaluation.texts[prompt][0]}\n[{', '.join(cells)}]"
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
@@ -109,11 +89,10 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     before = trainer.evaluations[0]
     after = trainer.evaluations[-1]
     prompts = trainer.evaluation_prompts
-    gold = gold_of(config)
     target = config.kl.targets[-1]
     history = trainer.host.state.log_history
     phases = kl_controller(config, trainer.sampler.updates).phases
-    figures = compare(before, after, prompts, gold, config.run.seed) | {
+    figures = compare(before, after, config.run.seed) | {
         "kl_last_10_updates": last_kl(history, target),
         "kl_target": target.nats if config.kl.steered else None,
         "kl_unit": f"nats/{target.per}",
@@ -132,7 +111,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     )
     update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
-    show_samples(before, after, prompts, gold, config.run.seed, screen)
+    show_samples(before, after, prompts, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
     spent = {part: sum(each) for part, each in trainer.progress.seconds.items()}

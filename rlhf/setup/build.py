@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
 from rlhf.demo import ready
-from rlhf.demo.parts import prepare_parts
+from rlhf.demo.parts import gold_of, prepare_parts
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
 from rlhf.models.logprobs import base_of
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_unrecorded
+from rlhf.rewards.find import EVAL_FUNCTION
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.engine import default_engine
@@ -92,9 +93,8 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     policy = load_start_policy(config, start.folder, tokenizer, device)
     if watched:
         limit_s = config.reward.reward_timeout
-        kind = "evaluation function"
-        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), kind)
-    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
+        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
+    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, gold_of(config), start.date)
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:

@@ -25,7 +25,14 @@ from rlhf.data.tokenizer import check_vocabulary, config_values, context_problem
 from rlhf.distributed.group import from_first
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.checks import check_functions, check_reward_folder
-from rlhf.rewards.find import RewardSources, find_eval_functions, find_given, find_rewards, given_eval_functions
+from rlhf.rewards.find import (
+    EVAL_FUNCTION,
+    RewardSources,
+    find_eval_functions,
+    find_given,
+    find_rewards,
+    given_eval_functions,
+)
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
@@ -119,8 +126,7 @@ def load_inputs(
     if config.critic_from_reward_model or config.critic.run is not None:
         check_critic(config, sources.folder, start, sets)
     held_out = [p.example for p in sets.evaluation]
-    kind = "evaluation function"
-    check_functions(list(watched.values()), held_out, "the evaluation prompts", kind)
+    check_functions(list(watched.values()), held_out, "the evaluation prompts", EVAL_FUNCTION)
     return RunInputs(start, sets, sources, watched)
 
 

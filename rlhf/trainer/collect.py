@@ -14,6 +14,7 @@ from rlhf.distributed.shares import by_group
 from rlhf.models.budget import budget_of
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.scores import Scores, score_tensor
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
@@ -22,10 +23,48 @@ from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.scores import Scores, score_tensor, shaped
+from rlhf.trainer.scores import shaped
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
+
+Episodes = Sequence[tuple[int, Prompt]]  # (number in the stream of random numbers, prompt) of each completion
+
+
+def sample_shares(
+    sampler: Sampler,
+    passes: ForwardPasses,
+    episodes: Episodes,
+    seed: int,
+    update: int,
+    purpose: str,
+    phase: str,
+    sampling: SamplingSettings | None = None,
+    engine: VLLMEngine | None = None,
+) -> Completions:
+    """Sample one completion per episode. Each process samples its share, and receives the others'.
+
+    Args:
+        sampler: of the policy, which is put into eval mode.
+        passes: for the advice if there is not enough memory.
+        episodes: number and prompt of each completion.
+        seed, update, purpose, sampling: as in `Sampler.sample`.
+        phase: what the sampling is for, in an error.
+        engine: samples in place of the sampler.
+    """
+    prompts = [prompt for _, prompt in episodes]
+    rows = by_group([prompt.ids for prompt in prompts])[rank()]
+    sampler.policy.eval()  # in train mode, gradient checkpointing disables the KV cache
+
+    def sample_share() -> Completions | None:
+        own = [prompts[row] for row in rows]
+        numbers = [episodes[row][0] for row in rows]
+        with passes.raise_on_oom(phase):
+            return (engine or sampler).sample(own, seed, update, purpose, numbers, sampling=sampling)
+
+    share = agree(sample_share if rows else lambda: None)
+    length = (sampling or sampler.sampling).max_new_tokens
+    return exchange_completions(share, rows, prompts, sampler.criterion, sampler.pad, length, sampler.device)
 
 
 class RolloutCollector:
@@ -66,9 +105,7 @@ class RolloutCollector:
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, host.accelerator, tokenizer, config.sampling, config.data.prompt_length)
 
-    def collect(
-        self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout", keep_pass: bool = True
-    ) -> Rollout:
+    def collect(self, episodes: Episodes, update: int, purpose: str = "rollout", keep_pass: bool = True) -> Rollout:
         """Sample one completion per episode for training, and compute log-probs, reference log-probs and values.
 
         Args:
@@ -79,52 +116,16 @@ class RolloutCollector:
         """
         self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
-        completions = self._sample(self.vllm or self.sampler, episodes, update, purpose, "the rollout")
+        seed = self.config.run.seed
+        completions = sample_shares(
+            self.sampler, self.passes, episodes, seed, update, purpose, "the rollout", engine=self.vllm
+        )
         self.progress.episodes += len(episodes)
         self.progress.completion_tokens += completions.tokens
-        return self.with_logprobs(completions, [prompt for _, prompt in episodes], keep_pass)
-
-    def sample_for_evaluation(
-        self, episodes: Sequence[tuple[int, Prompt]], sampling: SamplingSettings | None = None
-    ) -> Completions:
-        """Sample one completion per episode with the same random numbers every time: those of update 0, and never with
-        vLLM, which has a separate stream. `sampling`: other settings than those of training."""
-        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
-        completions = self._sample(self.sampler, episodes, 0, "evaluate", "an evaluation", sampling)
-        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
-            return replace(completions, allowed_tokens=None)
-        return completions
-
-    def _sample(
-        self,
-        sampler: Sampler | VLLMEngine,
-        episodes: Sequence[tuple[int, Prompt]],
-        update: int,
-        purpose: str,
-        phase: str,
-        sampling: SamplingSettings | None = None,
-    ) -> Completions:
-        """Sample one completion per episode. Each process samples its share, and receives the others'."""
-        prompts = [prompt for _, prompt in episodes]
-        rows = by_group([prompt.ids for prompt in prompts])[rank()]
-        self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
-
-        def sample_share() -> Completions | None:
-            own = [prompts[row] for row in rows]
-            numbers = [episodes[row][0] for row in rows]
-            with self.passes.raise_on_oom(phase):
-                return sampler.sample(own, self.config.run.seed, update, purpose, numbers, sampling=sampling)
-
-        share = agree(sample_share if rows else lambda: None)
-        length = (sampling or self.config.sampling).max_new_tokens
-        own = self.sampler
-        return exchange_completions(share, rows, prompts, own.criterion, own.pad, length, own.device)
-
-    def with_logprobs(self, completions: Completions, prompts: list[Prompt], keep_pass: bool = False) -> Rollout:
-        """Return completions with their texts, log-probs at training's temperature, and values."""
         release_gpu_cache()  # of sampling
-        texts = completions.texts(self.tokenizer)
-        return Rollout(completions, prompts, texts, *self.passes.logprobs(completions, keep_pass))
+        prompts = [prompt for _, prompt in episodes]
+        logprobs = self.passes.logprobs(completions, keep_pass)
+        return Rollout(completions, prompts, completions.texts(self.tokenizer), *logprobs)
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
@@ -143,10 +144,5 @@ class RolloutCollector:
             check_finite(scores=raw[[i for i, score in enumerate(given.total) if score is not None]])
         except SkipUpdate as found:  # a large float64 overflows in float32
             raise SkipUpdate(str(found), by_score=True) from None
-        return Scores(
-            raw=raw,
-            shaped=shaped(raw, completions.ended, reward.missing_eos_penalty, self.normalizer, drawn_again),
-            by_function=given.by_function,
-            extra=given.extra,
-            logged=given.metrics,
-        )
+        penalty = reward.missing_eos_penalty
+        return replace(given, raw=raw, shaped=shaped(raw, completions.ended, penalty, self.normalizer, drawn_again))

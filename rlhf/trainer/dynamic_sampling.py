@@ -14,11 +14,12 @@ from torch import Tensor
 from rlhf.algorithms.experience import tokens_of_loss
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler
+from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.scores import Scores, equal_groups
+from rlhf.trainer.scores import equal_groups
 from rlhf.trainer.timing import Timer
 
 

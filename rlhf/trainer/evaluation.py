@@ -1,55 +1,22 @@
-"""Evaluation of a policy on fixed prompts: completions, scores, KL, lengths, and the perplexity on a fixed text."""
+"""The result of an evaluation: completions of some prompts with their scores, KL and lengths, and a perplexity."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
-from rlhf.algorithms.objectives import kl_k1
-from rlhf.data.chat_template import encode_completion
-from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
-from rlhf.data.prompts import Prompt, encode_prompts, ids_alone, paragraphs_of
+from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
-from rlhf.distributed.group import gather
-from rlhf.models.actor_critic import Actor
-from rlhf.models.attention import packable
-from rlhf.models.budget import budget_of
-from rlhf.models.device import autocast
-from rlhf.models.logprobs import base_of
-from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
-from rlhf.rewards.arguments import RewardLog
-from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Completions, Rollout, token_batch
-from rlhf.settings.training import Config, SamplingSettings
-from rlhf.trainer.collect import RolloutCollector
-from rlhf.trainer.eval_metrics import figures_of, tag_of
-from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.paths import path_on_page
-from rlhf.utils.processes import rank, size
+from rlhf.trainer.eval_metrics import tag_of
 from rlhf.utils.rng import rng_for
 from rlhf.utils.statistics import is_binary, scored
-from rlhf.utils.system import release_gpu_cache
-
-FIXED_TEXTS = 128
-
-
-@dataclass(frozen=True)
-class FixedText:
-    """The text on which the perplexity is computed throughout a run."""
-
-    prompts: list[Prompt]
-    completions: list[list[int]]  # token ids whose log-probabilities are averaged
-    source: str  # description, printed next to the perplexity
-    by_start: bool = False  # the start model sampled it; False: others wrote it
 
 
 @dataclass(frozen=True)
@@ -67,7 +34,6 @@ class Evaluation:
     perplexity: float | None = None  # at temperature 1, on the evaluator's text
     # judge or evaluation function -> its ratings (P, K); the first one decides
     judged: dict[str, np.ndarray] = field(default_factory=dict)
-    ids: list[list[list[int]]] = field(default_factory=list)  # EOS included; empty: they were not kept
     update: int = 0  # of the run, before the evaluation
     topics: list[str | None] | None = None  # (P,) as in the metrics' names; None if the run has no metrics per topic
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
@@ -108,15 +74,14 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
-        kl = flat(self.kl)
         return {
             "eval/score": self.score,
-            **({"eval/gold": fmean(flat(self.gold))} if self.gold is not None else {}),
-            "eval/kl_divergence": fmean(kl),
-            "eval/kl_divergence/token": sum(kl) / int(self.lengths.sum()),
+            **({"eval/gold": fmean(self.gold.ravel())} if self.gold is not None else {}),
+            "eval/kl_divergence": fmean(self.kl.ravel()),
+            "eval/kl_divergence/token": sum(self.kl.ravel().tolist()) / int(self.lengths.sum()),
             "eval/perplexity": self.perplexity,
-            "eval/length": fmean(flat(self.lengths)),
-            "eval/eos_rate": fmean(flat(self.ended)),
+            "eval/length": fmean(self.lengths.ravel()),
+            "eval/eos_rate": fmean(self.ended.ravel()),
             **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
             **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},
         }
@@ -124,7 +89,7 @@ class Evaluation:
     @property
     def not_finite(self) -> str:
         """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
-        figures = {"KL": fmean(flat(self.kl)), "perplexity": self.perplexity}
+        figures = {"KL": fmean(self.kl.ravel()), "perplexity": self.perplexity}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
     def _by_topic(self) -> dict[str, list[float]]:
@@ -138,6 +103,16 @@ class Evaluation:
     def select(self, index: np.ndarray) -> Evaluation:
         """Return these completions of each prompt, `index` (P, M). All fields that are not of completions stay."""
         return replace(self, **{field.name: _chosen(getattr(self, field.name), index) for field in fields(self)})
+
+    def gold_of(self, prompts: Sequence[Prompt], gold: Gold) -> np.ndarray:
+        """Return the gold quality of the completions, (P, K) in [0, 1]."""
+        rows = zip(prompts, self.texts, self.ended.tolist(), strict=True)
+        return np.array(
+            [
+                [gold(prompt.example.messages[-1]["content"], *row) for row in zip(texts, ended, strict=True)]
+                for prompt, texts, ended in rows
+            ]
+        )
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Writes every completion with its score and its value of each evaluation function, one JSON object per
@@ -192,202 +167,3 @@ def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
     """Return the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
     run."""
     return sorted(rng_for(seed, 0, "show").permutation(count)[:most].tolist())
-
-
-def gold_qualities(prompts: Iterable[Prompt], texts: Sequence[str], ended: Sequence[bool], gold: Gold) -> list[float]:
-    """Return the gold quality of each completion, in [0, 1]. `prompts` has one entry per completion."""
-    questions = [prompt.example.messages[-1]["content"] for prompt in prompts]
-    return [gold(*row) for row in zip(questions, texts, ended, strict=True)]
-
-
-def fixed_text(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
-    file: str | None,
-) -> FixedText:
-    """Return the text for the perplexity of a run.
-
-    It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples. At most FIXED_TEXTS completions
-    are used.
-    """
-    if file is not None:
-        return text_of_file(tokenizer, file)
-    with_chosen = [p for p in prompts if p.example.chosen is not None][:FIXED_TEXTS]
-    if with_chosen:
-        completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
-        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
-    completions = list(start(prompts[:FIXED_TEXTS]))
-    source = f"one fixed sample of the start model's completions ({len(completions)})"
-    return FixedText(list(prompts[:FIXED_TEXTS]), completions, source, by_start=True)
-
-
-def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
-    """Return the paragraphs of a text file. The first token of each is its prompt. Raises UserError as
-    `paragraphs_of` does."""
-    rows = paragraphs_of(tokenizer, file)
-    return FixedText(
-        [ids_alone(row[:1]) for row in rows],
-        [row[1:] for row in rows],
-        f"{len(rows)} paragraphs of {path_on_page(file)}",
-    )
-
-
-@torch.no_grad()
-def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    """Return the perplexity per completion token of the text, at temperature 1; infinity if a float overflows.
-
-    Each process computes its share of the text.
-    """
-    total = 0.0
-    tokens = 0
-    packed = packable(base_of(policy))
-    order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
-    batch = budget_of(device).eval_batch_size
-    for start in range(rank() * batch, len(order), size() * batch):
-        rows = order[start : start + batch]
-        prompts = [text.prompts[i].ids for i in rows]
-        completions = [text.completions[i] for i in rows]
-        micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
-            token_batch(prompts, completions, pad, device), range(len(rows))
-        )
-        with autocast(device, dtype):
-            logprobs, _, _ = Actor(policy)(micro_batch, 1.0)
-        total -= float(logprobs.double().sum())
-        tokens += sum(map(len, completions))
-    total, tokens = (sum(parts) for parts in zip(*gather((total, tokens)), strict=True))
-    try:
-        # exp(-sum_t log p_t / tokens)
-        return math.exp(total / tokens)
-    except OverflowError:
-        return math.inf
-
-
-class PolicyEvaluator:
-    """Evaluates the current policy, with the same random numbers every time."""
-
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        collector: RolloutCollector,
-        prompts: Sequence[Prompt],
-        topic_tags: dict[str, str],
-        functions: Rewards | None = None,
-        gold: Gold | None = None,
-    ):
-        """
-        Args:
-            config: the settings of the run.
-            tokenizer: the policy's.
-            collector: samples and scores as in training.
-            prompts: the evaluation prompts of the run.
-            topic_tags: topic -> its name in metric tags.
-            functions: evaluation functions, which training never calls.
-            gold: the demo's judge, which training never calls.
-        """
-        self.config = config
-        self.tokenizer = tokenizer
-        self.collector = collector
-        self.prompts = prompts
-        self.topic_tags = topic_tags
-        self.functions = functions
-        self.gold = gold
-        self.text: FixedText | None = None
-
-    def read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
-        """Return prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
-        none is left, or they cannot be read."""
-        longest = self.config.data.prompt_length
-        examples = examples_of(given)
-        if not examples:
-            raise UserError("an empty list", "evaluate()", "Pass texts or chats")
-        shots = worked_examples(self.config.data.few_shot)
-        kept = encode_prompts(self.tokenizer, examples, longest, shots)
-        if not kept:
-            raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
-        return kept
-
-    def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
-        """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
-        self.fix_text()
-        batches = self._batches(prompts, self.config.run.eval_samples)
-        how = None if self.config.run.eval_temperature is None else self.config.eval_sampling
-        sampled = self._sample(batches, how)
-        rollouts = [
-            self.collector.with_logprobs(completions, [prompt for _, prompt in rows])
-            for rows, completions in zip(batches, sampled, strict=True)
-        ]
-        with self.collector.passes.raise_on_oom("an evaluation"):
-            return self._measured(rollouts, update)
-
-    def _batches(self, prompts: Sequence[Prompt], samples: int = 1) -> list[list[tuple[int, Prompt]]]:
-        """Return the episodes of `samples` completions per prompt, in batches. The random numbers of the first one of
-        each prompt do not depend on `samples`."""
-        rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
-        batch = size() * budget_of(self.collector.sampler.device, self.config).eval_batch_size
-        return [rows[start : start + batch] for start in range(0, len(rows), batch)]
-
-    def _sample(
-        self, batches: Sequence[list[tuple[int, Prompt]]], sampling: SamplingSettings | None = None
-    ) -> list[Completions]:
-        """Sample one completion per episode of each batch. `sampling`: other settings than those of training."""
-        self.collector.passes.clear()  # sampling needs the memory
-        release_gpu_cache()
-        with self.collector.sampler.same_weights():
-            return [self.collector.sample_for_evaluation(rows, sampling) for rows in batches]
-
-    def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Samples one completion per prompt as an evaluation does, without its log-probs."""
-        return [row for completions in self._sample(self._batches(prompts)) for row in completions.rows()]
-
-    def fix_text(self) -> None:
-        """Chooses the text for the perplexity, on the first call. The policy must still be the start model then."""
-        if self.text is None:
-            self.text = fixed_text(self.tokenizer, self.prompts, self._start_completions, self.config.data.eval_text)
-
-    def _measured(self, parts: Sequence[Rollout], update: int) -> Evaluation:
-        """Computes the results of the rollout. Raises RunError if no completion has a score."""
-        collector = self.collector
-        run = self.config.run
-        prompts = [prompt for part in parts for prompt in part.prompts]
-        texts = [text for part in parts for text in part.texts]
-        rows = [row for part in parts for row in part.completions.rows()]
-        ended = [ended for part in parts for ended in part.completions.ended.tolist()]
-        given = collector.rewards.score(prompts, texts, rows, ended)
-        log = RewardLog(len(texts))
-        if all(score is None for score in given.total):
-            names = ", ".join(collector.rewards.names)
-            raise RunError(
-                f"no completion has a score, because every reward function returned None ({names})",
-                f"the evaluation after update {update}",
-                "Use prompts to which a reward function applies, or another function",
-            )
-        values = {}
-        if self.functions is not None:
-            values = self.functions.scores_by_function(prompts, texts, rows, ended, log=log)
-        samples = run.eval_samples
-        judged = {name: as_array(found, samples) for name, found in values.items()}
-        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts[::samples]]
-        policy = collector.host.actor.policy
-        pad = self.tokenizer.pad_token_id
-        device = parts[0].mask.device
-        kl = [kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()]
-        gold = None
-        if self.gold is not None:
-            gold = as_array(gold_qualities(prompts, texts, ended, self.gold), samples)
-        return Evaluation(
-            update=update,
-            texts=by_prompt(texts, samples),
-            scores=as_array(given.total, samples),
-            kl=as_array(kl, samples),
-            lengths=as_array(list(map(len, rows)), samples),
-            ended=as_array(ended, samples),
-            perplexity=perplexity(policy, self.text, pad, device, collector.passes.dtype),
-            topics=topics if any(topics) else None,
-            judged=judged,
-            figures={name: figures_of(found, run.seed) for name, found in judged.items()},
-            extra={name: by_prompt(column, samples) for name, column in {**given.extra, **log.extra}.items()},
-            gold=gold,
-        )

@@ -7,6 +7,7 @@ algorithms therefore differ in nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -16,21 +17,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.classes import CLASSES
 from rlhf.algorithms.experience import Experience
-from rlhf.data.examples import GivenPrompt
-from rlhf.data.prompts import Prompt
+from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
+from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
-from rlhf.trainer.evaluation import Evaluation, Gold, PolicyEvaluator
+from rlhf.trainer.eval_metrics import figures_of
+from rlhf.trainer.evaluation import Evaluation, Gold
+from rlhf.trainer.evaluator import Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
@@ -38,12 +43,12 @@ from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
-from rlhf.trainer.scores import Scores
 from rlhf.trainer.session import Session
 from rlhf.trainer.timing import Timer
 from rlhf.trainer.trl_host import make_host
-from rlhf.utils.errors import RunError
-from rlhf.utils.processes import is_first
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.processes import is_first, size
+from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
 
 
@@ -139,8 +144,18 @@ class OnPolicyLoop:
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
-        self.evaluator = PolicyEvaluator(
-            config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags, eval_functions, gold
+        sampler = self.collector.sampler
+        self.gold = gold
+        self.evaluator = Evaluator(
+            sampler,
+            passes,
+            tokenizer,
+            self.rewards,
+            judges=[eval_functions] if eval_functions is not None else [],
+            seed=config.run.seed,
+            purpose="evaluate",
+            batch=size() * budget_of(sampler.device, config).eval_batch_size,
+            keeps_graphs=True,
         )
 
     @property
@@ -349,7 +364,7 @@ class OnPolicyLoop:
         `evaluations`. Results on other `prompts`, in a form that `examples_of` reads, are not. Raises UserError for
         prompts that cannot be read."""
         if prompts is not None:
-            return self._evaluated(self.evaluator.read(prompts)).metrics()
+            return self._evaluated(self._read(prompts)).metrics()
         began = perf_counter()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
@@ -358,18 +373,58 @@ class OnPolicyLoop:
         self.progress.spend("evaluations", began)
         return result.metrics()
 
+    def _read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
+        """Return prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
+        none is left, or they cannot be read."""
+        longest = self.config.data.prompt_length
+        examples = examples_of(given)
+        if not examples:
+            raise UserError("an empty list", "evaluate()", "Pass texts or chats")
+        shots = worked_examples(self.config.data.few_shot)
+        kept = encode_prompts(self.processing_class, examples, longest, shots)
+        if not kept:
+            raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
+        return kept
+
+    def fix_text(self) -> None:
+        """Choose the text for the perplexity, on the first call. The policy must still be the start model then."""
+        if self.evaluator.text is None:
+            start = self.evaluator.start_completions
+            file = self.config.data.eval_text
+            self.evaluator.text = fixed_text(self.processing_class, self.evaluation_prompts, start, file)
+
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:
-        """Evaluate on some prompts. Raises RunError if the KL or the perplexity is not finite."""
+        """Evaluate on some prompts. Raises RunError if no completion has a score, or if the KL or the perplexity is
+        not finite."""
         update = self.host.state.global_step
-        with self.passes.weights.in_use():
-            result = self.evaluator.evaluate(prompts, update)
+        where = f"the evaluation after update {update}"
+        run = self.config.run
+        samples = run.eval_samples
+        # the numbers of the first completion of each prompt do not depend on how many there are
+        rows = [(k * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for k in range(samples)]
+        sampling = None if run.eval_temperature is None else self.config.eval_sampling
+        with self.passes.weights.in_use(), self.passes.raise_on_oom("an evaluation"):
+            self.fix_text()
+            result = self.evaluator.evaluate(rows, samples, sampling)
+        if not scored(result.scores).size:
+            names = ", ".join(self.rewards.names)
+            raise RunError(
+                f"no completion has a score, because every reward function returned None ({names})",
+                where,
+                "Use prompts to which a reward function applies, or another function",
+            )
         if result.not_finite:
             start = "Check the start model, --temperature and --eval-text"
             advice = self.session.advice(by_score=False) if update else start
-            raise RunError(
-                result.not_finite, f"the evaluation after update {update}", f"The model is not saved. {advice}"
-            )
-        return result
+            raise RunError(result.not_finite, where, f"The model is not saved. {advice}")
+        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
+        return replace(
+            result,
+            update=update,
+            topics=topics if any(topics) else None,
+            figures={name: figures_of(values, run.seed) for name, values in result.judged.items()},
+            gold=None if self.gold is None else result.gold_of(prompts, self.gold),
+        )
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or adapter), the tokenizer and the value head. Only the first process writes."""
@@ -380,5 +435,5 @@ class OnPolicyLoop:
     def load_model(self, folder: str | Path) -> None:
         """Load the weights (or adapter) and the value head that `save_model` wrote. Raises UserError if they belong to
         another model."""
-        self.evaluator.fix_text()  # while the policy is still the start model
+        self.fix_text()  # while the policy is still the start model
         load_policy_weights(self.actor, folder)

@@ -10,7 +10,8 @@ import torch
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
-from rlhf.trainer.scores import Scores, equal_groups
+from rlhf.rewards.scores import Scores
+from rlhf.trainer.scores import equal_groups
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:

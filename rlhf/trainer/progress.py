@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
+from rlhf.rewards.scores import Scores
 from rlhf.settings.training import RunSettings
-from rlhf.trainer.scores import Scores
 from rlhf.utils.console import clock
 
 Parts = dict[str, float]  # part of a run -> seconds

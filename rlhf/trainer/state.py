@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
-from rlhf.trainer.evaluation import Evaluation, FixedText, as_array, by_prompt, flat
+from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, flat
+from rlhf.trainer.evaluator import FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError

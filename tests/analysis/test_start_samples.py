@@ -56,7 +56,7 @@ def test_samples_are_stored_with_what_they_were_sampled_from(tmp_path):
 def test_more_minutes_add_samples_and_keep_the_first_ones(settings, other, tmp_path):
     evaluator, _ = evaluator_of(other, settings)
     few = sample_start(evaluator, 0, 3, tmp_path / "s.json", Screen())
-    assert few.scores.shape == (3, 3) and [len(row) for row in few.ids] == [3] * 3
+    assert few.scores.shape == (3, 3) and [len(row) for row in few.texts] == [3] * 3
     assert sample_start(evaluator, 0, 2, tmp_path / "s.json", Screen()).scores.tolist() == few.scores.tolist()
     more = sample_start(evaluator, 0, 5, tmp_path / "s.json", Screen())
     assert more.scores.shape == (3, 5) and [row[:3] for row in more.texts] == few.texts

@@ -334,11 +334,10 @@ def test_a_comparison_that_could_not_have_seen_any_difference():
 
 def test_best_of_n_is_an_arm_of_real_completions():
     scores = np.array([[1.0, 3.0, 2.0, 0.0]])
-    ids = [[[1], [2], [3], [4]]]
-    samples = evaluation_of(scores, {"j": scores * 2}, texts=[["a", "b", "c", "d"]], ids=ids)
+    samples = evaluation_of(scores, {"j": scores * 2}, texts=[["a", "b", "c", "d"]])
     arm = best_of_arm(samples, 2, best_of_n(scores, {}))
     (found,) = arm.measured
-    assert (found.texts, found.ids, found.scores.tolist()) == ([["b", "c"]], [[[2], [3]]], [[3.0, 2.0]])
+    assert (found.texts, found.scores.tolist()) == ([["b", "c"]], [[3.0, 2.0]])
     assert found.judged["j"].tolist() == [[6.0, 4.0]] and found.kl == pytest.approx(np.log(2) - 0.5)
     assert arm.name == "best-of-2" and not arm.trained
     assert arm.mean("score") == 2.5 and arm.mean("score_of_best") is None  # two blocks, not two completions

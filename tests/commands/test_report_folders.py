@@ -57,7 +57,7 @@ def test_a_report_is_not_written_into_another_folder(report, tmp_path, monkeypat
             folder.mkdir()
             (folder / LOCK_FILE).write_text("PID 1\n")
 
-    before_call(monkeypatch, ModelEvaluator, "_perplexity", take_over)
+    before_call(monkeypatch, ModelEvaluator, "evaluate", take_over)
     with pytest.raises(FolderMoved, match=str(folder)) as moved:
         report()
     assert "--resume" not in str(moved.value)

@@ -35,7 +35,7 @@ from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.setup.build import load_components
 from rlhf.setup.plan import prompts_line
-from rlhf.trainer.evaluation import fixed_text
+from rlhf.trainer.evaluator import fixed_text
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import SMOLLM2_TEMPLATE, make_start_model, smollm2_tokenizer

@@ -218,7 +218,8 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     assert ["use_lora", "false", "true", "true"] in settings.rows
     assert [column.split(" (")[0] for column in figures.columns[1:]] == ["start model", "PPO", "GRPO", "TOY"]
     assert cost.columns == ["", "PPO", "GRPO", "TOY"]
-    over = {row[0]: row[3] for row in contrasts.rows}
+    kind = contrasts.columns.index("confidence interval")
+    over = {row[0]: row[kind] for row in contrasts.rows}
     assert all(over[f"{pair}, score"] == "98.3% over seeds and prompts" for pair in pairs)
     assert (
         over["TOY - start model, score"] == "95% over seeds and prompts"

@@ -13,7 +13,7 @@ import torch
 import train_grpo
 import train_rloo
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.trainer.scores import Scores
+from rlhf.rewards.scores import Scores
 from tests.conftest import BY_TIER
 
 NAN = math.nan
@@ -27,7 +27,7 @@ def make(build, request):
 
 def scores_of(*shaped: float) -> Scores:
     raw = torch.tensor(shaped)
-    return Scores(raw, raw.clone(), {"a": raw.tolist()}, {"column": list(shaped)}, {"logged": 1.0})
+    return Scores(raw.tolist(), {"a": raw.tolist()}, {"column": list(shaped)}, {"logged": 1.0}, raw, raw.clone())
 
 
 def shuffled(scores: Scores, seed: int = 42, update: int = 1) -> list[float]:

@@ -32,7 +32,7 @@ def resumed_and_straight(build, tmp_path):
     def both(*flags) -> tuple[dict, dict]:
         straight = build(*flags, "--num-iterations", 3)
         straight.update_step(1)
-        straight.evaluator.fix_text()
+        straight.fix_text()
         save_trainer_state(straight, tmp_path)
         resumed = build(*flags, "--num-iterations", 3)
         load_trainer_state(resumed, tmp_path)
@@ -143,7 +143,7 @@ def test_two_adam_steps_by_hand(build):
 def test_betas_reach_every_weight_and_a_resumed_run_may_change_them(build, tmp_path, algorithm):
     first = build("--adam-beta2", 0.9, algorithm=algorithm)
     first.update_step(1)
-    first.evaluator.fix_text()
+    first.fix_text()
     save_trainer_state(first, tmp_path)
     resumed = build("--adam-beta1", 0.7, "--adam-beta2", 0.95, algorithm=algorithm)
     load_trainer_state(resumed, tmp_path)

@@ -24,10 +24,11 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
 from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.setup.plan import budget
 from rlhf.trainer.dynamic_sampling import _means
-from rlhf.trainer.scores import Scores, equal_groups
+from rlhf.trainer.scores import equal_groups
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
 SCRIPTS = {"grpo": train_grpo, "rloo": train_rloo}
@@ -129,11 +130,20 @@ def test_rollouts_without_values_have_none_together():
     assert both.values is None and both.select([1]).values is None
 
 
+@dataclass
+class WithRank(Scores):
+    """Scores with a field that this project does not have."""
+
+    rank: list[int] | None = None
+
+
 def test_scores_and_logged_columns_stay_aligned():
-    old = Scores(torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), {"a": [1, 1, 2, 3], "b": [None] * 4},
-                 {"x": ["p", "q", "r", "s"]}, {"m": 1.0})  # fmt: skip
-    new = Scores(torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), {"a": [7, 8], "b": [0.5, None]}, {"y": [10, 20]})
+    old = WithRank([1, 1, 2, 3], {"a": [1, 1, 2, 3], "b": [None] * 4}, {"x": ["p", "q", "r", "s"]}, {"m": 1.0},
+                   torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), [4, 3, 2, 1])  # fmt: skip
+    new = WithRank([7, 8], {"a": [7, 8], "b": [0.5, None]}, {"y": [10, 20]}, {"m": 2.0, "n": 3.0},
+                   torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), [6, 5])  # fmt: skip
     both = old.replaced([0, 1], new)
+    assert (both.total, both.rank, both.logged) == ([7, 8, 2, 3], [6, 5, 2, 1], {"m": 1.0})
     assert both.raw.tolist() == [7, 8, 2, 3] and both.shaped.tolist() == [6, 7, 1, 2]
     assert both.by_function == {"a": [7, 8, 2, 3], "b": [0.5, None, None, None]}
     assert both.per_function == {"a": 5.0, "b": 0.5}
@@ -349,7 +359,7 @@ def test_resumed_run_is_exact(build, tmp_path, algorithm):
         metrics = straight.update_step(update)
         if update == 2:
             (tmp_path / "state").mkdir()
-            straight.evaluator.fix_text()
+            straight.fix_text()
             save_trainer_state(straight, tmp_path / "state")
     resumed = build(*flags, algorithm=algorithm, rewards=rewards)
     load_trainer_state(resumed, tmp_path / "state")

@@ -91,21 +91,18 @@ def test_figures_are_paired_over_the_prompts_with_a_score_in_both_evaluations():
     """Prompt means before (1, -, 2) and after (2, 5, -): only the first prompt is in both."""
     before = evaluation([[1.0, 1.0], [None, None], [2.0, None]])
     after = evaluation([[3.0, 1.0], [5.0, None], [None, None]])
-    figures = compare(before, after, prompts(3), None, 0)
+    figures = compare(before, after, 0)
     assert (figures["score_before"], figures["score_after"]) == (1.0, 2.0)
     assert figures["score_rise_interval"] is None, "one prompt is no evidence"
-    none = compare(evaluation([[1.0], [None]]), evaluation([[None], [1.0]]), prompts(2), None, 0)
+    none = compare(evaluation([[1.0], [None]]), evaluation([[None], [1.0]]), 0)
     assert (none["score_before"], none["score_after"]) == (1.0, 1.0), "over different prompts, so without an interval"
     assert none["score_rise_interval"] is None and none["score_rise_in_start_sd"] == 0.0
 
 
 def test_gold_quality_of_several_samples_is_paired_by_prompt():
-    def gold(question, text, ended):
-        return float(text == "right")
-
-    before = evaluation([[0.0, 0.0]] * 2, texts=[["right", "no"], ["no", "no"]])
-    after = evaluation([[0.0, 0.0]] * 2, texts=[["right", "right"], ["no", "right"]])
-    figures = compare(before, after, prompts(2), gold, 0)
+    before = evaluation([[0.0, 0.0]] * 2, gold=np.array([[1.0, 0.0], [0.0, 0.0]]))
+    after = evaluation([[0.0, 0.0]] * 2, gold=np.array([[1.0, 1.0], [0.0, 1.0]]))
+    figures = compare(before, after, 0)
     assert (figures["gold_before"], figures["gold_after"]) == (0.25, 0.75)
     assert figures["gold_rise_interval"] == list(_interval_of_equal(0.5, 2))
 
@@ -118,15 +115,15 @@ def _interval_of_equal(value: float, count: int) -> tuple[float, float]:
 def test_no_change_is_no_certainty():
     """15 prompts, each as right as before: 0.025^(1/15) = 0.782. Scores of a reward model have no known range."""
     right = np.array([[float(i % 3 == 0)] for i in range(15)])
-    figures = compare(evaluation(right), evaluation(right), prompts(15), None, 0)
+    figures = compare(evaluation(right), evaluation(right), 0)
     assert figures["score_rise_interval"] == pytest.approx([-0.218, 0.218], abs=1e-3)
     scores = 3.0 * right
-    assert compare(evaluation(scores), evaluation(scores), prompts(15), None, 0)["score_rise_interval"] is None
+    assert compare(evaluation(scores), evaluation(scores), 0)["score_rise_interval"] is None
 
 
 def test_intervals_are_within_the_range_of_the_score():
     """Four prompts, two of which got worse: -0.5, and not (-1.4 to +0.4)."""
-    figures = compare(evaluation([[1.0]] * 4), evaluation([[0.0], [0.0], [1.0], [1.0]]), prompts(4), None, 0)
+    figures = compare(evaluation([[1.0]] * 4), evaluation([[0.0], [0.0], [1.0], [1.0]]), 0)
     low, high = figures["score_rise_interval"]
     assert low == -1.0 and high < 1.0
 
@@ -136,7 +133,7 @@ def test_figures_of_evaluation_functions_before_and_after():
         found = figures_of(np.array(values), 0)
         return evaluation([[0.0, 0.0]] * 2, judged={"right": values}, figures={"right": found})
 
-    figures = compare(of([[0.0, 1.0], [0.0, 0.0]]), of([[1.0, 1.0], [1.0, 0.0]]), prompts(2), None, 0)
+    figures = compare(of([[0.0, 1.0], [0.0, 0.0]]), of([[1.0, 1.0], [1.0, 0.0]]), 0)
     names = [name for name in figures if name.startswith("eval/")]
     assert names == [
         "eval/right_before",

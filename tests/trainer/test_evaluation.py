@@ -18,9 +18,12 @@ from rlhf.data.chat_template import decode_completion, encode_completion, encode
 from rlhf.data.prompts import Prompt
 from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
+from rlhf.rollout.sampler import Sampler
+from rlhf.run.figures import compare, kl_of_phases, last_kl
+from rlhf.settings.training import SamplingSettings
 from rlhf.settings.types import KLTarget, kl_text
-from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, flat, perplexity
+from rlhf.trainer.evaluation import Evaluation, flat
+from rlhf.trainer.evaluator import FixedText, fixed_text, perplexity
 from rlhf.trainer.state import _evaluation_from_json, _evaluation_to_json, _text_from_json, _text_to_json
 from tests.conftest import attach
 from tests.evaluations import evaluation_of
@@ -53,7 +56,7 @@ def test_perplexity_matches_a_plain_forward_pass(start_model):
         total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
         tokens += len(completion)
     text = FixedText(prompt_rows, completions, "two")
-    actual = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
+    actual = perplexity(Sampler.of(policy, tokenizer, SamplingSettings(), CPU), text)
     assert actual == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
@@ -123,7 +126,7 @@ def test_evaluation_metrics_match_values_computed_by_hand():
 def test_report_figures_match_values_computed_by_hand():
     before = evaluation([[0.0], [2.0], [4.0]])
     after = evaluation([[3.0], [5.0], [7.0]], lengths=np.full((3, 1), 8))
-    figures = compare(before, after, prompts(3), None, seed=1)
+    figures = compare(before, after, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
     # the start model's scores have standard deviation 2
     assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)
@@ -136,11 +139,10 @@ def test_report_figures_match_values_computed_by_hand():
 def test_gold_judge_receives_question_completion_and_ended_flag():
     calls = []
     result = evaluation([[0.0]], texts=[["plum"]], ended=np.array([[False]]))
-    assert gold_scores(result, prompts(1), lambda *a: calls.append(a) or 0.25) == 0.25
+    assert result.gold_of(prompts(1), lambda *a: calls.append(a) or 0.25).tolist() == [[0.25]]
     assert calls == [("q 0", "plum", False)]
-    figures = compare(
-        result, evaluation([[1.0]], texts=[["fig"]]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1
-    )
+    golds = [evaluation([[0.0]], gold=np.array([[quality]])) for quality in (0.0, 1.0)]
+    figures = compare(*golds, seed=1)
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, None)
 
 
@@ -216,7 +218,7 @@ def test_log_ratios_of_greedy_completions_are_over_all_tokens(build):
 def test_the_rollout_and_the_text_of_the_perplexity_keep_the_temperature_of_training(build):
     trainers = [build("--eval-temperature", 0), build()]
     rows = [trainer.collector.collect(trainer.episodes_of(1), 1).completions.rows() for trainer in trainers]
-    starts = [trainer.evaluator._start_completions(trainer.evaluation_prompts) for trainer in trainers]
+    starts = [trainer.evaluator.start_completions(trainer.evaluation_prompts) for trainer in trainers]
     assert rows[0] == rows[1] and starts[0] == starts[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -12,12 +13,12 @@ from transformers import AddedToken
 import train_ppo
 from rlhf.api import make_trainer
 from rlhf.callbacks.logging import FindingsWarning, speed_text
+from rlhf.rewards.scores import Scores
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.evaluation import shown_prompts
 from rlhf.trainer.findings import SampleFigures, findings_of, hardly_changed, run_figures, short_fields
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.scores import Scores
 from rlhf.utils.console import Screen
 
 SAMPLING = SamplingSettings(max_new_tokens=24)
@@ -86,8 +87,8 @@ def test_progress_line_has_fields_only_above_the_limits(eos, equal, fields):
 
 def test_ranges_of_scores_are_counted_over_updates():
     progress = Progress()
-    first = Scores(torch.tensor([0.5, float("nan")]), torch.zeros(2), {"f": [0.5, None], "g": [None]})
-    last = Scores(torch.tensor([2.0, -1.0]), torch.zeros(2), {"f": [1.0, -1.0], "g": [None]})
+    first = Scores([0.5, None], {"f": [0.5, None], "g": [None]}, raw=torch.tensor([0.5, math.nan]))
+    last = Scores([2.0, -1.0], {"f": [1.0, -1.0], "g": [None]}, raw=torch.tensor([2.0, -1.0]))
     for scores in (first, None, last):
         progress.count_update(scores)
     assert progress.scores == [-1.0, 2.0]

@@ -21,11 +21,11 @@ from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch
+from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
-from rlhf.trainer.scores import Scores
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 from rlhf.utils.errors import RunError
 from tests.conftest import BY_TIER, attach, whole_gradient
@@ -312,7 +312,7 @@ def test_learning_rate_rises_in_the_warm_up(build, algorithm, flags, shares):
 def test_changed_weight_decay_of_a_resumed_run_acts(build, tmp_path):
     first = build("--weight-decay", 0.1)
     first.update_step(1)
-    first.evaluator.fix_text()
+    first.fix_text()
     save_trainer_state(first, tmp_path)
     resumed = build("--weight-decay", 0.5)
     load_trainer_state(resumed, tmp_path)
@@ -404,7 +404,7 @@ def test_rollout_metrics_match_values_computed_by_hand(make):
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))
     scores = torch.tensor([1.0, 3, 1, 3])
-    metrics = rollout_metrics(batch, Scores(scores, scores, {}), 1)
+    metrics = rollout_metrics(batch, Scores(scores.tolist(), {}, raw=scores, shaped=scores), 1)
     assert metrics["kl_divergence"] == pytest.approx(0.75 / 4)
     assert metrics["kl_divergence/token"] == pytest.approx(0.75 / 5)
     k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)

@@ -19,7 +19,7 @@ from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.load import bad_weights
 from rlhf.trainer import collect, optimize
-from rlhf.trainer.evaluation import FixedText, perplexity
+from rlhf.trainer.evaluator import FixedText, perplexity
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
@@ -202,7 +202,9 @@ def test_non_finite_evaluation_ends_the_run(build, monkeypatch, name, user_error
 
     def evaluated(*args):
         result = original(*args)
-        bad = {"kl": [math.nan, *result.kl[1:]], "perplexity": math.inf}
+        kl = result.kl.copy()
+        kl[0, 0] = math.nan
+        bad = {"kl": kl, "perplexity": math.inf}
         return replace(result, **{name: bad[name]})
 
     monkeypatch.setattr(trainer.evaluator, "evaluate", evaluated)
@@ -217,7 +219,7 @@ def test_perplexity_too_large_for_a_float_is_infinite(build):
         trainer.actor.policy.get_input_embeddings().weight.mul_(1e5)
     prompt = trainer.train_prompts[0]
     text = FixedText([prompt], [[5, 6, 7]], "three tokens")
-    value = perplexity(trainer.actor.policy, text, 0, torch.device("cpu"), None)
+    value = perplexity(trainer.collector.sampler, text)
     assert value == math.inf
 
 

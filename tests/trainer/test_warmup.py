@@ -79,7 +79,7 @@ def test_checkpoint_in_and_after_the_warm_up_is_exact(build, tmp_path, saved):
         straight.update_step(update)
         if update == saved:
             (tmp_path / "state").mkdir()
-            straight.evaluator.fix_text()
+            straight.fix_text()
             save_trainer_state(straight, tmp_path / "state")
     resumed = build(*flags)
     load_trainer_state(resumed, tmp_path / "state")
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_an_older_version_is_loaded(build, tmp_path):
     """Its progress has the explained variances of a warm-up that could end early."""
     trainer = build("--critic-warmup", 2, "--num-iterations", 4)
     trainer.update_step(1)
-    trainer.evaluator.fix_text()
+    trainer.fix_text()
     save_trainer_state(trainer, tmp_path)
     state = json.loads((tmp_path / STATE_FILE).read_text())
     state["progress"]["explained"] = [0.5]

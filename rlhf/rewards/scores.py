@@ -1,0 +1,81 @@
+"""The scores of completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.utils.rng import rng_for
+
+
+@dataclass
+class Scores:
+    """The scores of B completions. Each list has one entry per completion; None: no reward function applies to it."""
+
+    total: list[float | None]  # the weighted sum over the functions that apply
+    by_function: dict[str, list[float | None]]  # before the weights
+    extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
+    # means of what functions logged with log_metric, over all scored completions, also those that dynamic sampling
+    # replaced
+    logged: dict[str, float] = field(default_factory=dict)
+    # of an update: (B,), NaN for a completion without a score
+    raw: Tensor | None = None  # `total`
+    shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
+
+    @property
+    def per_function(self) -> dict[str, float]:
+        """The mean of each of several functions over the completions to which it applies. A single function's mean is
+        that of the score."""
+        if len(self.by_function) == 1:
+            return {}
+        known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
+        return {name: fmean(scores) for name, scores in known.items() if scores}
+
+    def for_control(self, control: str, seed: int, update: int) -> Scores:
+        """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
+        else, such as `raw`, stays true. Without a control, return the scores unchanged.
+
+        Each completion can receive each score of the batch, its own too, with equal probability, so the score that it
+        receives says nothing about it. A completion without a score keeps none. Source: random rewards as a control,
+        Shao et al. 2025, arXiv 2506.10947.
+        """
+        if control == "none":
+            return self
+        scored = (~self.shaped.isnan()).nonzero().flatten()
+        order = rng_for(seed, update, "control").permutation(len(scored)).tolist()
+        return replace(self, shaped=self.shaped.index_copy(0, scored, self.shaped[scored[order]]))
+
+    def replaced(self, rows: Sequence[int], new: Scores) -> Scores:
+        """Return the scores with those of `rows` replaced by the scores `new` of other completions, in this order.
+
+        A column that only one of them logged has None for the other's completions. Fields without an entry for each
+        completion stay.
+        """
+        count = len(self.total)
+        place = dict(zip(rows, range(count, count + len(rows)), strict=True))
+        order = [place.get(row, row) for row in range(count)]
+
+        def chosen(own: Any, other: Any) -> Any:
+            if isinstance(own, Tensor):
+                return torch.cat([own, other])[order]
+            if isinstance(own, list):
+                both = own + other
+                return [both[row] for row in order]
+            columns = {**own, **other} if isinstance(own, dict) else {"": own}
+            if not all(isinstance(column, list) for column in columns.values()):
+                return own
+            missing = [None] * count, [None] * len(rows)
+            return {n: chosen(own.get(n, missing[0]), other.get(n, missing[1])) for n in columns}
+
+        return replace(self, **{f.name: chosen(getattr(self, f.name), getattr(new, f.name)) for f in fields(self)})
+
+
+def score_tensor(scores: Sequence[float | None], device: torch.device) -> Tensor:
+    """Return scores as a tensor (B,), with NaN for None."""
+    return torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float32, device=device)

@@ -1,0 +1,218 @@
+"""The evaluator of runs, evaluations and comparisons: samples completions, scores them, and computes their KL and the
+perplexity on a fixed text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.algorithms.objectives import kl_k1
+from rlhf.data.chat_template import decode_completion, encode_completion
+from rlhf.data.prompts import Prompt, ids_alone, paragraphs_of
+from rlhf.distributed.group import gather
+from rlhf.models.actor_critic import Actor
+from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
+from rlhf.models.device import autocast
+from rlhf.models.logprobs import base_of
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
+from rlhf.rewards.arguments import RewardLog
+from rlhf.rewards.find import EVAL_FUNCTION
+from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.completions import Completions, token_batch
+from rlhf.rollout.sampler import Sampler
+from rlhf.settings.training import SamplingSettings
+from rlhf.trainer.collect import Episodes, sample_shares
+from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt
+from rlhf.trainer.passes import ForwardPasses
+from rlhf.utils.paths import path_on_page
+from rlhf.utils.processes import rank, size
+from rlhf.utils.system import release_gpu_cache
+
+FIXED_TEXTS = 128
+
+
+@dataclass(frozen=True)
+class FixedText:
+    """The text on which the perplexity is computed throughout a run."""
+
+    prompts: list[Prompt]
+    completions: list[list[int]]  # token ids whose log-probabilities are averaged
+    source: str  # description, printed next to the perplexity
+    by_start: bool = False  # the start model sampled it; False: others wrote it
+
+
+def fixed_text(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
+    file: str | None,
+) -> FixedText:
+    """Return the text for the perplexity of a run.
+
+    It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
+    any, and otherwise completions of the start model, whose ids `start` samples. At most FIXED_TEXTS completions
+    are used.
+    """
+    if file is not None:
+        return text_of_file(tokenizer, file)
+    with_chosen = [p for p in prompts if p.example.chosen is not None][:FIXED_TEXTS]
+    if with_chosen:
+        completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
+        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
+    completions = list(start(prompts[:FIXED_TEXTS]))
+    source = f"one fixed sample of the start model's completions ({len(completions)})"
+    return FixedText(list(prompts[:FIXED_TEXTS]), completions, source, by_start=True)
+
+
+def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
+    """Return the paragraphs of a text file. The first token of each is its prompt. Raises UserError as
+    `paragraphs_of` does."""
+    rows = paragraphs_of(tokenizer, file)
+    return FixedText(
+        [ids_alone(row[:1]) for row in rows],
+        [row[1:] for row in rows],
+        f"{len(rows)} paragraphs of {path_on_page(file)}",
+    )
+
+
+@torch.no_grad()
+def perplexity(sampler: Sampler, text: FixedText) -> float:
+    """Return the perplexity of the sampler's policy per completion token of the text, at temperature 1; infinity if a
+    float overflows.
+
+    Each process computes its share of the text.
+    """
+    total = 0.0
+    tokens = 0
+    packed = packable(base_of(sampler.policy))
+    order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
+    batch = budget_of(sampler.device).eval_batch_size
+    for start in range(rank() * batch, len(order), size() * batch):
+        rows = order[start : start + batch]
+        prompts = [text.prompts[i].ids for i in rows]
+        completions = [text.completions[i] for i in rows]
+        micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
+            token_batch(prompts, completions, sampler.pad, sampler.device), range(len(rows))
+        )
+        with autocast(sampler.device, sampler.dtype):
+            logprobs, _, _ = Actor(sampler.policy)(micro_batch, 1.0)
+        total -= float(logprobs.double().sum())
+        tokens += sum(map(len, completions))
+    total, tokens = (sum(parts) for parts in zip(*gather((total, tokens)), strict=True))
+    try:
+        # exp(-sum_t log p_t / tokens)
+        return math.exp(total / tokens)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a policy, with the same random numbers every time: those of (seed, update 0, purpose, episode)."""
+
+    sampler: Sampler
+    passes: ForwardPasses  # compute the KL to their reference; without a reference there is no KL
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    judges: Sequence[Rewards]  # also rate the completions; training never calls them
+    seed: int
+    purpose: str  # name of the stream of random numbers
+    batch: int  # completions sampled together; it limits the masks of allowed tokens
+    keeps_graphs: bool = False  # of sampling, which then are in memory beside the log-probs
+    text: FixedText | None = None  # for the perplexity; None: it is not computed
+
+    def evaluate(
+        self,
+        episodes: Episodes,
+        samples: int,
+        sampling: SamplingSettings | None = None,
+        scores_only: bool = False,
+        report: Callable[[int], None] = lambda _: None,
+    ) -> Evaluation:
+        """Sample, score and rate completions, and compute their KL and the perplexity on `text`.
+
+        Args:
+            episodes: (number, prompt) of each completion, prompt by prompt.
+            samples: completions of each prompt.
+            sampling: settings in place of the sampler's, with the same stop strings.
+            scores_only: neither KL nor perplexity.
+            report: receives the number of completions after each batch.
+        """
+        has_kl = self.passes.reference is not None and not scores_only
+        ids = []
+        ended = []
+        kl = []
+        # a large model and the decoder's copy of it may not fit beside the log-probs of a batch
+        with nullcontext() if has_kl else self.sampler.same_weights():
+            for at in range(0, len(episodes), self.batch):
+                completions = self.sample(episodes[at : at + self.batch], sampling)
+                ids += completions.rows()
+                ended += completions.ended.tolist()
+                if has_kl:
+                    kl += self._kl(completions)
+                report(len(ids))
+        self._free()
+        found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
+        if scores_only:
+            return found
+        return replace(
+            found,
+            kl=as_array(kl, samples) if has_kl else None,
+            perplexity=None if self.text is None else perplexity(self.sampler, self.text),
+        )
+
+    def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
+        """Sample one completion for each episode. `sampling` as in `evaluate`."""
+        release_gpu_cache()  # of the last batch, or of training
+        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
+        completions = sample_shares(
+            self.sampler, self.passes, episodes, self.seed, 0, self.purpose, "an evaluation", sampling
+        )
+        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
+            return replace(completions, allowed_tokens=None)
+        return completions
+
+    def start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the ids of one completion of each prompt, as an evaluation samples them."""
+        episodes = list(enumerate(prompts))
+        with self.sampler.same_weights():
+            batches = [self.sample(episodes[at : at + self.batch]) for at in range(0, len(episodes), self.batch)]
+        return [row for completions in batches for row in completions.rows()]
+
+    def _free(self) -> None:
+        """Free the memory of sampling."""
+        if not self.keeps_graphs:
+            self.sampler.free()
+        release_gpu_cache()
+
+    def _kl(self, completions: Completions) -> list[float]:
+        """Return the KL of each completion to the reference, k1, nats/sequence."""
+        self._free()
+        logprobs, ref_logprobs, _ = self.passes.logprobs(completions)
+        return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
+
+    def rate(
+        self, prompts: Sequence[Prompt], ids: Sequence[list[int]], ended: Sequence[bool], samples: int
+    ) -> Evaluation:
+        """Score and rate completions, `samples` of each prompt, prompt by prompt. KL and perplexity are None."""
+        texts = [decode_completion(self.tokenizer, row, self.sampler.sampling.stops) for row in ids]
+        given = self.rewards.score(prompts, texts, ids, ended)
+        log = RewardLog(len(texts))
+        judged: dict[str, list[float | None]] = {}
+        for judge in self.judges:
+            judged |= judge.scores_by_function(prompts, texts, ids, ended, log=log)
+        return Evaluation(
+            texts=by_prompt(texts, samples),
+            scores=as_array(given.total, samples),
+            lengths=as_array(list(map(len, ids)), samples),
+            ended=as_array(ended, samples),
+            judged={name: as_array(values, samples) for name, values in judged.items()},
+            extra={name: by_prompt(column, samples) for name, column in {**given.extra, **log.extra}.items()},
+            functions=tuple(name for judge in self.judges if judge.kind == EVAL_FUNCTION for name in judge.names),
+        )

@@ -114,7 +114,7 @@ def literal(node: ast.AST) -> str:
 
 def whole_lines(path: Path) -> list[str]:
     """Return the errors whose first argument, what is wrong, also has the advice: a second sentence."""
-    errors = ("UserError", "RunError", "Problem")
+    errors = ("UserError", "RunError", "Problem", "_problem")
     calls = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call) and n.args]
     whats = [literal(c.args[0]) for c in calls if isinstance(c.func, ast.Name) and c.func.id in errors]
     return [what for what in whats if re.search(r"\. [A-Z{]", what)]

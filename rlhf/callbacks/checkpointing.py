@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
@@ -27,15 +27,15 @@ from rlhf.utils.files import hardlink_dir, update_dir_atomically
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
+@dataclass
 class BestCheckpoint(Callback):
     """Saves the model of the best evaluation in `best/`, and writes the choice and its reason to run.json."""
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog):
-        self.trainer = trainer
-        self.config = config
-        self.log = log
-        self.candidates: list[Candidate] = []
-        self.costs: list[dict[str, float]] = []  # of each evaluation: episodes until then, peak memory in GiB
+    trainer: OnPolicyLoop
+    config: Config
+    log: RunLog
+    candidates: list[Candidate] = field(default_factory=list)
+    costs: list[dict[str, float]] = field(default_factory=list)  # of evaluations: episodes so far, peak memory in GiB
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
@@ -80,20 +80,23 @@ class BestCheckpoint(Callback):
         self.costs = state["costs"]
 
 
+@dataclass
 class Checkpoints(Callback):
     """Saves the trainer's state when the loop calls `save_if_due`, and loads it for --rollback-on-kl.
 
     After a skipped update, saves only when an update succeeds or at the end of the run.
     """
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop):
-        self.trainer = trainer
-        self.config = config
-        self.log = log
-        self.screen = screen
-        self.stop = stop
-        self.folder = Path(config.run.output)
-        self.overdue = False  # a save was due after a skipped update
+    trainer: OnPolicyLoop
+    config: Config
+    log: RunLog
+    screen: Screen
+    stop: GracefulStop
+    overdue: bool = False  # a save was due after a skipped update
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.output)
 
     def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
         """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""

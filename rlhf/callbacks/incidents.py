@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,13 @@ def save_incident(
     )  # fmt: skip
 
 
+@dataclass
 class Incidents(Callback):
     """Before a run gives up, saves its last skipped update as an incident."""
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
-        self.trainer = trainer
-        self.config = config
-        self.screen = screen
+    trainer: OnPolicyLoop
+    config: Config
+    screen: Screen
 
     def on_update_skipped(self, update, rollout, batch, reason):
         if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,14 @@ FIRST_UPDATES = 3
 SOME_UPDATES = 10  # findings over this many updates are not a coincidence
 
 
+@dataclass
 class TensorBoardLog(Callback):
     """Writes every metric to TensorBoard, and some samples of every evaluation. The x axis counts updates."""
 
-    def __init__(self, folder: Path, time_of_event: Callable[[], float]):
-        """`time_of_event` returns the Unix time that an event gets (RunLog.training_time)."""
-        self.folder = folder
-        self.time_of_event = time_of_event
-        self.trainer = None
-        self.records = None
+    folder: Path
+    time_of_event: Callable[[], float]  # returns the Unix time that an event gets (RunLog.training_time)
+    trainer: OnPolicyLoop | None = None
+    records: RecordWriter | None = None
 
     def on_train_begin(self, trainer):
         self.trainer = trainer
@@ -85,12 +85,12 @@ def new_event_file(folder: Path) -> Path:
     return folder / f"events.out.tfevents.{created:010}.{socket.gethostname()}.{os.getpid()}"
 
 
+@dataclass
 class ProgressLine(Callback):
     """Prints the progress line of every update, and one line per evaluation."""
 
-    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
-        self.trainer = trainer
-        self.screen = screen
+    trainer: OnPolicyLoop
+    screen: Screen
 
     def on_update_end(self, update, metrics):
         updates = self.trainer.updates
@@ -149,15 +149,15 @@ def speed_text(speed: float) -> str:
     return f"{speed:,.0f}" if speed >= 1 else f"{speed:.1g}"
 
 
+@dataclass
 class FindingsWarning(Callback):
     """Prints the findings of the first updates once. The end of a run prints them again, about its last updates. Also
     prints a warning when the run becomes slow, once until it is fast again."""
 
-    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
-        self.trainer = trainer
-        self.screen = screen
-        self.first: list[tuple[float, float]] = []  # tokens and episodes per second of the first updates
-        self.slow = False
+    trainer: OnPolicyLoop
+    screen: Screen
+    first: list[tuple[float, float]] = field(default_factory=list)  # tokens and episodes per second, first updates
+    slow: bool = False
 
     def on_update_end(self, update, metrics):
         if update == SOME_UPDATES < self.trainer.updates:

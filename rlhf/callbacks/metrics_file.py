@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf.callbacks.base import Callback
+from rlhf.trainer.progress import Progress
 from rlhf.utils.files import json_ready, write_text
 from rlhf.utils.streams import lost_streams
 
 
+@dataclass
 class MetricsFile(Callback):
     """Writes the metrics of every update and evaluation, by TensorBoard tag, with the number of the `update`.
 
@@ -19,9 +22,8 @@ class MetricsFile(Callback):
     stdout or stderr was lost have the reason, `console_lost`.
     """
 
-    def __init__(self, file: Path):
-        self.file = file
-        self.progress = None
+    file: Path
+    progress: Progress | None = None
 
     def on_train_begin(self, trainer):
         self.progress = trainer.progress

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlhf.callbacks.base import Callback
 from rlhf.rewards.probes import FEW, RIGHT, probe_rewards
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.processes import alone
 
 MOST_SECONDS = 2.0  # a run skips the probes if they may take longer
 
 
+@dataclass
 class RewardWarning(Callback):
     """Prints one line before the first update if a function fails with a probe, or if a hack is paid at least as much
     as the right answer for each of FEW prompts.
@@ -18,9 +22,8 @@ class RewardWarning(Callback):
     function is called: it may be slow, or remote.
     """
 
-    def __init__(self, trainer, screen: Screen):
-        self.trainer = trainer
-        self.screen = screen
+    trainer: OnPolicyLoop
+    screen: Screen
 
     def on_evaluation(self, evaluation):
         trainer, (seconds, completions) = self.trainer, self.trainer.rewards.last_call

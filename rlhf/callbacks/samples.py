@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,16 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+@dataclass
 class Samples(Callback):
     """Writes the completions of every evaluation to files, and of every update in which a function calls log_extra.
 
     An update that is trained again after a resume replaces its file.
     """
 
-    def __init__(self, folder: Path, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase):
-        """`prompts` are the evaluation prompts, `tokenizer` the policy's."""
-        self.folder = folder
-        self.prompts = prompts
-        self.tokenizer = tokenizer
+    folder: Path
+    prompts: Sequence[Prompt]  # of evaluations
+    tokenizer: PreTrainedTokenizerBase  # the policy's
 
     def on_batch(self, update, batch, scores):
         if not scores.extra:

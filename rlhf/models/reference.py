@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
@@ -16,13 +17,12 @@ from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import MicroBatch
 
 
+@dataclass
 class Reference:
     """The frozen start model: a separate copy, or with LoRA the policy with its adapters disabled."""
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, copy: PreTrainedModel | None):
-        """`copy` is None if `policy` has LoRA adapters."""
-        self.policy = policy
-        self.copy = copy
+    policy: PreTrainedModel | PeftModel
+    copy: PreTrainedModel | None  # None: the policy has LoRA adapters
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:

@@ -9,6 +9,7 @@ which it does not apply. It receives copies, so nothing that it changes reaches 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
 
 
+@dataclass
 class LearnedReward:
     """A reward model as a reward function: one calibrated score per completion."""
 
     __name__ = "reward_model"
-
-    def __init__(self, model: RewardModel):
-        self.model = model
+    model: RewardModel
 
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
         return self.model.score(messages, [text_of(c) for c in completions], ended)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from signal import Signals
 
@@ -44,35 +46,23 @@ from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.streams import guarded_streams
 
 
+@dataclass
 class RunSession(Session):
     """With a folder, starts or resumes the run in it, saves checkpoints, and at the end the model, the results and the
     model card; Ctrl-C ends the run after a checkpoint. Without one, it prints, and sends to trackers."""
 
-    def __init__(
-        self,
-        config: Config,
-        components: Components,
-        screen: Screen,
-        folder: Path | None = None,
-        progress: bool = True,
-    ):
-        """
-        Args:
-            config: the settings of the run.
-            components: the parts that its trainer is built from.
-            screen: prints warnings, and with `progress` the lines of updates, evaluations and results.
-            folder: the run's folder; None: nothing is written.
-            progress: False: only warnings are printed.
-        """
-        self.config = config
-        self.components = components
-        self.screen = screen
-        self.folder = folder
-        self.progress = progress
-        self.shown = screen if progress else Screen(quiet=True)
-        self.trainer: OnPolicyLoop | None = None
-        self.log: RunLog | None = None
-        self.checkpoints: Checkpoints | None = None
+    config: Config
+    components: Components  # from which its trainer is built
+    screen: Screen  # prints warnings, and with `progress` the lines of updates, evaluations and results
+    folder: Path | None = None  # of the run; None: nothing is written
+    progress: bool = True  # False: only warnings are printed
+    trainer: OnPolicyLoop | None = None
+    log: RunLog | None = None
+    checkpoints: Checkpoints | None = None
+
+    @cached_property
+    def shown(self) -> Screen:
+        return self.screen if self.progress else Screen(quiet=True)
 
     def build_trainer(self) -> OnPolicyLoop:
         """Return the trainer of this session. Raises UserError if its files need more space than the disk has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf.settings.training import (
@@ -36,248 +36,177 @@ def renaming_problems(columns: Sequence[Renaming]) -> list[Problem]:
     return problems
 
 
-def _batch(config: Config) -> list[Problem]:
-    problems = []
+def _problem(what: str, fix: str, *settings: str) -> Problem:
+    return Problem(what, fix=fix, settings=settings)
+
+
+def _batch(config: Config) -> Iterator[Problem]:
     episodes = config.episodes_per_update
     parts = config.batch.minibatches
     steps = config.batch.gradient_accumulation_steps
     at_once = config.batch.micro_batch_size
     if steps is not None and episodes % (steps * (at_once or 1)):
         of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
-        problems.append(
-            Problem(
-                f"{of} micro-batches per optimizer step do not divide the {episodes} episodes of an update",
-                fix="Give a divisor, or use --minibatches and --micro-batch-size",
-                settings=("gradient_accumulation_steps",),
-            )
+        yield _problem(
+            f"{of} micro-batches per optimizer step do not divide the {episodes} episodes of an update",
+            "Give a divisor, or use --minibatches and --micro-batch-size",
+            "gradient_accumulation_steps",
         )
     if episodes % parts:
         nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
         of = "batch_size" if config.group_size == 1 else "batch_size x K ="
-        problems.append(
-            Problem(
-                f"minibatches {parts} does not divide {of} {episodes}", fix=f"Try {nearest}", settings=("minibatches",)
-            )
-        )
+        yield _problem(f"minibatches {parts} does not divide {of} {episodes}", f"Try {nearest}", "minibatches")
     if config.run.episodes is not None and config.run.episodes < episodes:
-        problems.append(
-            Problem(
-                f"episodes {config.run.episodes} is less than one update of {episodes}",
-                fix=f"Try {episodes}, or a smaller --batch-size",
-                settings=("episodes",),
-            )
+        yield _problem(
+            f"episodes {config.run.episodes} is less than one update of {episodes}",
+            f"Try {episodes}, or a smaller --batch-size",
+            "episodes",
         )
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
-        problems.append(Problem("a seed appears twice", fix="Give each seed once", settings=("seeds",)))
-    return problems
+        yield _problem("a seed appears twice", "Give each seed once", "seeds")
 
 
-def _clip(config: Config) -> list[Problem]:
-    problems, (_, high, delta) = [], config.batch.clip
+def _clip(config: Config) -> Iterator[Problem]:
+    _, high, delta = config.batch.clip
     if delta is not None and delta <= 1 + high:
-        problems.append(
-            Problem(
-                (f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio"),
-                fix=f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it",
-                settings=("delta",),
-            )
+        yield _problem(
+            f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio",
+            f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it",
+            "delta",
         )
     if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.compared == 1:
-        problems.append(
-            Problem(
-                "the penalty is for completions that are left out of the loss",
-                fix="Remove one of them",
-                settings=("missing_eos_penalty", "mask_truncated_completions"),
-            )
+        yield _problem(
+            "the penalty is for completions that are left out of the loss",
+            "Remove one of them",
+            "missing_eos_penalty",
+            "mask_truncated_completions",
         )
-    return problems
 
 
-def _dropout(config: Config) -> list[Problem]:
+def _dropout(config: Config) -> Iterator[Problem]:
     if config.model.has_adapter_dropout and "lm_head" in config.model.lora_targets:
-        return [
-            Problem(
-                "the head's adapter has no dropout",
-                fix="Remove one of them",
-                settings=("lora_dropout", "lora_targets"),
-            )
-        ]
-    return []
+        yield _problem("the head's adapter has no dropout", "Remove one of them", "lora_dropout", "lora_targets")
 
 
-def _processes(config: Config) -> list[Problem]:
+def _processes(config: Config) -> Iterator[Problem]:
     if config.speed.rollout_engine == "vllm" and size() > 1:
-        return [
-            Problem(
-                f"vLLM samples in one process only, but a launcher started {size()}",
-                fix="Remove it",
-                settings=("rollout_engine",),
-            )
-        ]
-    return []
+        yield _problem(
+            f"vLLM samples in one process only, but a launcher started {size()}", "Remove it", "rollout_engine"
+        )
 
 
-def _speed(config: Config) -> list[Problem]:
+def _speed(config: Config) -> Iterator[Problem]:
     if config.speed.rollout_engine == "vllm" and config.sampling.filters:
-        return [
-            Problem(
-                "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed",
-                fix="Remove one of them",
-                settings=("rollout_engine", "top_k", "top_p"),
-            )
-        ]
-    return []
+        yield _problem(
+            "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed",
+            "Remove one of them",
+            "rollout_engine",
+            "top_k",
+            "top_p",
+        )
 
 
-def _warmup(config: Config) -> list[Problem]:
+def _warmup(config: Config) -> Iterator[Problem]:
     steps = config.optimizer.warmup_steps
     updates = config.run.num_iterations
     if steps >= 1 and steps != int(steps):
-        return [
-            Problem(
-                f"warmup_steps {steps:g} is not a number of updates",
-                fix="Give a whole number, or a share of the run below 1",
-                settings=("warmup_steps",),
-            )
-        ]
+        yield _problem(
+            f"warmup_steps {steps:g} is not a number of updates",
+            "Give a whole number, or a share of the run below 1",
+            "warmup_steps",
+        )
+        return
     rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
     if rising and rising >= updates:
-        return [
-            Problem(
-                f"the learning rate would rise for {rising} of {updates} updates and never reach its value",
-                fix="Give a smaller number",
-                settings=("warmup_steps",),
-            )
-        ]
-    return []
+        yield _problem(
+            f"the learning rate would rise for {rising} of {updates} updates and never reach its value",
+            "Give a smaller number",
+            "warmup_steps",
+        )
 
 
-def _kl(config: Config) -> list[Problem]:
-    problems = []
+def _kl(config: Config) -> Iterator[Problem]:
     kl = config.kl
     if kl.kl_coef == 0 and kl.steered:
-        problems.append(
-            Problem(
-                "beta starts at 0 and is changed by factors, so it would stay 0",
-                fix="Add --kl-schedule fixed, or give a --kl-coef above 0",
-                settings=("kl_coef", "kl_schedule"),
-            )
+        yield _problem(
+            "beta starts at 0 and is changed by factors, so it would stay 0",
+            "Add --kl-schedule fixed, or give a --kl-coef above 0",
+            "kl_coef",
+            "kl_schedule",
         )
     count = len(kl.targets)
     if (count > 1) != (kl.kl_schedule == "phased"):
-        problems.append(
-            Problem(
-                f"{count} KL target{'s' if count > 1 else ''} with kl_schedule {kl.kl_schedule}",
-                fix="Give several for phased, otherwise one",
-                settings=("kl_target",),
-            )
+        yield _problem(
+            f"{count} KL target{'s' if count > 1 else ''} with kl_schedule {kl.kl_schedule}",
+            "Give several for phased, otherwise one",
+            "kl_target",
         )
     if len({target.per for target in kl.targets}) > 1:
-        problems.append(
-            Problem(
-                "KL targets per sequence and per token in one run",
-                fix="Use the same unit for all",
-                settings=("kl_target",),
-            )
-        )
+        yield _problem("KL targets per sequence and per token in one run", "Use the same unit for all", "kl_target")
     if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
-        problems.append(
-            Problem(
-                (
-                    "a KL in the reward would be divided by the standard deviation of the "
-                    f"{config.grpo.scale_rewards}, and beta would have no fixed unit"
-                ),
-                fix="Add --kl-placement loss, or --scale-rewards none",
-                settings=("scale_rewards",),
-            )
+        yield _problem(
+            "a KL in the reward would be divided by the standard deviation of the "
+            f"{config.grpo.scale_rewards}, and beta would have no fixed unit",
+            "Add --kl-placement loss, or --scale-rewards none",
+            "scale_rewards",
         )
-    return problems
 
 
-def _rollback(config: Config) -> list[Problem]:
+def _rollback(config: Config) -> Iterator[Problem]:
     run = config.run
     if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
-        return [
-            Problem(
-                (
-                    f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them "
-                    "are deleted"
-                ),
-                fix="Raise one of the last two",
-                settings=("rollback_on_kl", "keep", "save_every"),
-            )
-        ]
-    return []
+        yield _problem(
+            f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them are deleted",
+            "Raise one of the last two",
+            "rollback_on_kl",
+            "keep",
+            "save_every",
+        )
 
 
-def _rewards(config: Config) -> list[Problem]:
-    problems = []
+def _rewards(config: Config) -> Iterator[Problem]:
     learned = config.model.rm_model is not None
     rules = config.reward.reward_func
     weights = config.reward.reward_weights
     if config.critic_from_reward_model and not learned:
-        problems.append(
-            Problem(
-                "no reward model to start from",
-                fix="Give a reward model, or use --critic separate",
-                settings=("critic", "rm_model"),
-            )
+        yield _problem(
+            "no reward model to start from", "Give a reward model, or use --critic separate", "critic", "rm_model"
         )
     if config.critic_from_reward_model and config.model.load_in_4bit:
-        problems.append(
-            Problem(
-                "the reward model is not loaded in 4 bits",
-                fix="Remove one of them, or use --critic separate",
-                settings=("critic", "load_in_4bit"),
-            )
+        yield _problem(
+            "the reward model is not loaded in 4 bits",
+            "Remove one of them, or use --critic separate",
+            "critic",
+            "load_in_4bit",
         )
     if not learned and not rules and not config.in_python:  # make_trainer() may receive them
-        problems.append(
-            Problem(
-                "no reward model and no reward function",
-                fix="Give one of them (--rm-model, --reward-func)",
-                settings=("rm_model",),
-            )
+        yield _problem(
+            "no reward model and no reward function", "Give one of them (--rm-model, --reward-func)", "rm_model"
         )
     if config.reward.control != "none" and config.batch.batch_size == 1:
-        problems.append(
-            Problem(
-                "the scores of one prompt cannot be exchanged with those of others",
-                fix="Give a larger --batch-size",
-                settings=("control", "batch_size"),
-            )
+        yield _problem(
+            "the scores of one prompt cannot be exchanged with those of others",
+            "Give a larger --batch-size",
+            "control",
+            "batch_size",
         )
     if weights is not None and len(weights) != learned + len(rules):
         named = [*(["reward model"] if learned else []), *rules]
         fix = f"Give one for each, in this order: {', '.join(named)}" if named else "Remove it: there are no rewards"
-        problems.append(
-            Problem(f"{len(weights)} weights for {len(named)} rewards", fix=fix, settings=("reward_weights",))
-        )
-    return problems
+        yield _problem(f"{len(weights)} weights for {len(named)} rewards", fix, "reward_weights")
 
 
-def _evaluation(config: Config) -> list[Problem]:
+def _evaluation(config: Config) -> Iterator[Problem]:
     names = [function_name(rule) for rule in config.reward.eval_func]
-    problems = [replace(p, settings=("eval_func",)) for p in name_problems(names, "")]
+    yield from (replace(p, settings=("eval_func",)) for p in name_problems(names, ""))
     rules = (*BEST_RULES, *names)
     if config.run.best_rule not in rules:
-        problems.append(
-            Problem(
-                f"best_rule is {config.run.best_rule!r}",
-                fix=f"Give one of {', '.join(rules)}",
-                settings=("best_rule",),
-            )
-        )
+        yield _problem(f"best_rule is {config.run.best_rule!r}", f"Give one of {', '.join(rules)}", "best_rule")
     if config.run.eval_temperature == 0 and config.run.eval_samples > 1:
-        problems.append(
-            Problem(
-                "greedy completions of one prompt are all equal",
-                fix="Remove one of them",
-                settings=("eval_samples", "eval_temperature"),
-            )
+        yield _problem(
+            "greedy completions of one prompt are all equal", "Remove one of them", "eval_samples", "eval_temperature"
         )
-    return problems
 
 
 def name_problems(names: Sequence[str], source: str) -> list[Problem]:
@@ -308,14 +237,12 @@ def _looks(config: Config) -> list[Problem]:
     ]
 
 
-def _export(config: Config) -> list[Problem]:
+def _export(config: Config) -> Iterator[Problem]:
     name = config.export.push_to_hub
     if name is not None and config.run.seeds is not None:
-        return [
-            Problem(
-                "several runs and one repository",
-                fix=f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
-                settings=("seeds", "push_to_hub"),
-            )
-        ]
-    return []
+        yield _problem(
+            "several runs and one repository",
+            f"Push one run afterwards: --resume --push-to-hub {name} --output RUN",
+            "seeds",
+            "push_to_hub",
+        )

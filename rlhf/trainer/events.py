@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl
@@ -73,12 +74,11 @@ class Events:
                 method(*details)
 
 
+@dataclass
 class TransformersCallbacks:
     """One callback for all TrainerCallbacks of transformers. It also appends metrics to the log history."""
 
-    def __init__(self, host: Any):
-        """`host` is a trainer of transformers: it has the callbacks, their arguments, the state and the control."""
-        self.host = host
+    host: Any  # a trainer of transformers: it has the callbacks, their arguments, the state and the control
 
     def on_train_begin(self, trainer):
         self._call("on_train_begin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,15 @@ from rlhf.utils.processes import rank
 from rlhf.utils.rng import rng_for
 
 
+@dataclass
 class PolicyOptimizer:
     """Takes the optimizer steps of an update, with the algorithm's loss."""
 
-    def __init__(self, config: Config, host: Host, algorithm: Any, passes: ForwardPasses, progress: Progress):
-        self.config = config
-        self.host = host
-        self.algorithm = algorithm
-        self.passes = passes
-        self.progress = progress
+    config: Config
+    host: Host
+    algorithm: Any
+    passes: ForwardPasses
+    progress: Progress
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.

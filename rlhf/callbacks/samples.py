@@ -87,4 +87,4 @@ class Samples(Callback):
         write_rows(self.folder / f"rollout-{update:06d}.jsonl", rows)
 
     def on_evaluation(self, evaluation):
-        evaluation.write(self.folder, self.prompts)
+        write_rows(self.folder / f"update-{evaluation.update:06d}.jsonl", evaluation.rows(self.prompts))

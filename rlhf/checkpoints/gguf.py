@@ -20,10 +20,19 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, as_os_error, first_line
-from rlhf.utils.files import check_folder, make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
+from rlhf.utils.files import (
+    check_folder,
+    make_folder,
+    remove_path,
+    rename_synced,
+    saving_tensors,
+    sha256_once,
+    staged,
+    write_json,
+)
 from rlhf.utils.libraries import pip_install, version_of
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, is_interrupted_save, missing_path, resolve_path
-from rlhf.utils.system import remove_folder, replace, waiting_lock
+from rlhf.utils.system import remove_folder, waiting_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -193,7 +202,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
         files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
         write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
         remove_folder(folder)  # an incomplete copy, or one of another version
-        replace(staging, folder)
+        rename_synced(staging, folder)
 
 
 def _metadata(reader: GGUFReader, place: str) -> tuple[str, str | None]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from rlhf.checkpoints.replacing import replace_dir
 from rlhf.data.examples import answer_of
 from rlhf.data.prompts import Selection, select_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
 from rlhf.utils.errors import UserError, naming
-from rlhf.utils.files import check_folder, json_ready, staged, write_text
+from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_text
 
 
 def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> None:
@@ -46,7 +45,7 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
         for name, rows in files.items():
             lines = [json.dumps(json_ready(row), ensure_ascii=False, default=str) + "\n" for row in rows]
             write_text(staging / name, "".join(lines))
-        replace_dir(staging, folder)
+        rename_synced(staging, folder)
     for name, rows in files.items():
         say(f"  {folder / name}: {len(rows):,} rows")
     say(f"train with the same data and --split {selection.split}: then no question is in two parts")

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
@@ -20,7 +19,7 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import atomic_write, write_json, write_text
+from rlhf.utils.files import atomic_write, numbered_name, write_json, write_text
 from rlhf.utils.system import replace, waiting_lock
 
 

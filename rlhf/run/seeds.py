@@ -15,7 +15,7 @@ from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
-from rlhf.utils.command_lines import command, script_words
+from rlhf.utils.command_lines import script_command
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
@@ -230,7 +230,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     screen.say("next:")
     screen.facts(
         [
-            ("plot the training curves", command(*script_words("plot"), *folders)),
-            ("compare; add other runs after these", command(*script_words("compare"), *folders, *code)),
+            ("plot the training curves", script_command("plot", *folders)),
+            ("compare; add other runs after these", script_command("compare", *folders, *code)),
         ]
     )

@@ -271,6 +271,16 @@ def flag_words(name: str, value: Any) -> list[str]:
     return [flag_of(name), "none" if value is None else str(value)]
 
 
+def setting_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return the command-line arguments that set several settings."""
+    return [word for name, value in settings.items() for word in flag_words(name, value)]
+
+
+def changed_words(wanted: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """Return the command-line arguments of the `wanted` settings that differ from the `usual` ones."""
+    return setting_words({name: value for name, value in wanted.items() if value != usual[name]})
+
+
 # --- configurations --------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ from rlhf.callbacks.findings import EXAMPLES, Examples, Finding, SampleFigures, 
 from rlhf.config import usual_config
 from rlhf.data.chat_template import removed_tags
 from rlhf.data.sampler import drawn, shorten
-from rlhf.settings.fields import flag_words, settings_of, unmet, values_in
-from rlhf.settings.recipes import DEFAULT_RECIPE
+from rlhf.settings.fields import settings_of, unmet, values_in
+from rlhf.settings.next_commands import changed_command, in_a_program
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 from rlhf.setup.scan_figures import (
@@ -30,7 +30,6 @@ from rlhf.setup.scan_figures import (
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, sample_and_score
-from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError
 from rlhf.utils.intervals import Estimate, over_prompts
@@ -227,15 +226,11 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     program, the change of its configuration."""
     recommended = {name: value for name, value in recommended.items() if value is not None}
     if config.in_python:
-        return f"make_config(..., {', '.join(f'{name}={value!r}' for name, value in recommended.items())})"
-    usual = usual_config(config.recipe, config.user_file, config.algorithm)
-    words = []
-    if config.recipe != DEFAULT_RECIPE:
-        words += ["--recipe", config.recipe]
-    defaults = values_in(usual)
+        return in_a_program(recommended)
     foreign = ALGORITHMS[config.algorithm].foreign
     values = values_in(config) | {"check": ()} | recommended
+    wanted = {"recipe": config.recipe}
     for name, one in settings_of(Config).items():
-        if values[name] != defaults[name] and one.group not in foreign and not unmet(one, values):
-            words += flag_words(name, values[name])
-    return command(*script_words(config.algorithm), *words)
+        if one.group not in foreign and not unmet(one, values):
+            wanted[name] = values[name]
+    return changed_command(config.algorithm, wanted, usual_config(config.recipe, config.user_file, config.algorithm))

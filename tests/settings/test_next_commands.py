@@ -19,7 +19,7 @@ import rlhf.commands.train
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli, usual_config
-from rlhf.settings import next_commands as commands
+from rlhf.settings.fields import changed_words, setting_words, values_in
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
@@ -148,10 +148,8 @@ def test_words_are_quoted_for_windows(monkeypatch):
 def test_settings_survive_conversion_to_flags():
     config = parse_cli(["--seeds", "1", "2", "--kl-target", "3/sequence", "--rm-model", "none", "--reward-func",
                         "length_penalty", "--use-lora"])  # fmt: skip
-    words = [
-        *commands.flag_words("seeds", config.run.seeds), *commands.flag_words("kl_target", config.kl.kl_target),
-        *commands.flag_words("rm_model", None), *commands.flag_words("reward_func", config.reward.reward_func),
-        *commands.flag_words("use_lora", True), *commands.flag_words("bf16", None),
-        *commands.flag_words("eval_func", ()), *commands.flag_words("packed", True),
-    ]  # fmt: skip
-    assert parse_cli(words) == config
+    names = ("seeds", "kl_target", "rm_model", "reward_func", "use_lora", "bf16", "eval_func", "packed")
+    values = values_in(config)
+    assert parse_cli(setting_words({name: values[name] for name in names})) == config
+    words = changed_words(values, values_in(usual_config("smollm2-orca", {})))
+    assert parse_cli(words) == config and words.count("--seeds") == 1 and "--packed" not in words

@@ -107,7 +107,7 @@ LABELS = {
 }
 
 
-def label_of(figure: str, judges: Sequence[str]) -> str:
+def figure_label(figure: str, judges: Sequence[str]) -> str:
     """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
     kind, _, name = figure.partition("/")
     if kind.startswith("pass@"):
@@ -118,12 +118,12 @@ def label_of(figure: str, judges: Sequence[str]) -> str:
     return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
 
 
-def shown(name: str, value: float | None) -> str:
+def figure_text(name: str, value: float | None) -> str:
     """Formats a figure for tables; "-" if it was not computed."""
     return "-" if value is None else LABELS.get(name.partition("/")[0], LABELS["judge"])[1].format(value)
 
 
-def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
+def computed_figures(models: Sequence[dict[str, float | None]]) -> list[str]:
     """Return the names of the figures that at least one model has, in the order of tables."""
     longest = max(models, key=len)  # a model without pass@k may have fewer
     names = dict.fromkeys([*longest, *(name for model in models for name in model)])

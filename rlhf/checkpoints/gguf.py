@@ -64,7 +64,7 @@ def cached_gguf(record: dict[str, Any]) -> Path | None:
     or replaced since; None if the cache has no valid copy."""
     files = cache_folder().glob(f"*/{RECORD_FILE}")
     known = {**record, "converter": CONVERTER}
-    return next((file.parent for file in files if _is_complete(file.parent, known)), None)
+    return next((file.parent for file in files if _is_converted(file.parent, known)), None)
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:
@@ -126,7 +126,7 @@ def _converted(file: Path, place: str) -> Path:
     }
     key = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem[:50]}-{key}"  # 50 characters are at most 200 of the 255 bytes of a name
-    if _is_complete(folder, source):
+    if _is_converted(folder, source):
         return folder
     _check_readable(file, place)
     try:
@@ -142,12 +142,12 @@ def _converted(file: Path, place: str) -> Path:
     with waiting_lock(cache_folder() / ".lock"):
         for left in filter(is_interrupted_save, cache_folder().iterdir()):
             remove_path(left)
-        if not _is_complete(folder, source):
+        if not _is_converted(folder, source):
             _convert(file, source, folder, place)
     return folder
 
 
-def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
+def _is_converted(folder: Path, source: dict[str, Any]) -> bool:
     """Return True if a folder was converted from this source and no file has changed since."""
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))

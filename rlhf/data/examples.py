@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, completion_of, parts_of
-from rlhf.data.messages import check_text, shown
+from rlhf.data.messages import check_text, row_value
 from rlhf.data.notices import print_notes, report_bad_rows, warn_about_chat_texts
 from rlhf.data.readers import read_rows
 from rlhf.data.row import Example
@@ -189,7 +189,7 @@ def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
         return check_text(value, key, where)
     if not isinstance(value, kind):
         expected = {bool: "true or false", str: "text"}[kind]
-        raise UserError(f"{key} is {shown(value)}, not {expected}", where, "Correct or remove that row")
+        raise UserError(f"{key} is {row_value(value)}, not {expected}", where, "Correct or remove that row")
     return value
 
 

@@ -18,7 +18,7 @@ Rows = list[dict[str, str]]
 def prepare_checker(screen: Screen, recipe: str = "demo-checker") -> None:
     """Write the folder of parts unless it is complete. It is written again if the start model or the questions
     change."""
-    parts = ready.parts_of(recipe)
+    parts = ready.parts_of_demo(recipe)
     if parts.are_complete():
         return screen.say(f"{recipe}: the parts are in {parts.folder}")
     parts.folder.mkdir(exist_ok=True)

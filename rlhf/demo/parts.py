@@ -31,24 +31,24 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
         with waiting_lock(ready.FOLDER / ".lock"):  # runs may start at the same time
             record = ready.record_of_demo()
             if record is None:
-                return _build(screen, device)
+                return _build_demo(screen, device)
     screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")
     show_record(record, screen)
 
 
-def _build(screen: Screen, device: torch.device) -> None:
+def _build_demo(screen: Screen, device: torch.device) -> None:
     stamp_file = ready.FOLDER / ready.STAMP_FILE
     stamp_file.unlink(missing_ok=True)
     for file in ready.WEIGHTS.iterdir():
         atomic_write(ready.FOLDER / "start_model" / file.name, partial(shutil.copyfile, file))
     if (older := ready.FOLDER / "reward_model").exists():
         replace(older, numbered_name(older))  # it may contain files of the user
-    make_pairs(screen, device)
+    build_pairs(screen, device)
     train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
     write_json(stamp_file, ready.demo_stamp())
 
 
-def make_pairs(screen: Screen, device: torch.device) -> None:
+def build_pairs(screen: Screen, device: torch.device) -> None:
     """Sample several completions per question from the start model and rank them into pairs by gold quality."""
     folder = ready.FOLDER / "start_model"
     policy = load_policy(str(folder), device=device, vocabulary=0)

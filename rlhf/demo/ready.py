@@ -36,7 +36,7 @@ BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a seco
 
 def is_ready(recipe: str) -> bool:
     """Return True if all parts of a demo exist and were made by this version."""
-    return record_of_demo() is not None if recipe == "demo" else parts_of(recipe).are_complete()
+    return record_of_demo() is not None if recipe == "demo" else parts_of_demo(recipe).are_complete()
 
 
 def is_to_be_built(recipe: str) -> bool:
@@ -47,7 +47,7 @@ def is_to_be_built(recipe: str) -> bool:
 def record_of_demo() -> dict | None:
     """Return the reward model's record if all parts of the demo exist and were made by this version, else None."""
     files = ("pairs.jsonl", f"start_model/{WEIGHTS_FILE}", f"reward_model/{WEIGHTS_FILE}")
-    if not _is_complete(FOLDER, files, demo_stamp()):
+    if not _are_complete(FOLDER, files, demo_stamp()):
         return None
     try:
         return json.loads((FOLDER / "reward_model" / METRICS_FILE).read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ class CheckerParts:
     def are_complete(self) -> bool:
         """Return True if all parts exist and were made by this version."""
         files = (*self.questions, *(f"start_model/{file.name}" for file in self.start_model_files))
-        return _is_complete(self.folder, files, self.stamp())
+        return _are_complete(self.folder, files, self.stamp())
 
     def stamp(self) -> dict[str, str]:
         """Return a hash of the generator's code, its settings and the start model."""
@@ -81,7 +81,7 @@ class CheckerParts:
         return _stamp(self.settings, [self.generator, *weights])
 
 
-def parts_of(recipe: str) -> CheckerParts:
+def parts_of_demo(recipe: str) -> CheckerParts:
     """Return the parts of demo-checker or smollm2-sums."""
     if recipe == "demo-checker":
         code = HERE / "checker_questions.py"
@@ -92,7 +92,7 @@ def parts_of(recipe: str) -> CheckerParts:
     return CheckerParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), settings, code)
 
 
-def _is_complete(folder: Path, files: Iterable[str], stamp: dict[str, str]) -> bool:
+def _are_complete(folder: Path, files: Iterable[str], stamp: dict[str, str]) -> bool:
     try:
         written = json.loads((folder / STAMP_FILE).read_text(encoding="utf-8"))
         return written == stamp and all((folder / file).stat().st_size for file in files)

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlhf.analysis.audit import figures_of, label_of, shown
+from rlhf.analysis.audit import computed_figures, figure_label, figure_text
 from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import Arm
@@ -46,8 +46,8 @@ def _summary_table(report: dict[str, Any]) -> dict[str, Any]:
     measure = report["judges"][0] if report["judges"] else "score"
     cells = {
         f"{measure} (95% interval)": interval_of,
-        "greedy decoding": lambda arm: shown("judge", arm["greedy"]),
-        "KL (nats/sequence)": lambda arm: shown("kl", arm["kl"]),
+        "greedy decoding": lambda arm: figure_text("judge", arm["greedy"]),
+        "KL (nats/sequence)": lambda arm: figure_text("kl", arm["kl"]),
         "training time": lambda arm: "-" if arm["seconds"] is None else clock(arm["seconds"]),
     }
     rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
@@ -74,9 +74,9 @@ def _in_parts(table: Callable[[Sequence[Arm]], dict[str, Any]], arms: Sequence[A
 
 def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> dict[str, Any]:
     """Return the table of figures, one column per arm. `judges` are the names of the judges."""
-    names = figures_of([figures for arm in arms for figures in arm.figures])
+    names = computed_figures([figures for arm in arms for figures in arm.figures])
     rows = [
-        [label_of(name, judges), *(_over_seeds(partial(shown, name), arm.known(name)) for arm in arms)]
+        [figure_label(name, judges), *(_over_seeds(partial(figure_text, name), arm.known(name)) for arm in arms)]
         for name in names
     ]
     several = any(arm.seeds[1:] for arm in arms)
@@ -116,7 +116,7 @@ def contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     """Return the table of differences by all measures, without the columns in which no contrast has a value."""
     rows = [
         [
-            f"{c['name']}, {label_of(c['measure'], report['judges'])}",
+            f"{c['name']}, {figure_label(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),

@@ -68,7 +68,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             raise
         finally:
             release(folder)
-        free_memory()
+        free_models()
     if not config.run.only_looks and is_first():
         end_seeds(config, configs, screen)
 
@@ -95,7 +95,7 @@ def reserved_or_why_not(config: Config, before: dict | None) -> str | None:
     return None
 
 
-def free_memory() -> None:
+def free_models() -> None:
     """Free the memory of a finished run: otherwise its models count in the next run's peak memory."""
     import torch
 

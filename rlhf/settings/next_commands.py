@@ -69,7 +69,7 @@ def resume_line(
     return script_command(algorithm, *setting_words(settings), *words, "--output", output)
 
 
-def reward_model_command(config: Config) -> str:
+def reward_model_line(config: Config) -> str:
     """Return the command that trains the reward model of a training run."""
     usual = usual_reward_config(config.recipe, config.user_file)
     data = config.data

@@ -143,7 +143,7 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     m = config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
     has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
-    chosen = choose(config, estimate, room, has_targets)
+    chosen = choose_fitting(config, estimate, room, has_targets)
     if estimate(chosen).peak > room:
         raise UserError(
             "no settings fit",
@@ -157,7 +157,7 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     return chosen
 
 
-def choose(config: Config, estimate: Estimator, room: int, has_targets: bool = True) -> Config:
+def choose_fitting(config: Config, estimate: Estimator, room: int, has_targets: bool = True) -> Config:
     """Return the configuration that fits in `room` bytes and changes the result least; if none fits, the smallest.
 
     Settings that change only time come first: gradient checkpointing, then the largest micro-batch and the most slots

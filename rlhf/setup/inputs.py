@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_folder import check_output, check_place, require_unuse
 from rlhf.data.examples import load_pairs
 from rlhf.data.prompts import select_examples
 from rlhf.rewards.find import check_rules
-from rlhf.settings.next_commands import names_code, reward_model_command
+from rlhf.settings.next_commands import names_code, reward_model_line
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.settings.types import CriticName
 from rlhf.utils.errors import Problem, UserError, raise_if
@@ -121,7 +121,7 @@ def _check_missing(config: Config, built: Container[str]) -> None:
                 Problem(
                     "no reward model",
                     f"{flag} {name}",
-                    f"Train one with: {reward_model_command(config)}, or use only reward functions: "
+                    f"Train one with: {reward_model_line(config)}, or use only reward functions: "
                     "--rm-model none --reward-func ...",
                 )
             )

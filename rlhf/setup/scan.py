@@ -25,7 +25,7 @@ from rlhf.setup.scan_figures import (
     FEWEST,
     Figures,
     Recommendation,
-    figures_of,
+    group_figures,
     is_binary,
     recommend,
 )
@@ -99,10 +99,10 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
             f"note: {len(sampled):,} instead of {len(indices):,} prompts, because sampling them takes more than "
             f"{clock(MOST_SECONDS)}, so the intervals are wider"
         )
-    return results_of(config, sampled, samples, removed_tags(components.tokenizer))
+    return scan_results(config, sampled, samples, removed_tags(components.tokenizer))
 
 
-def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed: Sequence[str] = ()) -> Scan:
+def scan_results(config: Config, sampled: Sequence[Sampled], samples: int, removed: Sequence[str] = ()) -> Scan:
     """Return the results of a scan with `samples` completions per prompt. `removed` as in SampleFigures."""
     size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
@@ -116,8 +116,8 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
     topics: dict[str, list[Sampled]] = {}
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
-    parts = {name: part_of(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
-    overall = part_of(config, complete, group)
+    parts = {name: scan_part(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
+    overall = scan_part(config, complete, group)
     findings = findings_of(replace(sample_figures(config, complete, overall), removed=removed), config.sampling)
     names = {finding.name for finding in findings}
     scores = [one.shaped for one in complete]
@@ -128,13 +128,13 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
     )  # fmt: skip
 
 
-def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
+def scan_part(config: Config, rows: Sequence[Sampled], group: int) -> Part:
     """Return the results of some prompts, with groups of `group` completions."""
     scores = [one.shaped for one in rows]
     limits = (0.0, 1.0) if is_binary(scores) else None
     interval = over_prompts([fmean(one) for one in scores], config.run.seed, limits=limits)
     truncated = 1 - fmean(ended for one in rows for ended in one.ended)
-    return Part(figures_of(scores, group), interval, truncated)
+    return Part(group_figures(scores, group), interval, truncated)
 
 
 def sample_figures(config: Config, rows: Sequence[Sampled], overall: Part) -> SampleFigures:

@@ -12,7 +12,7 @@ import torch
 
 import compare_runs
 import evaluate_generations
-from rlhf.analysis.audit import figures, figures_of, label_of
+from rlhf.analysis.audit import computed_figures, figure_label, figures
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
 from rlhf.settings.evaluation import MeasureSettings
@@ -89,16 +89,20 @@ def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
         "judge/graded", "judge/gold quality", "judge/none", "pass@1/exact", "pass@2/exact", "pass@3/exact",
     ]  # fmt: skip
     assert found["judge/none"] is None and found["pass@3/exact"] == 1.0
-    assert label_of("pass@2/exact", list(judged)) == "pass@2, exact"
-    assert [label_of(name, ["a", "b"]) for name in ("judge", "judge/b", "score")] == ["judge a", "judge b", "score"]
-    assert label_of("judge", ["a"]) == "judge"
+    assert figure_label("pass@2/exact", list(judged)) == "pass@2, exact"
+    assert [figure_label(name, ["a", "b"]) for name in ("judge", "judge/b", "score")] == [
+        "judge a",
+        "judge b",
+        "score",
+    ]
+    assert figure_label("judge", ["a"]) == "judge"
 
 
 def test_figures_of_a_model_without_pass_at_k_are_in_the_same_table():
     one = figures(made([[0, 0]], {"f": [[0, 1]]}, ("f",)))
     other = figures(made([[0, 0]], {"f": [[0, 0.5]]}, ("f",)))
-    assert figures_of([other, one]) == figures_of([one, other])
-    assert [name for name in figures_of([other, one]) if name in ("judge", "pass@1/f", "length")] == [
+    assert computed_figures([other, one]) == computed_figures([one, other])
+    assert [name for name in computed_figures([other, one]) if name in ("judge", "pass@1/f", "length")] == [
         "judge", "pass@1/f", "length",
     ]  # fmt: skip
 

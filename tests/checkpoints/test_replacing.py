@@ -204,7 +204,7 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
         save_reward_model(model, record, Path(config.training.rm_output))
 
     monkeypatch.setattr(ready, "WEIGHTS", start_model)
-    monkeypatch.setattr(parts, "make_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
+    monkeypatch.setattr(parts, "build_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
     monkeypatch.setattr(parts, "train_reward_model", train)
     return built
 

@@ -10,7 +10,7 @@ import pytest
 from rlhf.setup.scan_figures import (
     all_equal_to,
     best_group_size,
-    figures_of,
+    group_figures,
     in_range,
     learning_signal,
     no_difference,
@@ -57,14 +57,14 @@ def test_estimates_are_unbiased(p):
 
 
 def test_figures_by_hand():
-    figures = figures_of([TWO_OF_EIGHT, NEVER, [1.0] * 8], 4)
+    figures = group_figures([TWO_OF_EIGHT, NEVER, [1.0] * 8], 4)
     assert (figures.prompts, figures.mean) == (3, pytest.approx(1.25 / 3))
     assert figures.in_reach == pytest.approx(1 / 3)  # 0.25; 0 and 1 are not
     assert figures.no_difference == pytest.approx((15 / 70 + 2) / 3)
     assert figures.never == pytest.approx((15 / 70 + 1) / 3)
     assert figures.always == pytest.approx(1 / 3)
     assert figures.signal == pytest.approx(12 / 56 / 3)
-    other = figures_of([[-1.0, 2.0], [0.5, 0.5]], 2)
+    other = group_figures([[-1.0, 2.0], [0.5, 0.5]], 2)
     assert (other.in_reach, other.never, other.always, other.no_difference) == (None, None, None, 0.5)
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 from rlhf.data.examples import answer_of
 from rlhf.data.prompts import Selection, select_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
-from rlhf.utils.errors import UserError, naming
+from rlhf.utils.errors import Say, UserError, naming
 from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_text
 
 
-def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> None:
+def write_parts(data: DataSettings, output: str, say: Say) -> None:
     """Write the parts of the data into a new folder, one JSONL file in a folder for each part. Training with the same
     data settings uses exactly the rows in `rl` and `evaluation`, unless they are too long or too many.
 
@@ -51,7 +50,7 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
     say(f"train with the same data and --split {selection.split}: then no question is in two parts")
 
 
-def _supervised(selection: Selection, data: DataSettings, say: Callable[[str], None]) -> list[dict]:
+def _supervised(selection: Selection, data: DataSettings, say: Say) -> list[dict]:
     """Return the distinct prompts and answers of the reward model's part, in TRL's prompt-completion format."""
     part = selection.parts["reward"]
     place = f"--prompts {data.prompts}, {len(selection.examples)} rows, split {selection.split}"

@@ -127,8 +127,8 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
     size = next(size for size in tokens if peak(size, slots[-1]) <= most)
     count = next(count for count in slots if peak(size, count) <= most)
     if (size, count) != (tokens[0], slots[0]):
-        chosen = f"--micro-batch-tokens {size}" + (f" --rollout-slots {count}" if count else "")
-        screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {chosen}")
+        words = changed_words({"micro_batch_tokens": size, "rollout_slots": count}, values_in(config))
+        screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {command(*words)}")
     return replaced(config, micro_batch_tokens=size, rollout_slots=count)
 
 

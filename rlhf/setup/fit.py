@@ -254,11 +254,9 @@ def what_helps(config: Config, estimate: Estimator) -> str:
         {"load_in_4bit" if config.model.use_lora else "use_lora": True},
         *([{"critic": "shared"}] if config.separate_critic else []),
     ]
-    flags = [command(*changed_words(option, values_in(config))) for option in options]
-    saved = {
-        flag: now - estimate(replaced(config, **option)).peak
-        for flag, option in zip(flags, options, strict=True)
-        if flag
-    }
+    saved = {}
+    for option in options:
+        if words := changed_words(option, values_in(config)):
+            saved[command(*words)] = now - estimate(replaced(config, **option)).peak
     best = sorted(saved.items(), key=lambda one: -one[1])[:3]
     return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(by, 0))} GiB less)" for flag, by in best)

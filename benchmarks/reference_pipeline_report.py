@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.real_smollm2_report import Facts, markdown, percent
 from benchmarks.reference_pipeline_runs import ARMS
-from rlhf.reports.tables import shown
+from rlhf.reports.tables import figure_text
 from rlhf.utils.errors import UserError
 
 FIGURES = ("score", "judge", "kl", "length", "eos_rate", "perplexity")
@@ -71,8 +71,8 @@ def times_of(run: Facts) -> tuple[float, float]:
 def mean_of(figures: Sequence[Facts], name: str) -> str:
     """Return the mean of a figure, with its lowest and highest value if they differ."""
     known = [f[name] for f in figures if f.get(name) is not None]
-    within = f" ({shown(name, min(known))} to {shown(name, max(known))})" if len(set(known)) > 1 else ""
-    return shown(name, fmean(known) if known else None) + within
+    within = f" ({figure_text(name, min(known))} to {figure_text(name, max(known))})" if len(set(known)) > 1 else ""
+    return figure_text(name, fmean(known) if known else None) + within
 
 
 def recipe_table(runs: Sequence[Facts]) -> str | None:

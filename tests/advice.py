@@ -219,11 +219,8 @@ def fixes() -> list[Message]:
 def printed_commands() -> Iterator[tuple[Message, str]]:
     """Return the words of each printed command that are written in the code, and the name of that command."""
     for key, nodes in units().items():
-        for call in (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call | ast.List)):
-            parts = call.args if isinstance(call, ast.Call) else call.elts
-            starts = [part.value for part in parts[:1] if isinstance(part, ast.Starred)]
-            calls = [part for part in starts if isinstance(part, ast.Call)]
-            for start in (part for part in calls if ast.unparse(part.func) == "script_words"):
-                name = as_text(start.args[0]) or "train"  # otherwise the name of an algorithm
-                words = [text for part in parts[1:] if (text := as_text(part))]
+        for call in (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)):
+            if ast.unparse(call.func) == "script_command":
+                name = as_text(call.args[0]) or "train"  # otherwise the name of an algorithm
+                words = [text for part in call.args[1:] if (text := as_text(part))]
                 yield Message(key, call.lineno, " ".join(words)), name

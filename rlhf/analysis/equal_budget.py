@@ -182,7 +182,7 @@ def at_kl(run: Sequence[EvalPoint], kl: float) -> Mix:
     return [(0.0, run[0]), *((weight / len(block), point) for weight, block in blocks for point in block if weight)]
 
 
-def _mean(run: Mix, measure: str) -> np.ndarray:
+def _weighted_mean(run: Mix, measure: str) -> np.ndarray:
     """Return the weighted mean of "score", "judge" or "kl" for each prompt (P,)."""
     return sum(weight * point.by_prompt(measure) for weight, point in run if weight)
 
@@ -193,12 +193,12 @@ def _values(run: Mix, measure: str) -> np.ndarray:
     A prompt with a high KL makes the run reach a KL earlier, so slope x (KL - mean KL) is subtracted, which does not
     change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL).
     """
-    values = _mean(run, measure)
+    values = _weighted_mean(run, measure)
     weight, start = run[0]
     gain = scored(values - start.by_prompt(measure))
     if weight or not len(gain):
         return values
-    kl = _mean(run, "kl")
+    kl = _weighted_mean(run, "kl")
     return values - gain.mean() / (2 * kl.mean()) * (kl - kl[~np.isnan(values)].mean())
 
 
@@ -232,7 +232,8 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     if any(point.prompts != start.prompts for run in (*one, *other) for _, point in run):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     by = "score" if start.judge is None else "judge"
-    values = _values if min(len(one), len(other)) < 2 else _mean  # the spread over seeds includes the error of the KL
+    # the spread over seeds includes the error of the KL
+    values = _values if min(len(one), len(other)) < 2 else _weighted_mean
     gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}

@@ -19,6 +19,7 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, PROMPTS_FOLD
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.fields import flag_of
 from rlhf.settings.next_commands import code_words, names_code, resume_command
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
@@ -185,7 +186,7 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
         for name in set(MEASURED_WITH).intersection(differences(first.run.settings, other.run.settings, given)):
             flag = "baseline" if name == "actor_model" else name
             fix = (
-                f"Set it with --{flag.replace('_', '-')}"
+                f"Set it with {flag_of(flag)}"
                 if hasattr(MeasureSettings, flag)
                 else "Give only runs with the same value"
             )

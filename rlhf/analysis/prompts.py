@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import Config, DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import listed
-from rlhf.utils.errors import Problem, UserError
+from rlhf.utils.errors import Problem, Say, UserError
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.rng import rng_for
 
@@ -41,7 +41,7 @@ def choose_prompts(
     settings: MeasureSettings,
     usual: int,
     tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
+    say: Say,
 ) -> EvaluationPrompts:
     """Return every row of --prompts if it is given without --split, otherwise held-out prompts.
 
@@ -93,7 +93,7 @@ def _unused(
     models: Sequence[ModelRef],
     count: int,
     tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[list[Prompt], str]:
     """Return the held-out prompts that no run used for its own evaluations, or all if there are fewer than `count`;
     and words for the line about them."""

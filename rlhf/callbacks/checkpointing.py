@@ -185,8 +185,8 @@ class Checkpoints(Callback):
         if by_score:
             return f"Fix the reward function, then resume with: {resume_command(self.config)}"
         aside = from_first(self.set_aside)
-        rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
-        return f"{aside}Resume with a smaller learning rate: {resume_command(self.config, *rate)}"
+        smaller = resume_command(self.config, resume_anyway=True, learning_rate=smaller_rate(self.config))
+        return f"{aside}Resume with a smaller learning rate: {smaller}"
 
     def set_aside(self) -> str:
         """Rename the checkpoints with unusable weights. Returns this as a sentence."""
@@ -209,7 +209,7 @@ class Checkpoints(Callback):
 
 def smaller_rate(config: Config) -> float:
     """Return the learning rate to try after a run diverged: a tenth of the current one, at most the recipe's."""
-    smaller = config.optimizer.learning_rate / 10
+    smaller = float(f"{config.optimizer.learning_rate / 10:g}")  # without the digits of rounding
     try:
         return min(smaller, usual_config(config.recipe, config.user_file, config.algorithm).optimizer.learning_rate)
     except UserError:  # the recipe's file was removed

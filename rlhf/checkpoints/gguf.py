@@ -20,10 +20,19 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, as_os_error, first_line
-from rlhf.utils.files import check_folder, make_folder, remove_path, saving_tensors, sha256_once, staged, write_json
+from rlhf.utils.files import (
+    check_folder,
+    make_folder,
+    remove_path,
+    rename_synced,
+    saving_tensors,
+    sha256_once,
+    staged,
+    write_json,
+)
 from rlhf.utils.libraries import pip_install, version_of
 from rlhf.utils.paths import GGUF_SUFFIX, PACKAGE, is_interrupted_save, missing_path, resolve_path
-from rlhf.utils.system import remove_folder, replace, waiting_lock
+from rlhf.utils.system import remove_folder, waiting_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -55,7 +64,7 @@ def cached_gguf(record: dict[str, Any]) -> Path | None:
     or replaced since; None if the cache has no valid copy."""
     files = cache_folder().glob(f"*/{RECORD_FILE}")
     known = {**record, "converter": CONVERTER}
-    return next((file.parent for file in files if _is_complete(file.parent, known)), None)
+    return next((file.parent for file in files if _is_converted(file.parent, known)), None)
 
 
 def gguf_record(folder: str | Path) -> dict[str, Any] | None:
@@ -117,7 +126,7 @@ def _converted(file: Path, place: str) -> Path:
     }
     key = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem[:50]}-{key}"  # 50 characters are at most 200 of the 255 bytes of a name
-    if _is_complete(folder, source):
+    if _is_converted(folder, source):
         return folder
     _check_readable(file, place)
     try:
@@ -133,12 +142,12 @@ def _converted(file: Path, place: str) -> Path:
     with waiting_lock(cache_folder() / ".lock"):
         for left in filter(is_interrupted_save, cache_folder().iterdir()):
             remove_path(left)
-        if not _is_complete(folder, source):
+        if not _is_converted(folder, source):
             _convert(file, source, folder, place)
     return folder
 
 
-def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
+def _is_converted(folder: Path, source: dict[str, Any]) -> bool:
     """Return True if a folder was converted from this source and no file has changed since."""
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
@@ -193,7 +202,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
         files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
         write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
         remove_folder(folder)  # an incomplete copy, or one of another version
-        replace(staging, folder)
+        rename_synced(staging, folder)
 
 
 def _metadata(reader: GGUFReader, place: str) -> tuple[str, str | None]:

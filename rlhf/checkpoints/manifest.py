@@ -1,8 +1,8 @@
 """Writes, validates and removes checkpoints. An interrupted write never leaves a valid checkpoint.
 
 A checkpoint is a folder with a manifest that lists the run, the update, and every file with its size and SHA-256. It
-is written under a temporary name and synced to disk; the manifest is written last, then the folder is renamed. Older
-checkpoints are removed after the new one was read back and is valid. Only files in their manifests are removed.
+is written under a temporary name, the manifest last, synced to disk and renamed. Older checkpoints are removed after
+the new one was read back and is valid. Only files in their manifests are removed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.files import make_folder, sha256, staged
+from rlhf.utils.files import make_folder, numbered_name, rename_synced, sha256, staged
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
@@ -69,10 +68,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         make_folder(staging)
         write(staging)
         _write_manifest(staging, run, update)
-        if path.exists():  # an invalid checkpoint of the same update, which was therefore trained again
-            system.replace(path, free_name(path.with_name(path.name + ".torn")))
-        system.replace(staging, path)
-        system.sync_folder(folder)
+        rename_synced(staging, path)  # moves an invalid checkpoint of this update aside, which was trained again
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
         problems = "; ".join(scan.skipped) or "the folder is missing"
@@ -85,15 +81,10 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
 
 
 def _write_manifest(folder: Path, run: str, update: int) -> None:
-    """Write the manifest after all files that it lists were synced to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for file in files:
-        system.sync_file(file)
     named = {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "sha256": sha256(f)} for f in files}
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"run": run, "update": update, "files": named}, indent=2), encoding="utf-8")
-    system.sync_file(manifest)
-    system.sync_folder(folder)
+    content = json.dumps({"run": run, "update": update, "files": named}, indent=2)
+    (folder / MANIFEST).write_text(content, encoding="utf-8")
 
 
 # --- validating ------------------------------------------------------------------------------------------------------
@@ -168,7 +159,8 @@ def set_aside(folder: Path, run: str, after: int) -> list[str]:
     scan = find_checkpoints(folder, run).valid
     suspect = [path for update, path in scan.items() if update > after]
     for path in suspect:
-        system.replace(path, free_name(path.with_name(path.name + SUSPECT)))
+        aside = path.with_name(path.name + SUSPECT)
+        system.replace(path, numbered_name(aside) if aside.exists() else aside)
     return [path.name for path in suspect]
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf.checkpoints.gguf import cached_gguf, gguf_folder, gguf_record
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord
 from rlhf.settings.training import RM_TEXTS
-from rlhf.utils.command_lines import command, script_words
+from rlhf.utils.command_lines import command, script_command
 from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import (
@@ -51,7 +51,7 @@ NOT_DATA = ("README.md", ".gitattributes")  # files of a dataset
 
 def how_to_train() -> str:
     """Return the end of an error message about a model that is not a reward model."""
-    return f"Train one with `{command(*script_words('reward-model'))}`"
+    return f"Train one with `{script_command('reward-model')}`"
 
 
 def find_model(name: str, flag: str) -> str:

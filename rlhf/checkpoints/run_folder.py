@@ -14,7 +14,7 @@ from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RUN_FILE, now, read_json
 from rlhf.utils import system
 from rlhf.utils.errors import RunError, UserError, naming, os_advice
-from rlhf.utils.files import UPDATE, check_folder, remove_path
+from rlhf.utils.files import UPDATE, check_folder, numbered_name, remove_path
 from rlhf.utils.paths import ANY_NUMBER
 
 LOCK_FILE = "run.lock"
@@ -113,7 +113,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[Ru
             _check_content(folder, overwrite, is_default)  # again: another run may have started before the lock
             if not _content(folder):
                 return lock, None
-            return lock, f"moved the old run in {folder} to {_move_to(folder, replacing.numbered_name(folder))}"
+            return lock, f"moved the old run in {folder} to {_move_to(folder, numbered_name(folder))}"
     except OSError as error:  # on Windows, if another program uses a file in it
         programs = system.programs_using(folder)
         users = f"; it is used by {', '.join(programs)}" if programs else ""

@@ -30,7 +30,7 @@ INCOMPLETE = (
 )
 
 
-def compare(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Collection]:
+def tensor_differences(saved: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Collection]:
     """Return the differences between two sets of named tensors, in the form of transformers' loading info."""
     both = saved.keys() & needed.keys()
     return {

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.utils.command_lines import CONSOLE_COMMAND, console_words
@@ -24,48 +26,22 @@ class Subcommand:
     run: Callable[[list[str]], None]  # with a command line; any error ends the process with its exit status
 
 
-# Each imports its command when it runs, so that the others' imports delay nothing.
-
-
-def _train(algorithm: str, argv: list[str]) -> None:
-    from rlhf.commands.train import INTERRUPTED, train_command
-
-    run_command(partial(train_command, algorithm, argv), INTERRUPTED)
-
-
-def _reward_model(argv: list[str]) -> None:
-    from rlhf.commands.reward_model import INTERRUPTED, reward_model_command
-
-    run_command(partial(reward_model_command, argv), INTERRUPTED)
-
-
-def _evaluate(argv: list[str]) -> None:
-    from rlhf.commands.evaluate import INTERRUPTED, evaluate_command
-
-    run_command(partial(evaluate_command, argv), INTERRUPTED)
-
-
-def _compare(argv: list[str]) -> None:
-    from rlhf.commands.compare import INTERRUPTED, compare_command
-
-    run_command(partial(compare_command, argv), INTERRUPTED)
-
-
-def _plot(argv: list[str]) -> None:
-    from rlhf.commands.plot import INTERRUPTED, plot_command
-
-    run_command(partial(plot_command, argv), INTERRUPTED)
+def _run(module: str, *given: Any) -> None:
+    """Run a command of rlhf/commands, which is imported now: the others' imports delay nothing. `given`: the arguments
+    of its function, the last one a command line."""
+    found = import_module(f"rlhf.commands.{module}")
+    run_command(partial(getattr(found, f"{module}_command"), *given), found.INTERRUPTED)
 
 
 COMMANDS = {
     **{
-        row.name: Subcommand(f"train a language model with {row.title}", partial(_train, row.name))
+        row.name: Subcommand(f"train a language model with {row.title}", partial(_run, "train", row.name))
         for row in ALGORITHMS.values()
     },
-    "reward-model": Subcommand("train a reward model from preference pairs", _reward_model),
-    "evaluate": Subcommand("rank completions next to the start model's, or chat", _evaluate),
-    "compare": Subcommand("compare runs over seeds, with a verdict", _compare),
-    "plot": Subcommand("draw training curves", _plot),
+    "reward-model": Subcommand("train a reward model from preference pairs", partial(_run, "reward_model")),
+    "evaluate": Subcommand("rank completions next to the start model's, or chat", partial(_run, "evaluate")),
+    "compare": Subcommand("compare runs over seeds, with a verdict", partial(_run, "compare")),
+    "plot": Subcommand("draw training curves", partial(_run, "plot")),
 }
 
 

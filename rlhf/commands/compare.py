@@ -35,10 +35,10 @@ def compare_command(argv: list[str] | None = None) -> None:
     require_trusted_code(models, config.measure)
     with RunLock(folder, RUN_AGAIN) as lock:  # another comparison would replace its files
         import_libraries(screen)
-        compare(config, models, groups, lock, screen)
+        compare_arms(config, models, groups, lock, screen)
 
 
-def compare(
+def compare_arms(
     config: ComparisonConfig, models: list[ModelRef], groups: list[SettingsGroup], lock: RunLock, screen: Screen
 ) -> None:
     """Compare the arms, and write the report into the locked folder."""

@@ -12,9 +12,8 @@ from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import staged
+from rlhf.utils.files import rename_synced, staged
 from rlhf.utils.libraries import check_libraries
-from rlhf.utils.system import replace
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 
@@ -41,8 +40,8 @@ def plot_command(argv: list[str] | None = None) -> None:
     with staged(picture) as new_picture, staged(table) as new_table:  # the disk may be full after the first one
         save_picture(figure, new_picture)
         rows = write_table(runs, new_table, group_of)
-        replace(new_picture, picture)
-        replace(new_table, table)
+        rename_synced(new_picture, picture)
+        rename_synced(new_table, table)
     show_runs(chart, screen)
     screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 

@@ -33,7 +33,7 @@ DATE = "chat_template_date"  # key of tokenizer_config.json
 DATE_CODES = r"(?<![{%])%[-#_0^EO]?[A-Za-z]"  # in a chat template; `{%` opens a block
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: Any) -> str:
     """Return the text of a chat. `more` are further arguments of `apply_chat_template`. Raises what the template does.
 
     A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
@@ -59,7 +59,7 @@ def _at_date(template: str, date: str) -> str:
 
 
 def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the date with which `render` replaces the present one; None if the chat template writes none."""
+    """Return the date with which `render_chat` replaces the present one; None if the chat template writes none."""
     return tokenizer.init_kwargs.get(DATE)
 
 
@@ -130,7 +130,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: boo
     UserError if the template fails."""
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
     try:
-        return render(tokenizer, slots, **how), render(tokenizer, messages, **how)
+        return render_chat(tokenizer, slots, **how), render_chat(tokenizer, messages, **how)
     except Exception as error:  # a template is code and may raise anything; some reject a system message
         roles = ", ".join(m["role"] for m in messages)
         last = messages[-1]["content"]
@@ -188,7 +188,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if tokenizer.chat_template is None:
         return None
     try:
-        text = render(tokenizer, [*SOME_CHAT, {"role": "assistant", "content": _SLOT.format(0)}])
+        text = render_chat(tokenizer, [*SOME_CHAT, {"role": "assistant", "content": _SLOT.format(0)}])
     except Exception:  # a template may raise anything; encode_prompt reports it
         return None
     ids = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids

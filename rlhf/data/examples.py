@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, completion_of, parts_of
-from rlhf.data.messages import check_text, shown
+from rlhf.data.messages import check_text, row_value
 from rlhf.data.notices import print_notes, report_bad_rows, warn_about_chat_texts
 from rlhf.data.readers import read_rows
 from rlhf.data.row import Example
@@ -15,7 +15,7 @@ from rlhf.data.source import DataSource, read_once
 from rlhf.data.tables import plain
 from rlhf.settings.reward_model import RewardDataSettings
 from rlhf.settings.types import Renaming
-from rlhf.utils.errors import Problem, UserError, did_you_mean, print_line, raise_if
+from rlhf.utils.errors import Problem, Say, UserError, did_you_mean, print_line, raise_if
 
 COLUMNS = (
     *("system", "question", "prompt", "messages", "conversations", "chosen", "rejected"),
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def load_examples(
-    source: DataSource | str, pairs: bool = False, say: Callable[[str], None] = print_line, topics: bool = False
+    source: DataSource | str, pairs: bool = False, say: Say = print_line, topics: bool = False
 ) -> list[Example]:
     """Return all rows of a data file, a folder or a hub dataset, in order.
 
@@ -49,13 +49,13 @@ def load_examples(
     return examples
 
 
-def load_pairs(data: RewardDataSettings, say: Callable[[str], None] = print_line) -> list[Example]:
+def load_pairs(data: RewardDataSettings, say: Say = print_line) -> list[Example]:
     """Return the preference pairs of the settings, read as `read_once`. Raises UserError as `load_examples`."""
     source = DataSource.of(data)
     return read_once(data, [source], lambda: load_examples(source, pairs=True, say=say))
 
 
-def worked_examples(file: str | None, say: Callable[[str], None] = lambda _: None) -> list[dict[str, str]]:
+def worked_examples(file: str | None, say: Say = lambda _: None) -> list[dict[str, str]]:
     """Return the prompts and answers (`answer_of`) of a file as messages; none without a file. Raises UserError for a
     row without an answer. `say` prints notes about the rows."""
     shots = []
@@ -186,7 +186,7 @@ def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
         return check_text(value, key, where)
     if not isinstance(value, kind):
         expected = {bool: "true or false", str: "text"}[kind]
-        raise UserError(f"{key} is {shown(value)}, not {expected}", where, "Correct or remove that row")
+        raise UserError(f"{key} is {row_value(value)}, not {expected}", where, "Correct or remove that row")
     return value
 
 
@@ -198,7 +198,7 @@ def examples_of(
     topics: bool = False,
     columns: Sequence[Renaming] = (),
     skip_bad_rows: float | None = None,
-    say: Callable[[str], None] = print_line,
+    say: Say = print_line,
 ) -> list[Example]:
     """Return checked rows for prompts given in Python. Raises UserError that lists every invalid prompt.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf.data.messages import Message, check_text, messages_of
 from rlhf.data.row import Example
+from rlhf.utils.command_lines import command
 from rlhf.utils.errors import UserError
 
 EXPECTED_COLUMNS = '"question", "prompt" or "messages" (a preference pair also needs "chosen" and "rejected")'
@@ -134,7 +134,7 @@ def _no_prompt(row: dict, where: str) -> UserError:
 
 def columns_flag(new: str, old: str) -> str:
     """Return the flag that renames a column, quoted for the shell if necessary."""
-    return f"--columns {shlex.quote(f'{new}={old}')}"
+    return command("--columns", f"{new}={old}")
 
 
 def _prompt_like(row: dict) -> list[str]:

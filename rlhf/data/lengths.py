@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from rlhf.utils.errors import Say
 
 MANY = 0.2  # share of rows: a warning is printed if more than this are too long
 KEPT_PERCENT = 95  # the warning names the length that keeps this many percent of the rows
@@ -20,7 +22,7 @@ def warn_about_length(
     rows: str,
     source: str,
     flag: str | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Print a warning if more than a fifth of the rows are longer than the limit.
 

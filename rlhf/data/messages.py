@@ -72,7 +72,7 @@ def _message(message: dict, where: str, name: str) -> Message:
         raise UserError('not a list of {"role", "content"} messages', where, "Correct or remove that row")
     role = message[role_name]
     if not isinstance(role, str) or role not in roles:
-        raise UserError(f"unknown chat role {shown(role, repr)}", where, f"Use one of {', '.join(roles)}")
+        raise UserError(f"unknown chat role {row_value(role, repr)}", where, f"Use one of {', '.join(roles)}")
     return {"role": roles[role], "content": check_text(_joined(message[content_name]), name, where)}
 
 
@@ -89,7 +89,7 @@ def _joined(content: Any) -> Any:
 def check_text(value: Any, key: str, where: str) -> str:
     """Return a text from the data. Raises UserError if it is not text, empty, or not valid Unicode."""
     if not isinstance(value, str):
-        raise UserError(f"{key} is {shown(value)}, not text", where, "Correct or remove that row")
+        raise UserError(f"{key} is {row_value(value)}, not text", where, "Correct or remove that row")
     if not value.strip():
         raise UserError(f"{key} is empty", where, "Correct or remove that row")
     found = _NOT_TEXT.search(value)
@@ -99,7 +99,7 @@ def check_text(value: Any, key: str, where: str) -> str:
     return value
 
 
-def shown(value: Any, as_text: Any = None) -> str:
+def row_value(value: Any, as_text: Any = None) -> str:
     """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
     kinds = {list: "a list", dict: "an object"}
     as_text = as_text or (lambda v: json.dumps(v, default=str))

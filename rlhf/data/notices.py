@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
 from rlhf.data.messages import chat_in
 from rlhf.data.row import Example
 from rlhf.data.source import DataSource
-from rlhf.utils.errors import MAX_PRINTED, Problem, UserError
+from rlhf.utils.errors import MAX_PRINTED, Problem, Say, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ UNUSED = {
 }
 
 
-def report_bad_rows(problems: list[Problem], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
+def report_bad_rows(problems: list[Problem], rows: int, source: DataSource, say: Say) -> None:
     """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
     count = len(problems)
     if count == rows > 1 and len({(problem.what, problem.fix) for problem in problems}) == 1:
@@ -48,7 +48,7 @@ def _with_more(problem: Problem, sentence: str) -> Problem:
     return replace(problem, fix=f"{problem.fix}{'' if problem.fix.endswith('?') else '.'} {sentence}")
 
 
-def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+def print_notes(examples: Sequence[Example], source: DataSource, say: Say) -> None:
     """Print notes on prompts that may be incomplete, and a warning if many rows are duplicates."""
     for name, fix in UNUSED.items():
         count = sum(_is_unused(name, e) for e in examples)
@@ -62,7 +62,7 @@ def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[
         say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if unintended")
 
 
-def warn_about_chat_texts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+def warn_about_chat_texts(examples: Sequence[Example], source: DataSource, say: Say) -> None:
     """Print a warning for each column whose texts are chats, such as '[{"role": "user", ...'."""
     for name in ("prompt", "question", "chosen", "rejected"):
         found = [e.where for e in examples if chat_in(e.columns.get(name))]
@@ -76,9 +76,7 @@ def warn_about_chat_texts(examples: Sequence[Example], source: DataSource, say: 
             )
 
 
-def warn_about_marks(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], say: Callable[[str], None]
-) -> None:
+def warn_about_marks(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], say: Say) -> None:
     """Print a warning about texts with the marks of a chat template, which become ordinary tokens."""
     if not examples:
         return
@@ -95,7 +93,7 @@ def warn_about_marks(
         )
 
 
-def warn_about_lost_rows(lost: Sequence[tuple[Example, Example, list[str]]], say: Callable[[str], None]) -> None:
+def warn_about_lost_rows(lost: Sequence[tuple[Example, Example, list[str]]], say: Say) -> None:
     """Print a warning about rows that are not used although they differ from the row that is: `lost` has the used
     row, the lost row, and the columns in which they differ."""
     if lost:

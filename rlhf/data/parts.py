@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-from rlhf.checkpoints.replacing import replace_dir
 from rlhf.data.examples import answer_of
 from rlhf.data.prompts import Selection, select_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
-from rlhf.utils.errors import UserError, naming
-from rlhf.utils.files import check_folder, json_ready, staged, write_rows
+from rlhf.utils.errors import Say, UserError, naming
+from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_rows
 
 
-def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> None:
+def write_parts(data: DataSettings, output: str, say: Say) -> None:
     """Write the parts of the data into a new folder, one JSONL file in a folder for each part. Training with the same
     data settings uses exactly the rows in `rl` and `evaluation`, unless they are too long or too many.
 
@@ -45,13 +43,13 @@ def write_parts(data: DataSettings, output: str, say: Callable[[str], None]) -> 
     with naming(folder), staged(folder) as staging:
         for name, rows in files.items():
             write_rows(staging / name, map(json_ready, rows))
-        replace_dir(staging, folder)
+        rename_synced(staging, folder)
     for name, rows in files.items():
         say(f"  {folder / name}: {len(rows):,} rows")
     say(f"train with the same data and --split {selection.split}: then no question is in two parts")
 
 
-def _supervised(selection: Selection, data: DataSettings, say: Callable[[str], None]) -> list[dict]:
+def _supervised(selection: Selection, data: DataSettings, say: Say) -> list[dict]:
     """Return the distinct prompts and answers of the reward model's part, in TRL's prompt-completion format."""
     part = selection.parts["reward"]
     place = f"--prompts {data.prompts}, {len(selection.examples)} rows, split {selection.split}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from rlhf.data.source import DataSource, read_once
 from rlhf.data.splits import distinct_questions, lost_rows, shared_start, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
-from rlhf.utils.errors import UserError, print_line
+from rlhf.utils.errors import Say, UserError, print_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,9 +92,7 @@ class Selection:
     distinct: int  # different training prompts, at most --max-prompts
 
 
-def select_examples(
-    data: DataSettings, say: Callable[[str], None] = print_line, evaluation_alone: bool = False
-) -> Selection:
+def select_examples(data: DataSettings, say: Say = print_line, evaluation_alone: bool = False) -> Selection:
     """Read and split the data of the settings, as `read_once`. Needs no tokenizer. Raises UserError for rows that are
     not valid.
 
@@ -107,7 +105,7 @@ def select_examples(
     return read_once((data, evaluation_alone), sources, lambda: _selected(data, say, evaluation_alone))
 
 
-def _selected(data: DataSettings, say: Callable[[str], None], evaluation_alone: bool) -> Selection:
+def _selected(data: DataSettings, say: Say, evaluation_alone: bool) -> Selection:
     by_topic = data.steps_per_topic is not None
     separate = data.eval_dataset is not None
     held_out = load_examples(DataSource.of_evaluation(data), say=say) if separate else []
@@ -132,7 +130,7 @@ def _selected(data: DataSettings, say: Callable[[str], None], evaluation_alone: 
 def load_prompts(
     data: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None] = print_line,
+    say: Say = print_line,
     evaluation_alone: bool = False,
 ) -> PromptSets:
     """Load, split and encode the prompts of the file or hub dataset in the settings.
@@ -177,7 +175,7 @@ def _no_prompts(
     )
 
 
-def load_every_row(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> PromptSets:
+def load_every_row(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Say) -> PromptSets:
     """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
     occur twice are kept. Raises UserError if no row is short enough."""
     examples = load_examples(DataSource.of(data), say=say)
@@ -191,9 +189,7 @@ def load_every_row(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: 
     return PromptSets([], kept, too_long=len(lengths) - len(kept), rows=len(examples))
 
 
-def _warn_about_lost_topics(
-    examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Callable[[str], None]
-) -> None:
+def _warn_about_lost_topics(examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Say) -> None:
     left = {p.example.topic for p in train}
     gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left]
     if gone:
@@ -208,7 +204,7 @@ def given_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
-    say: Callable[[str], None] = print_line,
+    say: Say = print_line,
 ) -> PromptSets:
     """Encode prompts given in Python.
 
@@ -242,7 +238,7 @@ def render_sets(
     evaluation: Sequence[Example],
     data: DataSettings,
     source: str,
-    say: Callable[[str], None],
+    say: Say,
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
@@ -265,7 +261,7 @@ def _encode(
     parts: Sequence[Sequence[Example]],
     data: DataSettings,
     source: str,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[list[list[Prompt]], list[int]]:
     """Return the prompts of each part, those of at most `data.prompt_length` tokens, and the lengths of all. Prints
     warnings about marks of a chat template, also in the worked examples, and if many prompts are too long."""

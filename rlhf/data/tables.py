@@ -124,7 +124,7 @@ def read_hub(source: DataSource) -> list[tuple[str, Any]]:
         if source.usual_split != "train":  # those of --dataset-split are the training prompts
             fix = f"It needs a split {split!r}: save other rows as a file, and give the file"
         raise UserError(
-            f"cannot read the hub dataset ({_reason(error)})",
+            f"cannot read the hub dataset ({_innermost(error)})",
             f"{source.flag} {source.name}{given}",
             advice_for(error, fix),
         ) from None
@@ -138,10 +138,10 @@ def _read(read: Callable[[], Iterable[Dataset]], place: Path, kind: str) -> list
         raise
     except Exception as error:  # as in `read_hub`
         fix = advice_for(error, "Correct the file, or write it again")
-        raise UserError(f"not {kind} ({_reason(error)})", place, fix) from None
+        raise UserError(f"not {kind} ({_innermost(error)})", place, fix) from None
 
 
-def _reason(error: BaseException) -> str:
+def _innermost(error: BaseException) -> str:
     """Return the text of the innermost error on one line."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -27,8 +27,8 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
     no EOS, or no token for padding.
 
     Of several chat templates, only the one named default is kept: it renders all prompts, so it is the one to save.
-    `date` (None: now) is the date for `render`, if the template writes one. A model that was trained with a date keeps
-    this date.
+    `date` (None: now) is the date for `render_chat`, if the template writes one. A model that was trained with a date
+    keeps this date.
 
     A pad token that equals EOS (SmolLM2) is replaced. EOS becomes the token that ends completions: chat models of
     Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document. The EOS ids of the generation

@@ -104,7 +104,7 @@ FAMILIES = {
 CELLS = tuple(itertools.product(FAMILIES, LEVELS))
 
 
-def split_of(question: Question) -> str:
+def part_of_key(question: Question) -> str:
     """Return 'corpus' or 'prompts'. Depends on the key, so a reordered question is in the same split."""
     return SPLITS[crc32(question.key.encode()) % 2]
 
@@ -113,7 +113,7 @@ def ask(family: str, level: int, rng: random.Random, split: str) -> Question:
     """Return one random question of a cell from the given split."""
     while True:
         question = FAMILIES[family](level, rng)
-        if split_of(question) == split:
+        if part_of_key(question) == split:
             return question
 
 

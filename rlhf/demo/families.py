@@ -30,15 +30,15 @@ LOOKS = ["big", "clean", "little", "new", "old", "wet"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Judgement of a completion's first sentence. `content` is in [0, 1] and is 1 only if `flaw` is None."""
 
     content: float
     flaw: str | None = None
 
 
-GOOD = Verdict(1.0)
-OFF_TOPIC = Verdict(0.0, "off_topic")
+GOOD = Judgement(1.0)
+OFF_TOPIC = Judgement(0.0, "off_topic")
 
 
 def article(noun: str) -> str:
@@ -51,12 +51,12 @@ def mentioned(words: list[str], vocabulary) -> list[str]:
     return [word for word in words if word in vocabulary]
 
 
-def shape_verdict(words: list[str], longest: int) -> Verdict:
+def shape_verdict(words: list[str], longest: int) -> Judgement:
     """Judge a sentence with correct facts that has none of the good forms: it is cut, too long or sloppy."""
     if len(words) > longest:
-        return Verdict(0.6, "rambling")
+        return Judgement(0.6, "rambling")
     cut = words[-1] in ("a", "an", "the", "and", "is", "has")
-    return Verdict(0.6, "incomplete") if cut else Verdict(0.7, "format")
+    return Judgement(0.6, "incomplete") if cut else Judgement(0.7, "format")
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ class Pick:
     def answer(self) -> str:
         return next(option for option in self.options if KIND_OF[option] == self.kind)
 
-    def judge(self, words: list[str]) -> Verdict:
+    def judge(self, words: list[str]) -> Judgement:
         named = set(mentioned(words, KIND_OF))
         kinds = set(mentioned(words, KINDS))
         if not named & set(self.options) and self.kind not in kinds:
             return OFF_TOPIC
         if named - {self.answer} or kinds - {self.kind}:
-            return Verdict(0.1, "wrong")
+            return Judgement(0.1, "wrong")
         if not named:
-            return Verdict(0.15, "incomplete")
+            return Judgement(0.15, "incomplete")
         is_kind = f"is {article(self.kind)}"
         if " ".join(words) in (f"{self.answer} {is_kind}", f"the {self.answer} {is_kind}", f"it is the {self.answer}"):
             return GOOD
-        return Verdict(0.5, "incomplete") if len(words) < 4 else shape_verdict(words, 5)
+        return Judgement(0.5, "incomplete") if len(words) < 4 else shape_verdict(words, 5)
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,22 @@ class Sort:
     def parse(cls, match: re.Match) -> "Sort":
         return cls(tuple(sorted(match[1].split(", "), key=SIZES.index)))
 
-    def judge(self, words: list[str]) -> Verdict:
+    def judge(self, words: list[str]) -> Judgement:
         items = [word for word in words if word not in ("and", "first", "then")]
         expected = list(self.expected)
         if not set(words) & set(expected):
             return OFF_TOPIC
         if any(item not in KIND_OF for item in items):
-            return Verdict(0.05, "wrong")
+            return Judgement(0.05, "wrong")
         if items == expected:
             return GOOD
         if items[: len(expected)] == expected:
-            return Verdict(0.5, "rambling")
+            return Judgement(0.5, "rambling")
         places = [expected.index(item) for item in items if item in expected]
         if len(places) == len(items) and places == sorted(set(places)):
-            return Verdict(0.6 * len(items) / len(expected), "incomplete")
+            return Judgement(0.6 * len(items) / len(expected), "incomplete")
         hits = sum(item == wanted for item, wanted in zip(items, expected, strict=False))
-        return Verdict(0.2 * hits / len(expected), "wrong")
+        return Judgement(0.2 * hits / len(expected), "wrong")
 
 
 @dataclass(frozen=True)
@@ -146,20 +146,20 @@ class Kinds:
     def parse(cls, match: re.Match) -> "Kinds":
         return cls(match.groups())
 
-    def judge(self, words: list[str]) -> Verdict:
+    def judge(self, words: list[str]) -> Judgement:
         named = mentioned(words, KIND_OF)
         kinds = mentioned(words, KINDS)
         if not set(named) & set(self.nouns):
             return OFF_TOPIC
         expected = [KIND_OF[noun] for noun in self.nouns]
         if any(noun != wanted for noun, wanted in zip(named, self.nouns, strict=False)):
-            return Verdict(0.15, "wrong")
+            return Judgement(0.15, "wrong")
         if any(kind != wanted for kind, wanted in zip(kinds, expected, strict=False)):
-            return Verdict(0.2, "wrong")
+            return Judgement(0.2, "wrong")
         if len(named) < 2 or len(kinds) < 2:
-            return Verdict(0.15 * (len(named) + len(kinds)), "incomplete")
+            return Judgement(0.15 * (len(named) + len(kinds)), "incomplete")
         if len(named) > 2 or len(kinds) > 2:
-            return Verdict(0.5, "rambling")
+            return Judgement(0.5, "rambling")
         return GOOD if self.form.fullmatch(" ".join(words)) else shape_verdict(words, 11)
 
 
@@ -184,7 +184,7 @@ class Scene:
     def parse(cls, match: re.Match) -> "Scene":
         return cls((match[1], match[4]), (match[2], match[5]), match[3])
 
-    def judge(self, words: list[str]) -> Verdict:
+    def judge(self, words: list[str]) -> Judgement:
         nouns = mentioned(words, KIND_OF)
         looks = mentioned(words, LOOKS)
         places = mentioned(words, PLACES)
@@ -195,12 +195,12 @@ class Scene:
         if other_kinds or hits < len(named) - 2:
             return OFF_TOPIC
         if hits < len(named):
-            return Verdict(0.25 if hits == 4 else 0.1, "wrong")
+            return Judgement(0.25 if hits == 4 else 0.1, "wrong")
         if len(named) < 5:
-            return Verdict((0.1 if nouns else 0.05) * hits, "incomplete")
+            return Judgement((0.1 if nouns else 0.05) * hits, "incomplete")
         if self.form.fullmatch(" ".join(words)):
             return GOOD
-        return Verdict(0.5, "rambling") if len(words) > 9 else Verdict(0.6, "format")
+        return Judgement(0.5, "rambling") if len(words) > 9 else Judgement(0.6, "format")
 
 
 FAMILIES = {"pick": Pick, "sort": Sort, "kinds": Kinds, "scene": Scene}

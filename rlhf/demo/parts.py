@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from rlhf.checkpoints.model_folder import read_record
-from rlhf.checkpoints.replacing import numbered_name
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import checker_questions, pairs, ready, sums_questions, tasks
 from rlhf.demo.tasks import Gold
@@ -20,7 +19,7 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import atomic_write, write_json, write_rows
+from rlhf.utils.files import atomic_write, numbered_name, write_json, write_rows
 from rlhf.utils.system import replace, waiting_lock
 
 Rows = list[dict[str, str]]
@@ -49,7 +48,7 @@ def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
     if parts.recipe == "demo":
         if (older := folder / "reward_model").exists():
             replace(older, numbered_name(older))  # it may contain files of the user
-        make_pairs(screen, device)
+        build_pairs(screen, device)
         train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
     else:
         for name, rows in question_files(parts.recipe).items():
@@ -74,7 +73,7 @@ def question_files(recipe: str) -> dict[str, Rows]:
     }
 
 
-def make_pairs(screen: Screen, device: torch.device) -> None:
+def build_pairs(screen: Screen, device: torch.device) -> None:
     """Sample several completions per question from the start model and rank them into pairs by gold quality."""
     folder = ready.FOLDER / "start_model"
     policy = load_policy(str(folder), device=device, vocabulary=0)

@@ -150,7 +150,7 @@ ANSWERS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def part_of(pair: Pair) -> str:
+def part_of_sum(pair: Pair) -> str:
     """Return "train" or "evaluation", from a hash of the two numbers in any order: a third is for evaluation."""
     return PARTS[crc32(f"{min(pair)} {max(pair)}".encode()) % 3 == 0]
 
@@ -183,7 +183,7 @@ def _ask(topic: str, part: str, rng: random.Random) -> Question:
     """Return one random question of a topic, with numbers of this part."""
     kind = topic.rpartition(" ")[0]
     a, b = TOPICS[topic](rng)
-    while part_of((a, b)) != part:
+    while part_of_sum((a, b)) != part:
         a, b = TOPICS[topic](rng)
     patterns = PATTERNS | OTHER_PATTERNS if part == "evaluation" else PATTERNS
     pattern = rng.choice(patterns[kind])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from zlib import crc32
 
-from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
+from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Judgement, Sort, mentioned
 
 Gold = Callable[[str, str, bool], float]  # (question, completion, True if it ended) -> quality in [0, 1]
 SPLITS = ("train", "demo")
@@ -34,7 +34,7 @@ def parse(question: str) -> tuple[str, object]:
     raise ValueError(f"not one of the demo's questions: {question[:80]!r}")
 
 
-def split_of(question: str) -> str:
+def part_of_task(question: str) -> str:
     """Return 'train' (the start model's corpus) or 'demo' (pairs, prompts, evaluation).
 
     Depends on the question's words but not on their order. Therefore the start model is never trained on a reordered
@@ -48,7 +48,7 @@ def ask(family: str, rng: random.Random, split: str = "demo") -> str:
     """Return one random question of a family from the given split."""
     while True:
         question = FAMILIES[family].ask(rng)
-        if split_of(question) == split:
+        if part_of_task(question) == split:
             return question
 
 
@@ -89,7 +89,7 @@ def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | N
         return 0.0, "incomplete"
     verdict = task.judge(words)
     if verdict is OFF_TOPIC and not mentioned(words, TOPIC_WORDS):
-        verdict = Verdict(0.0, "incomplete")  # a stub such as "It is the" has no topic
+        verdict = Judgement(0.0, "incomplete")  # a stub such as "It is the" has no topic
     more = sum(len(part.split()) for part in sentences[1:])
     first = text if len(sentences) == 1 else text[: text.index(sentences[0]) + len(sentences[0]) + 1]
     tidiness = _tidiness(first, is_list=isinstance(task, Sort))

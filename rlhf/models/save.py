@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf.checkpoints.model_folder import ADAPTER_FILE, VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.checkpoints.trust import read_adapter_config
-from rlhf.checkpoints.weight_names import check_loaded, compare
+from rlhf.checkpoints.weight_names import check_loaded, tensor_differences
 from rlhf.data.tokenizer import eos_ids
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.models.load import bad_weights, load_adapter_weights, read_model
@@ -116,7 +116,7 @@ def _load_file(module: nn.Module, file: Path) -> None:
         saved = load_file(file)
     except SafetensorError as error:
         raise UserError(f"not a complete file ({error})", file, "Use another folder of that run") from None
-    check_loaded(compare(saved, trained_of(module)), file, fix=OTHER_MODEL)
+    check_loaded(tensor_differences(saved, trained_of(module)), file, fix=OTHER_MODEL)
     module.load_state_dict(saved, strict=False)
 
 

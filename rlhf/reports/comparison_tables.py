@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.verdict import Arm
-from rlhf.reports.tables import TextTable, figure_names, label_of, shown, without_empty
+from rlhf.reports.tables import TextTable, figure_label, figure_names, figure_text, without_empty
 from rlhf.utils.statistics import interval_of, percent
 
 
@@ -28,9 +28,9 @@ def summary_table(report: dict[str, Any]) -> TextTable:
     measure = report["judges"][0] if report["judges"] else "score"
     cells = {
         f"{measure} (95% interval)": interval_of,
-        "greedy decoding": lambda arm: shown("judge", arm["greedy"]),
-        "KL (nats per sequence)": lambda arm: shown("kl", arm["kl"]),
-        "training time": lambda arm: shown("seconds", arm["seconds"]),
+        "greedy decoding": lambda arm: figure_text("judge", arm["greedy"]),
+        "KL (nats per sequence)": lambda arm: figure_text("kl", arm["kl"]),
+        "training time": lambda arm: figure_text("seconds", arm["seconds"]),
     }
     rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
     return without_empty("Arms, on the same prompts", ["", *cells], rows)
@@ -60,11 +60,11 @@ def _over_seeds(
     """Return the means of the figures over the seeds of each arm, with the lowest and the highest value."""
     rows = []
     for name in figure_names([figures for arm in arms for figures in arm]):
-        row = [label_of(name, judges)]
+        row = [figure_label(name, judges)]
         for arm in arms:
             values = [figures[name] for figures in arm if figures.get(name) is not None]
-            ends = [shown(name, end) for end in (min(values), max(values))] if len(set(values)) > 1 else []
-            mean = shown(name, fmean(values) if values else None)
+            ends = [figure_text(name, end) for end in (min(values), max(values))] if len(set(values)) > 1 else []
+            mean = figure_text(name, fmean(values) if values else None)
             row.append(f"{mean} ({' to '.join(ends)})" if ends else mean)
         rows.append(row)
     return TextTable(caption, ["", *columns], rows)
@@ -84,7 +84,7 @@ def difference_table(report: dict[str, Any]) -> TextTable:
 def contrast_table(report: dict[str, Any]) -> TextTable:
     """Return the table of differences by all measures, without the columns in which no contrast has a value."""
     judges = report["judges"]
-    rows = [[f"{c['name']}, {label_of(c['measure'], judges)}", *_cells(c)] for c in report["contrasts"]]
+    rows = [[f"{c['name']}, {figure_label(c['measure'], judges)}", *_cells(c)] for c in report["contrasts"]]
     return without_empty("Differences and win rates (a tie counts half) by each measure", CONTRASTS, rows)
 
 

@@ -54,11 +54,11 @@ def without_empty(caption: str, columns: Sequence[str], rows: Sequence[Sequence[
     return TextTable(caption, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
-def label_of(figure: str, judges: Sequence[str] = ()) -> str:
+def figure_label(figure: str, judges: Sequence[str] = ()) -> str:
     """Return a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
     if figure.endswith(ENDS):
         name, _, end = figure.rpartition("_")
-        return f"{label_of(name)} {end}"
+        return f"{figure_label(name)} {end}"
     kind, _, name = figure.partition("/")
     if kind.startswith("pass@"):
         return f"{kind}, {name}"
@@ -68,7 +68,7 @@ def label_of(figure: str, judges: Sequence[str] = ()) -> str:
     return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label
 
 
-def shown(figure: str, value: float | None, sign: str = "") -> str:
+def figure_text(figure: str, value: float | None, sign: str = "") -> str:
     """Formats a figure for tables; "-" if it was not computed. `sign` "+" is for a change."""
     if value is None:
         return "-"
@@ -106,8 +106,8 @@ def before_and_after(
     for figure, values, ends in rows:
         change = "-"
         if None not in (values[0], values[-1]):
-            change = shown(figure, values[-1] - values[0], "+") + (f" ({interval(*ends)})" if ends else "")
-        cells.append([label_of(figure, judges), *(shown(figure, value) for value in values), change])
+            change = figure_text(figure, values[-1] - values[0], "+") + (f" ({interval(*ends)})" if ends else "")
+        cells.append([figure_label(figure, judges), *(figure_text(figure, value) for value in values), change])
     return without_empty(caption, ["", *columns, "change (95% interval)"], cells)
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
-# A number in a text of `readable`: sign, dollar, fraction or decimal number, exponent. A hyphen directly after a word,
-# a closing bracket or a percent sign is not a sign: in "3-4" the last number is 4. Brackets may stand between a sign
-# and its number: -(1/2). A comma separates thousands in proper groups (1,000), otherwise decimals (0,5), and numbers
-# if there are several (1,2,3).
+# A number in a text of `normalized`: sign, dollar, fraction or decimal number, exponent. A hyphen directly after a
+# word, a closing bracket or a percent sign is not a sign: in "3-4" the last number is 4. Brackets may stand between a
+# sign and its number: -(1/2). A comma separates thousands in proper groups (1,000), otherwise decimals (0,5), and
+# numbers if there are several (1,2,3).
 NUMBER = re.compile(
     r"""(?:(?<![\w)\]}%])(?P<sign>[+-])(?:(?<![|!°][+-])(?:\\left)?\(+(?P<inner>[+-]?)\(*)?)?\$?
     (?:(?:(?<![\w.,/])(?P<whole>\d+)\ (?=\d\d?/))?(?<![\w.,/])(?P<top>\d+)/(?P<bottom>0*[1-9]\d*)(?![\w/]|[.,]\d)
@@ -57,7 +57,7 @@ def number_at_end(text: str, ended: bool = True) -> Fraction | None:
     "1,2" "1/2" and "12e". A number with anything else after it, such as a space, a percent sign or a letter, is
     complete.
     """
-    text = readable(text)
+    text = normalized(text)
     found = list(NUMBER.finditer(text if ended else UNFINISHED.sub("", text)))
     return _value(found[-1]) if found else None
 
@@ -77,18 +77,18 @@ def _value(found: re.Match[str]) -> Fraction:
     return -value if negative else value
 
 
-def readable(text: str) -> str:
+def normalized(text: str) -> str:
     """Return a text in lower case, with keyboard characters for similar ones, and its numbers without LaTeX.
 
     Digits of other scripts, full-width letters and ligatures become plain ones, and invisible characters disappear.
     Superscripts and subscripts stay: 5 to the power of 2 is not 52.
     """
-    text = "".join(map(_plain, unicodedata.normalize("NFC", text))).translate(SIMILAR)
+    text = "".join(map(_plain_character, unicodedata.normalize("NFC", text))).translate(SIMILAR)
     text = re.sub(r"\\[dt]frac", r"\\frac", unicodedata.normalize("NFC", text.casefold()))
     return NUMERIC_FRACTION.sub(_one_fraction, GROUP_MARK.sub(",", text))
 
 
-def _plain(character: str) -> str:
+def _plain_character(character: str) -> str:
     if character.isascii():
         return character
     category = unicodedata.category(character)
@@ -127,7 +127,7 @@ def final_answer(text: str, ended: bool = True) -> str | None:
     marked = [part.strip() for part in (text if ended else text[: text.rfind("\n") + 1]).split("####")[1:]]
     lines = [(part.splitlines()[0], "\n" in part or i + 1 < len(marked)) for i, part in enumerate(marked) if part]
     if lines:
-        answers = [line for line, more in lines if not more or parse(line).number is not None]
+        answers = [line for line, more in lines if not more or parse_answer(line).number is not None]
         return (answers or [line for line, _ in lines])[-1]
     return text if ended else None
 
@@ -202,7 +202,7 @@ class Answer(NamedTuple):
     unit: Unit = ()
 
 
-def is_equal(one: Answer, other: Answer) -> bool:
+def same_answer(one: Answer, other: Answer) -> bool:
     """True if two answers are the same number or the same text. Units must be equal if both have one."""
     same = one.number is not None and one.number == other.number and _fit(one.unit, other.unit)
     return same or (one.text is not None and one.text == other.text)
@@ -214,9 +214,9 @@ def _fit(one: Unit, other: Unit) -> bool:
     return not one or not other or (len(one) == len(other) and all(a & b and p == q for (a, p), (b, q) in pairs))
 
 
-def parse(text: str) -> Answer:
+def parse_answer(text: str) -> Answer:
     """Return a final answer without Markdown, LaTeX and one period at its end, and its number if it is one."""
-    plain = " ".join(readable(text).split())
+    plain = " ".join(normalized(text).split())
     bare = RAISED.sub(lambda m: "^" + _digits(m[0]), LOWERED.sub(lambda m: "_" + _digits(m[0]), plain))
     bare = _without_marks(_without_marks(bare).removesuffix("."))
     if not bare:  # nothing but marks: "." is not an empty answer

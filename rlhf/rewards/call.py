@@ -21,7 +21,7 @@ import torch
 from rlhf.rewards.arguments import Arguments, parameters_of
 from rlhf.rewards.functions import RewardFunction
 from rlhf.utils.errors import RunError
-from rlhf.utils.time_limit import TimeLimitExceeded, event_loop, within
+from rlhf.utils.time_limit import TimeLimitExceeded, call_within, event_loop
 from rlhf.utils.user_code import user_code
 
 MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
@@ -60,7 +60,7 @@ def call_function(
         return kind(what, f"{who}, {which}", hint, inputs=arguments.per_completion)
 
     try:
-        scores = within(limit_s, partial(_call, function, who, arguments))
+        scores = call_within(limit_s, partial(_call, function, who, arguments))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:
@@ -101,7 +101,7 @@ def _score_problem(score: Any) -> tuple[str | None, type[RunError]]:
     return None, RunError
 
 
-def _plain(scores: Any) -> Any:
+def _plain_scores(scores: Any) -> Any:
     """Convert NumPy and torch numbers to Python numbers, and any iterable to a list. Text, mappings and sets, whose
     order means nothing, are returned as they are."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
@@ -131,7 +131,7 @@ def _call(function: RewardFunction, who: str, arguments: Arguments) -> Any:
         rows = _accepted(function, arguments.per_completion).items()
         given = {name: [_copy(value) for value in values] for name, values in rows}
         scores = function(**given, **_accepted(function, arguments.per_call))
-        return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
+        return _plain_scores(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
 
 
 def _own_line(error: BaseException) -> str:

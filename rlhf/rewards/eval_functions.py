@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from numbers import Number
 
-from rlhf.rewards.answers import final_answer, is_equal, number_at_end, parse
+from rlhf.rewards.answers import final_answer, number_at_end, parse_answer, same_answer
 from rlhf.rewards.arguments import Completion, text_of
 
 
@@ -27,7 +27,7 @@ def exact_match(
 
     def is_right(text: str, right: str, end: bool) -> bool:
         given = final_answer(text, end)
-        return given is not None and is_equal(parse(given), parse(final_answer(right) or ""))
+        return given is not None and same_answer(parse_answer(given), parse_answer(final_answer(right) or ""))
 
     return _judged(is_right, completions, answer, ended)
 
@@ -53,7 +53,7 @@ def last_number(
 
     def is_right(text: str, right: str, end: bool) -> bool | None:
         wanted = final_answer(right) or ""
-        number = parse(wanted).number
+        number = parse_answer(wanted).number
         number = number_at_end(wanted) if number is None else number
         return None if number is None else number_at_end(text, end) == number
 

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
-from rlhf.checkpoints.replacing import check_inputs_outside, numbered_name, replace_dir
+from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.checkpoints.weight_names import LM_HEADS, NEW_HEADS, check_loaded
@@ -48,10 +48,10 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import make_folder, saving_tensors, write_json
+from rlhf.utils.files import make_folder, numbered_name, rename_synced, saving_tensors, write_json
 from rlhf.utils.paths import interrupted_saves, new_name
 from rlhf.utils.processes import size
-from rlhf.utils.system import lock, remove_folder, replace, sync_file
+from rlhf.utils.system import lock, remove_folder, replace, sync_tree
 
 MARGIN = "margin"  # column of the pairs
 
@@ -312,14 +312,13 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path) -> Path | 
                 model.model.save_pretrained(staging)
                 model.tokenizer.save_pretrained(staging)
             write_json(staging / METRICS_FILE, record)
-            for file in filter(Path.is_file, staging.rglob("*")):
-                sync_file(file)
+            sync_tree(staging)
             write_json(staging / RUN_FILE, {"status": "finished", **environment()})  # last: now it is complete
     except BaseException:
         remove_folder(staging, ignore_errors=True)
         raise
     (staging / LOCK_FILE).unlink()
-    return replace_dir(staging, folder)
+    return rename_synced(staging, folder)
 
 
 def remove_interrupted_saves(folder: Path, screen: Screen) -> None:

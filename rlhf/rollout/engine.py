@@ -128,7 +128,7 @@ def sample_completions(
     engine = choose_engine(engine, packable(base), device)
     check_engine(engine, packable(base), type(base).__name__, device)
     if engine == "plain":
-        completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, criterion, pad)
+        completion_ids, allowed_tokens = _sample_plain(policy, prompts, uniform, sampling, criterion, pad)
     else:
         most = slots or budget_of(device).rollout_slots
         graph = engine == "graph"
@@ -155,7 +155,9 @@ def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
     return choose_engine("auto", packable(base_of(policy)), device)
 
 
-def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, criterion: StoppingCriterion, pad: int):
+def _sample_plain(
+    policy, prompts, uniform: Tensor, sampling: SamplingSettings, criterion: StoppingCriterion, pad: int
+):
     device = uniform.device
     prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, device)
     rows, context = prompt_ids.shape

@@ -34,9 +34,10 @@ from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import ONE_FILE, generation_config
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
-from rlhf.settings.training import Config, SamplingSettings
+from rlhf.settings.fields import changed_words
+from rlhf.settings.next_commands import resume_line
+from rlhf.settings.training import Config, ExportSettings, SamplingSettings
 from rlhf.setup.inputs import PUSH
-from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import saving_tensors, update_dir_atomically, write_text
@@ -172,8 +173,5 @@ def files_of_model(folder: Path) -> dict[str, Path]:
 
 def command_to_push(config: Config) -> str:
     """Return the command that only uploads the finished run."""
-    export = config.export
-    words = [*script_words(config.algorithm), "--resume", PUSH, export.push_to_hub]
-    words += ["--merge-lora"] if export.merge_lora else []
-    words += ["--export-from", export.export_from] if export.export_from != "final" else []
-    return command(*words, "--output", config.run.output)
+    words = changed_words(vars(config.export), vars(ExportSettings()))
+    return resume_line(config.algorithm, config.run.output, None, words)

@@ -74,6 +74,7 @@ class Checks:
         self.screen = screen
         self.result = CheckResult()
         self.config = config
+        self.given = config  # of the recommended command, which settles its configuration again
         if self.parts != ["reward"]:
             check_device(config, inputs.start, device)
             self.config = settle(config, inputs, device, screen)
@@ -134,7 +135,7 @@ class Checks:
         except RunError as error:  # a reward function fails, or gives no score
             return error.problems
         self.result.prompts = found
-        show_scan(self.config, found, self.screen)
+        show_scan(self.given, found, self.screen)
         return [Problem(found.nothing)] if found.nothing is not None else []
 
     def update(self) -> list[Problem]:

@@ -10,13 +10,13 @@ from statistics import fmean, stdev
 from rlhf.checkpoints.run_folder import is_in_use, read_status, release, reserve, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, read_json
 from rlhf.distributed.group import from_first
-from rlhf.reports.tables import ENDS, label_of, shown
+from rlhf.reports.tables import ENDS, figure_label, figure_text
 from rlhf.run.resume_checks import as_other_seeds, with_choices_of
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
-from rlhf.utils.command_lines import command, script_words
+from rlhf.utils.command_lines import script_command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
@@ -54,7 +54,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             raise
         finally:
             release(folder)
-        free_memory()
+        free_models()
     if not config.run.only_looks and is_first():
         end_seeds(config, configs, screen)
 
@@ -81,7 +81,7 @@ def reserved_or_why_not(config: Config, before: dict | None) -> str | None:
     return None
 
 
-def free_memory() -> None:
+def free_models() -> None:
     """Free the memory of a finished run: otherwise its models count in the next run's peak memory."""
     import torch
 
@@ -196,8 +196,8 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     summary = summary_of(runs)
     for name, found in summary.items():
         values = (*found["by_seed"].values(), found["mean"])
-        spread = shown(name, found["sd"]).removeprefix("+")
-        table.append([label_of(name), *(shown(name, value) for value in values), spread])
+        spread = figure_text(name, found["sd"]).removeprefix("+")
+        table.append([figure_label(name), *(figure_text(name, value) for value in values), spread])
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
     screen.table(f"{config.title}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")
@@ -208,7 +208,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     screen.say("next:")
     screen.facts(
         [
-            ("plot the training curves", command(*script_words("plot"), *folders)),
-            ("compare; add other runs after these", command(*script_words("compare"), *folders, *code)),
+            ("plot the training curves", script_command("plot", *folders)),
+            ("compare; add other runs after these", script_command("compare", *folders, *code)),
         ]
     )

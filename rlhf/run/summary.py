@@ -19,7 +19,7 @@ from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import parts_text
-from rlhf.utils.command_lines import command, script_words
+from rlhf.utils.command_lines import command, script_command
 from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically
 
@@ -144,15 +144,15 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, results"),
         ]
     )
-    tokens = command(*script_words("evaluate"), "--tokens", output)
+    tokens = script_command("evaluate", "--tokens", output)
     screen.say("next:")
     screen.facts(
         [
-            ("evaluate the model", command(*script_words("evaluate"), "--model-path", output, *code)),
+            ("evaluate the model", script_command("evaluate", "--model-path", output, *code)),
             *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
-            ("plot the training curves", command(*script_words("plot"), output)),
+            ("plot the training curves", script_command("plot", output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
-            ("compare; add other runs after this one", command(*script_words("compare"), output, *code)),
-            ("chat with the model", command(*script_words("evaluate"), "--chat", "--model-path", output)),
+            ("compare; add other runs after this one", script_command("compare", output, *code)),
+            ("chat with the model", script_command("evaluate", "--chat", "--model-path", output)),
         ]
     )

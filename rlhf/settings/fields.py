@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from rlhf.settings.types import KLTarget, PathName, Renaming, Split, StopText, shown
+from rlhf.settings.types import KLTarget, PathName, Renaming, Split, StopText, value_text
 from rlhf.utils.errors import UserError, did_you_mean
 
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
@@ -172,7 +172,7 @@ def in_words(condition: str, as_flags: bool = True) -> str:
 def word_of(value: Any) -> str:
     """Return a written value, or the only entry of a list, as text in lower case."""
     entry = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    return shown(entry).strip("'").lower()
+    return value_text(entry).strip("'").lower()
 
 
 def is_unset(value: Any) -> bool:
@@ -216,7 +216,7 @@ def _convert_one(setting: Setting, value: Any, where: str) -> Any:
         fix = f"Give {expected or 'text'}"
     if not fix:
         return result
-    raise UserError(f"{setting.name} is {shown(value)}", where, fix)
+    raise UserError(f"{setting.name} is {value_text(value)}", where, fix)
 
 
 def _parse(kind: Any, value: Any) -> Any:
@@ -269,6 +269,16 @@ def flag_words(name: str, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return [flag_of(name), *(map(str, value or ["none"]))]
     return [flag_of(name), "none" if value is None else str(value)]
+
+
+def setting_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return the command-line arguments that set several settings."""
+    return [word for name, value in settings.items() for word in flag_words(name, value)]
+
+
+def changed_words(wanted: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """Return the command-line arguments of the `wanted` settings that differ from the `usual` ones."""
+    return setting_words({name: value for name, value in wanted.items() if value != usual[name]})
 
 
 # --- configurations --------------------------------------------------------------------------------------------------

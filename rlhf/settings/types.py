@@ -50,7 +50,7 @@ def kl_text(nats: float, per: str) -> str:
     return f"{nats:z.{4 if per == 'token' else 2}f}/{per}"
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a written value as text for an error message."""
     try:
         text = repr(value)
@@ -62,7 +62,7 @@ def shown(value: Any) -> str:
 def _targets(value: Any) -> list[str]:
     """Return the KL targets in a written value."""
     parts = value if isinstance(value, (list, tuple)) else [value]
-    texts = [shown(part) if isinstance(part, int) else str(part) for part in parts]
+    texts = [value_text(part) if isinstance(part, int) else str(part) for part in parts]
     return [word.strip() for text in texts for word in text.split(",")]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.settings.fields import UNREADABLE, Layer, as_text, in_words, settings_of, unmet
 from rlhf.settings.merge import merged
-from rlhf.settings.yaml_file import read_text
+from rlhf.settings.yaml_file import settings_text
 from rlhf.utils.errors import Problem, UserError
 
 
@@ -41,7 +41,7 @@ def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
     shown = path.name if os.path.realpath(path.parent) == os.path.realpath(".") else str(path)
     names = _Names(__name__="config", __file__=str(path))
     try:
-        text = read_text(path, shown, "Correct its permissions")
+        text = settings_text(path, shown, "Correct its permissions")
         table = symtable.symtable(text, str(path), "exec")
         exec(compile(text, str(path), "exec"), names)
     except UserError as error:

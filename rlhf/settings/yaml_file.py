@@ -61,7 +61,7 @@ class _Loader(yaml.BaseLoader):
         return block
 
 
-def read_text(path: Path, shown: str, fix: str) -> str:
+def settings_text(path: Path, shown: str, fix: str) -> str:
     """Return the text of a file. Raises UserError if it cannot be read, with the place `shown`."""
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -74,7 +74,7 @@ def read_text(path: Path, shown: str, fix: str) -> str:
 def read_block(path: str, flag: str) -> Block:
     """Return the content of a YAML file. Raises UserError if it cannot be read, or is not a mapping of plain data.
     `flag` is the flag that gave the file."""
-    text = read_text(Path(local_path(path)), path, f"Check {flag}")
+    text = settings_text(Path(local_path(path)), path, f"Check {flag}")
     try:
         loader = _Loader(text)
         loader.name = path

@@ -14,7 +14,6 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.model_folder import ALL_LINEAR, linear_modules, missing_targets
-from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import planned_updates
 from rlhf.distributed.group import gather
@@ -22,13 +21,14 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import available
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.choice import WITH_SLOTS, choose_engine
-from rlhf.settings.fields import replaced, to_dict
+from rlhf.settings.fields import changed_words, flag_words, replaced, setting_words, values_in
 from rlhf.settings.training import FITTED, Config
 from rlhf.settings.types import MemorySize
 from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.precision import choose_precision, choose_threads
 from rlhf.setup.shape import Shape, adapter_weights, base_parameters, parameters_in, shape_of, weights_of
+from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError
 
@@ -127,8 +127,8 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
     size = next(size for size in tokens if peak(size, slots[-1]) <= most)
     count = next(count for count in slots if peak(size, count) <= most)
     if (size, count) != (tokens[0], slots[0]):
-        chosen = f"--micro-batch-tokens {size}" + (f" --rollout-slots {count}" if count else "")
-        screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {chosen}")
+        words = changed_words({"micro_batch_tokens": size, "rollout_slots": count}, values_in(config))
+        screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {command(*words)}")
     return replaced(config, micro_batch_tokens=size, rollout_slots=count)
 
 
@@ -143,7 +143,7 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     m = config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
     has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
-    chosen = choose(config, estimate, room, has_targets)
+    chosen = choose_fitting(config, estimate, room, has_targets)
     if estimate(chosen).peak > room:
         raise UserError(
             "no settings fit",
@@ -157,7 +157,7 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     return chosen
 
 
-def choose(config: Config, estimate: Estimator, room: int, has_targets: bool = True) -> Config:
+def choose_fitting(config: Config, estimate: Estimator, room: int, has_targets: bool = True) -> Config:
     """Return the configuration that fits in `room` bytes and changes the result least; if none fits, the smallest.
 
     Settings that change only time come first: gradient checkpointing, then the largest micro-batch and the most slots
@@ -224,22 +224,18 @@ def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, sc
     screen.say(
         f"--fit {config.speed.fit}: predicted peak at most {gib(after)} GiB instead of {gib(before)} GiB, with:"
     )
-    screen.facts([(_flag(name, value), effects[name]) for name, value in changed.items()])
+    screen.facts([(command(*flag_words(name, value)), effects[name]) for name, value in changed.items()])
 
 
 def _changes(config: Config, chosen: Config) -> dict[str, Any]:
-    before = flat_settings(to_dict(config))
-    after = flat_settings(to_dict(chosen))
+    before = values_in(config)
+    after = values_in(chosen)
     return {name: after[name] for name in reversed(FITTED) if before[name] != after[name]}
-
-
-def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 
 def changed_flags(config: Config, chosen: Config) -> str:
     """Return the flags of the settings that --fit changed."""
-    return " ".join(_flag(name, value) for name, value in _changes(config, chosen).items())
+    return command(*setting_words(_changes(config, chosen)))
 
 
 # --- advice ----------------------------------------------------------------------------------------------------------
@@ -249,15 +245,18 @@ def what_helps(config: Config, estimate: Estimator) -> str:
     """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
     now = estimate(config).peak
     size = config.batch.batch_size // 2
-    options: dict[str, dict[str, Any]] = {"--gradient-checkpointing": {"gradient_checkpointing": True}}
-    length = max(1, config.sampling.max_new_tokens // 2)
-    options[f"--max-new-tokens {length}"] = {"max_new_tokens": length}
-    options["--micro-batch-size 1"] = {"micro_batch_size": 1}
-    options["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
-    options |= {f"--batch-size {size}": {"batch_size": size, "minibatches": 1}} if size else {}
-    smaller = "load_in_4bit" if config.model.use_lora else "use_lora"
-    options[f"--{smaller.replace('_', '-')}"] = {smaller: True}
-    options |= {"--critic shared": {"critic": "shared"}} if config.separate_critic else {}
-    saved = {flag: now - estimate(replaced(config, **values)).peak for flag, values in options.items()}
+    options: list[dict[str, Any]] = [
+        {"gradient_checkpointing": True},
+        {"max_new_tokens": max(1, config.sampling.max_new_tokens // 2)},
+        {"micro_batch_size": 1},
+        {"optim": "adamw_8bit"},
+        *([{"batch_size": size, "minibatches": 1}] if size else []),
+        {"load_in_4bit" if config.model.use_lora else "use_lora": True},
+        *([{"critic": "shared"}] if config.separate_critic else []),
+    ]
+    saved = {}
+    for option in options:
+        if words := changed_words(option, values_in(config)):
+            saved[command(*words)] = now - estimate(replaced(config, **option)).peak
     best = sorted(saved.items(), key=lambda one: -one[1])[:3]
     return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(by, 0))} GiB less)" for flag, by in best)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ from rlhf.checkpoints.run_folder import check_output, check_place, require_unuse
 from rlhf.data.examples import load_pairs
 from rlhf.data.prompts import select_examples
 from rlhf.rewards.find import check_rules
-from rlhf.settings.next_commands import names_code, reward_model_command
+from rlhf.settings.next_commands import names_code, reward_model_line
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.settings.types import CriticName
-from rlhf.utils.errors import Problem, UserError, raise_if
+from rlhf.utils.errors import Problem, Say, UserError, raise_if
 from rlhf.utils.files import check_folder
 from rlhf.utils.paths import exists, is_on_hub, is_path, missing_path
 from rlhf.utils.processes import is_first
@@ -30,7 +30,7 @@ PUSH = "--push-to-hub"
 MAY_BE_ON_HUB = ("--actor-model", "--rm-model", "--prompts", "--eval-dataset")
 
 
-def check_inputs(config: Config, say: Callable[[str], None]) -> None:
+def check_inputs(config: Config, say: Say) -> None:
     """Raise UserError if an input of a training run is missing or wrong, or its output folder cannot be used.
 
     Hub names, and the parts that a demo builds, are checked later. `say` prints notes about the data.
@@ -121,14 +121,14 @@ def _check_missing(config: Config, built: Container[str]) -> None:
                 Problem(
                     "no reward model",
                     f"{flag} {name}",
-                    f"Train one with: {reward_model_command(config)}, or use only reward functions: "
+                    f"Train one with: {reward_model_line(config)}, or use only reward functions: "
                     "--rm-model none --reward-func ...",
                 )
             )
     raise_if(problems)
 
 
-def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -> None:
+def check_reward_inputs(config: RewardModelConfig, say: Say) -> None:
     """Raise UserError if an input of `python -m reward_model.train` is missing or wrong. Pairs on the hub are checked
     later."""
     models = {"--base-model": config.training.base_model, "--actor-model": config.calibration.actor_model}

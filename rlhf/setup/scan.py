@@ -16,20 +16,19 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import usual_config
 from rlhf.data.chat_template import removed_tags
 from rlhf.data.sampler import drawn, shorten
-from rlhf.settings.fields import flag_words, settings_of, unmet, values_in
-from rlhf.settings.recipes import DEFAULT_RECIPE
+from rlhf.settings.fields import settings_of, unmet, values_in
+from rlhf.settings.next_commands import changed_command, in_a_program
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 from rlhf.setup.scan_figures import (
     FEWEST,
     Figures,
     Recommendation,
-    figures_of,
+    group_figures,
     recommend,
 )
 from rlhf.setup.start_samples import Sampled, sample_and_score
 from rlhf.trainer.findings import EXAMPLES, Examples, Finding, SampleFigures, findings_of, show_findings
-from rlhf.utils.command_lines import command, script_words
 from rlhf.utils.console import Screen, clock, counted
 from rlhf.utils.errors import RunError
 from rlhf.utils.statistics import A_SHARE, Estimate, over_prompts
@@ -98,10 +97,10 @@ def scan_prompts(config: Config, components: Components, screen: Screen) -> Scan
             f"note: {len(sampled):,} instead of {len(indices):,} prompts, because sampling them takes more than "
             f"{clock(MOST_SECONDS)}, so the intervals are wider"
         )
-    return results_of(config, sampled, samples, removed_tags(components.tokenizer))
+    return scan_results(config, sampled, samples, removed_tags(components.tokenizer))
 
 
-def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed: Sequence[str] = ()) -> Scan:
+def scan_results(config: Config, sampled: Sequence[Sampled], samples: int, removed: Sequence[str] = ()) -> Scan:
     """Return the results of a scan with `samples` completions per prompt. `removed` as in SampleFigures."""
     size = config.compared if config.compared > 1 else FEWEST
     complete = [one for one in sampled if len(one.shaped) >= size]  # without those whose completions have no score
@@ -115,8 +114,8 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
     topics: dict[str, list[Sampled]] = {}
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
-    parts = {name: part_of(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
-    overall = part_of(config, complete, group)
+    parts = {name: scan_part(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
+    overall = scan_part(config, complete, group)
     findings = findings_of(replace(sample_figures(config, complete, overall), removed=removed), config.sampling)
     names = {finding.name for finding in findings}
     scores = [one.shaped for one in complete]
@@ -127,10 +126,10 @@ def results_of(config: Config, sampled: Sequence[Sampled], samples: int, removed
     )  # fmt: skip
 
 
-def part_of(config: Config, rows: Sequence[Sampled], group: int) -> Part:
+def scan_part(config: Config, rows: Sequence[Sampled], group: int) -> Part:
     """Return the results of some prompts, with groups of `group` completions."""
     scores = [one.shaped for one in rows]
-    figures = figures_of(scores, group)
+    figures = group_figures(scores, group)
     limits = A_SHARE if figures.binary else None
     interval = over_prompts([fmean(one) for one in scores], config.run.seed, limits=limits)
     truncated = 1 - fmean(ended for one in rows for ended in one.ended)
@@ -226,15 +225,11 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     program, the change of its configuration."""
     recommended = {name: value for name, value in recommended.items() if value is not None}
     if config.in_python:
-        return f"make_config(..., {', '.join(f'{name}={value!r}' for name, value in recommended.items())})"
-    usual = usual_config(config.recipe, config.user_file, config.algorithm)
-    words = []
-    if config.recipe != DEFAULT_RECIPE:
-        words += ["--recipe", config.recipe]
-    defaults = values_in(usual)
+        return in_a_program(recommended)
     foreign = ALGORITHMS[config.algorithm].foreign
     values = values_in(config) | {"check": ()} | recommended
+    wanted = {"recipe": config.recipe}
     for name, one in settings_of(Config).items():
-        if values[name] != defaults[name] and one.group not in foreign and not unmet(one, values):
-            words += flag_words(name, values[name])
-    return command(*script_words(config.algorithm), *words)
+        if one.group not in foreign and not unmet(one, values):
+            wanted[name] = values[name]
+    return changed_command(config.algorithm, wanted, usual_config(config.recipe, config.user_file, config.algorithm))

@@ -34,7 +34,7 @@ class Figures:
     signal: float  # mean variance of the score within a prompt
 
 
-def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
+def group_figures(prompts: Sequence[Scores], size: int) -> Figures:
     """Return the figures of at least one prompt, for groups of `size` completions. `in_reach` counts the prompts whose
     mean of the samples is within the limits, both included, which is not corrected for sampling."""
     every = np.concatenate(prompts)

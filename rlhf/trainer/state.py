@@ -60,7 +60,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
         "random": {"python": random.getstate(), "numpy": np.random.get_state()},
     }
-    (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
+    (folder / STATE_FILE).write_text(json.dumps(state, default=_json_number), encoding="utf-8")
 
 
 def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
@@ -165,7 +165,7 @@ def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _json_number(value: Any) -> Any:
     """Convert scalars and arrays of NumPy and torch to Python numbers and lists, for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -70,6 +70,11 @@ def command(*words: str) -> str:
     return " ".join(_quoted_for_windows(word) for word in words)
 
 
+def script_command(name: str, *words: str) -> str:
+    """Return the command line of a script, as `script_words`, with arguments."""
+    return command(*script_words(name), *words)
+
+
 def _quoted_for_windows(word: str) -> str:
     """Return a word for cmd and PowerShell. Single quotes prevent PowerShell from expanding $ and `."""
     if word and not re.search(r"[^\w\-./\\:=+~]", word):

@@ -101,7 +101,7 @@ def _show_warning(message, category, *_, **__) -> None:
     print_line(f"{process_prefix()}warning: {message}", file=sys.stderr)
 
 
-def shown(text: str) -> Text:
+def rich_text(text: str) -> Text:
     """Return text for `rich`: as `visible`, and without markup."""
     return Text(visible(text))
 
@@ -139,11 +139,11 @@ class Screen:
 
     def say(self, text: str = "") -> None:
         """Print one line."""
-        self.console.print(shown(text))
+        self.console.print(rich_text(text))
 
     def write(self, text: str) -> None:
         """Print a part of a line."""
-        self.console.print(shown(text), end="", soft_wrap=True)
+        self.console.print(rich_text(text), end="", soft_wrap=True)
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print aligned rows of a name and a value."""
@@ -153,11 +153,11 @@ class Screen:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lines: bool = True) -> None:
         """Print a table, with `lines` between the rows."""
-        grid = Table(title=shown(title), title_justify="left", show_lines=lines)
+        grid = Table(title=rich_text(title), title_justify="left", show_lines=lines)
         for column in columns:
-            grid.add_column(shown(column), overflow="fold")
+            grid.add_column(rich_text(column), overflow="fold")
         for row in rows:
-            grid.add_row(*(shown(str(cell)) for cell in row))
+            grid.add_row(*(rich_text(str(cell)) for cell in row))
         self.console.print(grid)
 
     def columns(self, rows: Sequence[Sequence[str]]) -> None:
@@ -178,7 +178,7 @@ class Screen:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
-            self._live.update(shown(text), refresh=True)
+            self._live.update(rich_text(text), refresh=True)
             if last:
                 self.end_progress()
         elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:

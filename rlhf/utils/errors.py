@@ -44,6 +44,9 @@ def visible_line(text: str) -> str:
     return visible(text, newline="<U+000A>")
 
 
+Say = Callable[[str], None]  # prints one line, such as `print_line` or `Screen.say`
+
+
 def print_line(text: str, file: TextIO | None = None) -> None:
     """Print text to `file` (None: stdout) as `visible`. Every text of this project is printed here or by
     rlhf.utils.console.Screen, so that no control character of a file or a model reaches the console."""

@@ -12,17 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf.utils import system
 from rlhf.utils.errors import UserError, as_os_error, first_line, naming
 from rlhf.utils.paths import local_path, new_name
-from rlhf.utils.system import (
-    WINDOWS,
-    add_umask_permissions,
-    remove_folder,
-    replace,
-    retry_on_windows,
-    sync_file,
-    sync_folder,
-)
+from rlhf.utils.system import WINDOWS
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
@@ -35,9 +28,7 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with naming(file), staged(file) as staging:
         write(staging)
-        sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
-        replace(staging, file)
-        sync_folder(file.parent)
+        rename_synced(staging, file)
 
 
 @contextmanager
@@ -51,11 +42,40 @@ def staged(path: Path) -> Iterator[Path]:
         remove_path(staging)
 
 
+def rename_synced(staging: Path, path: Path) -> Path | None:
+    """Give a complete file or folder the name `path`, which is new or old after a kill or a power failure: what was
+    written is synced to the disk, then renamed. A folder with files that has the name is moved aside first, to
+    `numbered_name`. Returns its new path. If the second rename fails, the first is undone and `staging` is unchanged.
+    """
+    system.sync_tree(staging)  # otherwise a power failure can leave empty files under the new name
+    older = None
+    if staging.is_dir() and path.exists():
+        if path.is_file() or any(path.iterdir()):
+            older = numbered_name(path)
+            system.replace(path, older)
+        else:
+            system.retry_on_windows(path.rmdir)
+    try:
+        system.replace(staging, path)
+    except BaseException:
+        if older is not None:
+            with suppress(OSError):  # report the first error
+                system.replace(older, path)
+        raise
+    system.sync_folder(path.parent)
+    return older
+
+
+def numbered_name(path: Path) -> Path:
+    """Return the first of `path_1`, `path_2` that does not exist."""
+    return next(p for n in range(1, 10_000) if not (p := path.with_name(f"{path.name}_{n}")).exists())
+
+
 def remove_path(path: Path) -> None:
     """Remove a file, or a folder with its content, as far as possible."""
     with suppress(OSError):  # a folder, or nothing
         path.unlink()
-    remove_folder(path, ignore_errors=True)
+    system.remove_folder(path, ignore_errors=True)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -110,12 +130,13 @@ def saving_tensors(folder: Path) -> Iterator[None]:
         with naming(folder):
             raise found from None
     for file in folder.glob("*.safetensors"):
-        add_umask_permissions(file)
+        system.add_umask_permissions(file)
 
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents. Raises FileExistsError if it exists."""
-    retry_on_windows(lambda: folder.mkdir(parents=True))  # a folder of this name that was just removed can linger
+    # a folder of this name that was just removed can linger
+    system.retry_on_windows(lambda: folder.mkdir(parents=True))
 
 
 def check_folder(output: str, flag: str = "--output") -> Path:
@@ -153,14 +174,13 @@ def update_dir_atomically(
     check()
     with naming(folder), staged(folder / UPDATE if folder.exists() else folder) as staging:
         write(staging)
-        for file in staging.iterdir():  # a name can reach the disk before its content
-            sync_file(file)
+        system.sync_tree(staging)
         check()
         if not folder.exists():
-            replace(staging, folder)
+            rename_synced(staging, folder)
             return
         for file in sorted(staging.iterdir()):
-            replace(file, folder / file.name)
+            system.replace(file, folder / file.name)
 
 
 def hardlink_dir(source: Path, target: Path) -> None:

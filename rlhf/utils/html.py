@@ -26,11 +26,11 @@ def render(template: str, **data: Any) -> str:
     Filters: `text` for text of a model or a user (makes control and direction characters visible), `cell` for the same
     in a Markdown table, `tojson` for data in a script element.
     """
-    return environment(template.endswith(".html")).get_template(template).render(**data)
+    return _environment(template.endswith(".html")).get_template(template).render(**data)
 
 
 @functools.cache  # compiling a template takes longer than rendering it
-def environment(autoescape: bool) -> Environment:
+def _environment(autoescape: bool) -> Environment:
     """Return the environment of the templates, with their filters."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),

@@ -43,7 +43,7 @@ def require_hub(name: str, kind: str, hint: str, named_in: Path | None) -> str:
             f"{kind} not found", f"{place} is neither a local folder nor on the hub", f"Check the name, or use {hint}"
         ) from None
     except Exception as error:  # exception classes of the HTTP library change between releases
-        reason = _reason(error)
+        reason = _hub_reason(error)
     folder = cached_folder(name, kind)
     if folder is None:
         raise UserError(
@@ -73,7 +73,7 @@ def tensors_on_hub(name: str) -> dict[str, list[int]]:
     return {tensor: info.shape for file in files for tensor, info in file.tensors.items()}
 
 
-def _reason(error: Exception) -> str:
+def _hub_reason(error: Exception) -> str:
     """Return the reason of a hub error, on one line."""
     if isinstance(error, OfflineModeIsEnabled):
         return "offline mode is on"
@@ -96,10 +96,10 @@ def require_push(name: str, flag: str) -> None:
             api.repo_info(name, timeout=TIMEOUT_S)  # first, because whoami has no timeout
         me = api.whoami()
     except HfHubHTTPError as error:
-        raise UserError(f"the hub rejects the request ({_reason(error)})", f"{flag} {name}", LOG_IN) from None
+        raise UserError(f"the hub rejects the request ({_hub_reason(error)})", f"{flag} {name}", LOG_IN) from None
     except Exception as error:  # as in require_hub
         raise UserError(
-            f"the hub cannot be reached ({_reason(error)})",
+            f"the hub cannot be reached ({_hub_reason(error)})",
             f"{flag} {name}",
             f"Go online, or remove {flag} and upload afterwards: --resume {flag} {name}",
         ) from None
@@ -127,7 +127,7 @@ def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str
 def push_failed(error: Exception, name: str, flag: str, folder: Path, again: str) -> RunError:
     """Return the error for a failed upload after a run. The run itself is complete."""
     return RunError(
-        f"the upload failed ({_reason(error)})",
+        f"the upload failed ({_hub_reason(error)})",
         f"{flag} {name}",
         f"The run is finished and its weights are in {folder}; upload them with: {again}",
     )

@@ -197,6 +197,12 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def sync_tree(path: Path) -> None:
+    """Wait until a file, or a folder with its content, is on the disk: a name can reach it before the content."""
+    for inside in (*path.rglob("*"), path):
+        (sync_folder if inside.is_dir() else sync_file)(inside)
+
+
 RETRY_S = 5.0  # seconds
 
 

@@ -20,7 +20,7 @@ class TimeLimitExceeded(BaseException):
     """A call exceeded its time limit. No Exception, so that functions do not catch it by mistake."""
 
 
-def within(limit_s: float | None, call: Callable[[], Any]) -> Any:
+def call_within(limit_s: float | None, call: Callable[[], Any]) -> Any:
     """Return what `call` returns, or raise what it raises. Raises TimeLimitExceeded after `limit_s` seconds.
 
     The call is made on the main thread, as in TRL: functions may use signals (such as math-verify's own time limits)

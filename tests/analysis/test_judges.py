@@ -15,7 +15,7 @@ import evaluate_generations
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
-from rlhf.reports.tables import figure_names, label_of
+from rlhf.reports.tables import figure_label, figure_names
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
@@ -76,9 +76,13 @@ def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
         "judge/graded", "judge/gold quality", "judge/none", "pass@1/exact", "pass@2/exact", "pass@3/exact",
     ]  # fmt: skip
     assert found["judge/none"] is None and found["pass@3/exact"] == 1.0
-    assert label_of("pass@2/exact", list(judged)) == "pass@2, exact"
-    assert [label_of(name, ["a", "b"]) for name in ("judge", "judge/b", "score")] == ["judge a", "judge b", "score"]
-    assert label_of("judge", ["a"]) == "judge"
+    assert figure_label("pass@2/exact", list(judged)) == "pass@2, exact"
+    assert [figure_label(name, ["a", "b"]) for name in ("judge", "judge/b", "score")] == [
+        "judge a",
+        "judge b",
+        "score",
+    ]
+    assert figure_label("judge", ["a"]) == "judge"
 
 
 def test_figures_of_a_model_without_pass_at_k_are_in_the_same_table():

@@ -185,7 +185,7 @@ def test_corrupted_checkpoint_of_the_same_update_is_replaced(folder):
     truncate(folder / "checkpoint-20" / "training.json")
     write_checkpoint(folder, RUN, 20, 2, fill)
     assert updates(folder) == [10, 20]
-    assert (folder / "checkpoint-20.torn").is_dir(), "the corrupted checkpoint is kept for inspection"
+    assert (folder / "checkpoint-20_1").is_dir(), "the corrupted checkpoint is kept for inspection"
 
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_folder"])

@@ -25,6 +25,7 @@ from rlhf.rewards.training import save_reward_model
 from rlhf.utils import system
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RLHFWarning, RunError, run_command
+from rlhf.utils.files import rename_synced
 from tests.conftest import typed
 from tests.trainer.test_nan import nan_rule, run
 
@@ -117,24 +118,26 @@ def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_p
     one. The model of the killed training was complete, too, so the next start keeps it."""
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
-    original = replacing.system.replace
+    original = system.replace
     done = []
 
     class Killed(BaseException):
         pass
 
-    def replace(source, target):
-        if len(done) == renames and Path(target).parent == tmp_path:
+    def end_after(count: int) -> None:
+        if len(done) == count:
             raise Killed
+
+    def replace(source, target):
+        if Path(target).parent != tmp_path:
+            return original(source, target)
+        end_after(renames)
         original(source, target)
         done.append(target)
 
-    def ends(*_):
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(replacing.system, "replace", replace)
-        patch.setattr(replacing.system, "sync_folder", ends)
+        patch.setattr(system, "replace", replace)
+        patch.setattr(system, "sync_folder", lambda _: end_after(2))
         patch.setattr(training, "remove_folder", lambda *_, **__: None)  # a killed process does not clean up
         reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"])
     kept = tmp_path / ("judge_1" if renames else "judge")
@@ -201,7 +204,7 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
         save_reward_model(model, record, Path(config.training.rm_output))
 
     monkeypatch.setattr(ready, "WEIGHTS", start_model)
-    monkeypatch.setattr(parts, "make_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
+    monkeypatch.setattr(parts, "build_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
     monkeypatch.setattr(parts, "train_reward_model", train)
     return built
 
@@ -283,7 +286,7 @@ def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(name)
-    original = replacing.system.replace
+    original = system.replace
     calls = []
 
     def replace(source, target):
@@ -292,9 +295,9 @@ def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
             raise PermissionError(13, "a scanner reads it")
         original(source, target)
 
-    monkeypatch.setattr(replacing.system, "replace", replace)
+    monkeypatch.setattr(system, "replace", replace)
     with pytest.raises(PermissionError):
-        replacing.replace_dir(tmp_path / "new", tmp_path / "old")
+        rename_synced(tmp_path / "new", tmp_path / "old")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 

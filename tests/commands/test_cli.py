@@ -16,7 +16,7 @@ from rlhf.checkpoints.run_record import environment
 from rlhf.commands import cli
 from rlhf.config import parse_cli
 from rlhf.run.model_card import model_card_command
-from rlhf.settings.next_commands import resume_command, reward_model_command
+from rlhf.settings.next_commands import resume_command, reward_model_line
 from rlhf.utils import command_lines
 from tests.test_structure import HEAVY, PACKAGE, ROOT, module_of, strings_of
 
@@ -203,7 +203,7 @@ def test_commands_for_the_next_step_have_the_form_that_was_used(program, trainin
     started_as(program, "ppo")
     config = parse_cli(["--recipe", "demo", "--output", "./run"])
     assert resume_command(config) == f"{training} --resume --output ./run"
-    assert reward_model_command(config).split(" --recipe")[0] == reward_model
+    assert reward_model_line(config).split(" --recipe")[0] == reward_model
     assert f"`{reward_model}`" in how_to_train()
 
 

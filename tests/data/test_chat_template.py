@@ -51,7 +51,7 @@ def test_a_date_renders_as_transformers_renders_it_on_that_day(start_model, on_d
     tokenizer.init_kwargs["chat_template_date"] = "2026-11-07T09:05:03"
     for day in ("2026-11-07T09:05:03", "2027-02-28T10:30:00"):
         on_day(day)
-        assert chat_template.render(tokenizer, CHAT, add_generation_prompt=True) == expected
+        assert chat_template.render_chat(tokenizer, CHAT, add_generation_prompt=True) == expected
     assert plain.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) != expected
 
 

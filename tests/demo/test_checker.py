@@ -30,7 +30,7 @@ from rlhf.data.row import Example
 from rlhf.data.splits import split_examples
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import parts, ready
-from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of
+from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, part_of_key, questions
 from rlhf.demo.pairs import sample_answers
 from rlhf.demo.ready import CHECKER_WEIGHTS as WEIGHTS
 from rlhf.rewards.eval_functions import exact_match
@@ -108,7 +108,7 @@ def test_questions_are_seeded(asked):
 
 def test_no_two_questions_share_their_material(asked):
     assert len({question.key for question in asked}) == len(asked)
-    assert {split_of(question) for question in asked} == {"prompts"}
+    assert {part_of_key(question) for question in asked} == {"prompts"}
     with pytest.raises(ValueError, match="shift 1 has too few distinct questions"):
         questions(2000, 0)
 
@@ -119,7 +119,7 @@ def test_corpus_has_no_question_of_the_prompts(asked, monkeypatch, mixed):
     monkeypatch.setattr(checker_start_model, "ask", lambda *a: seen.append(ask(*a)) or seen[-1])
     texts = [text for text, _ in itertools.islice(corpus(0, mixed), 24 * 500)]
     assert [question.text for question in seen] == texts
-    assert {split_of(question) for question in seen} == {"corpus"}
+    assert {part_of_key(question) for question in seen} == {"corpus"}
     assert not {question.key for question in seen} & {question.key for question in asked}
 
 

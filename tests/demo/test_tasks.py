@@ -20,8 +20,8 @@ from rlhf.demo.tasks import (
     flaw_of,
     gold_quality,
     parse,
+    part_of_task,
     questions,
-    split_of,
 )
 
 PICK = "Which of these is a fruit: goat, plum, hammer?"
@@ -44,15 +44,15 @@ def test_questions_are_distinct_seeded_and_balanced():
 
 
 def test_training_and_demo_questions_are_disjoint_even_reordered():
-    assert {split_of(question) for question in questions(60, seed=0)} == {"demo"}
+    assert {part_of_task(question) for question in questions(60, seed=0)} == {"demo"}
     rng = random.Random(0)
-    assert {split_of(ask(family, rng, "train")) for family in FAMILIES for _ in range(15)} == {"train"}
-    assert split_of("Order from small to big: ant, fox, horse.") == split_of(SORT)
+    assert {part_of_task(ask(family, rng, "train")) for family in FAMILIES for _ in range(15)} == {"train"}
+    assert part_of_task("Order from small to big: ant, fox, horse.") == part_of_task(SORT)
 
 
 def test_corpus_has_mixed_quality_and_training_questions():
     mixture = list(itertools.islice(corpus(0, mixed=True), 1200))
-    assert {split_of(question) for question, _ in mixture} == {"train"}
+    assert {part_of_task(question) for question, _ in mixture} == {"train"}
     good = sum(gold_quality(question, completion) == 1 for question, completion in mixture) / len(mixture)
     assert good == pytest.approx(GOOD_SHARE, abs=0.05)
     assert all(gold_quality(*row) == 1 for row in itertools.islice(corpus(0, mixed=False), 300))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.reports.page import Page
-from rlhf.reports.tables import Row, before_and_after, label_of, rows_of_run, shown, without_empty
+from rlhf.reports.tables import Row, before_and_after, figure_label, figure_text, rows_of_run, without_empty
 from rlhf.run.summary import show_figures
 from rlhf.utils.console import Screen
 
@@ -56,12 +56,12 @@ def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left
     ],
 )
 def test_formats(figure, value, sign, text):
-    assert shown(figure, value, sign) == text
+    assert figure_text(figure, value, sign) == text
 
 
 def test_labels():
     names = ("pass@2/exact", "variant/greedy", "eval/right", "length_before", "eval/right/pass_at_4_after")
-    assert [label_of(name) for name in names] == [
+    assert [figure_label(name) for name in names] == [
         "pass@2, exact", "greedy", "right", "completion length (tokens) before", "right/pass_at_4 after",
     ]  # fmt: skip
 

@@ -310,6 +310,5 @@ def test_prompts_are_valid_json_in_the_run_folder(tmp_path):
 
 
 def test_the_command_that_resumes_a_run_of_python():
-    more = ("--resume-anyway", "--learning-rate", "1e-06")
     printed = "make_config(..., resume=True, resume_anyway=True, learning_rate=1e-06) and the same make_trainer(...)"
-    assert resume_command(make_config(), *more) == printed
+    assert resume_command(make_config(), resume_anyway=True, learning_rate=1e-6) == printed

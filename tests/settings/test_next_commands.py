@@ -19,8 +19,8 @@ import rlhf.commands.train
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli, usual_config
-from rlhf.settings import next_commands as commands
-from rlhf.settings.next_commands import reward_model_command, training_command
+from rlhf.settings.fields import changed_words, setting_words, values_in
+from rlhf.settings.next_commands import reward_model_line, training_command
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils import command_lines
@@ -67,7 +67,7 @@ def test_training_and_reward_model_commands_match_each_other(recipe):
     """Training prints the command that trains its reward model, which prints the command for training."""
     start = parse_cli(["--recipe", recipe, "--rm-model", "./my judge", "--prompts", "pairs$.jsonl", "--split",
                        "30/60/10", "--actor-model", "./start"])  # fmt: skip
-    made = parse_reward_cli(words_of(reward_model_command(start))[3:])
+    made = parse_reward_cli(words_of(reward_model_line(start))[3:])
     assert (made.training.rm_output, made.data.pairs) == ("./my judge", "pairs$.jsonl")
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
     again = parse_cli(typed(training_command(made, usual_config(recipe, {}))))
@@ -75,15 +75,15 @@ def test_training_and_reward_model_commands_match_each_other(recipe):
     assert (again.data.prompts, str(again.data.split)) == ("pairs$.jsonl", "30/60/10")
     usual = parse_cli(["--recipe", recipe])
     if usual.model.rm_model is not None:  # demo-checker has no reward model
-        assert reward_model_command(usual).startswith("python -m reward_model.train")
-        assert "--rm-output" not in reward_model_command(usual)
+        assert reward_model_line(usual).startswith("python -m reward_model.train")
+        assert "--rm-output" not in reward_model_line(usual)
 
 
 def test_commands_contain_how_the_data_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("problem,good,bad\n1?,2,3\n")
     words = ["--columns", "prompt=problem", "chosen=good", "rejected=bad", "--skip-bad-rows", "2.5"]
     start = parse_cli(["--prompts", str(tmp_path / "a.csv"), *words])
-    printed = words_of(reward_model_command(start))
+    printed = words_of(reward_model_line(start))
     assert printed[printed.index("--pairs") :] == ["--pairs", str(tmp_path / "a.csv"), *words]
     made = parse_reward_cli(["--pairs", "data/folder/", "--dataset-split", "test", *words])
     trained = parse_cli(words_of(training_command(made, usual_config("smollm2-orca", {})))[2:])
@@ -148,10 +148,8 @@ def test_words_are_quoted_for_windows(monkeypatch):
 def test_settings_survive_conversion_to_flags():
     config = parse_cli(["--seeds", "1", "2", "--kl-target", "3/sequence", "--rm-model", "none", "--reward-func",
                         "length_penalty", "--use-lora"])  # fmt: skip
-    words = [
-        *commands.flag_words("seeds", config.run.seeds), *commands.flag_words("kl_target", config.kl.kl_target),
-        *commands.flag_words("rm_model", None), *commands.flag_words("reward_func", config.reward.reward_func),
-        *commands.flag_words("use_lora", True), *commands.flag_words("bf16", None),
-        *commands.flag_words("eval_func", ()), *commands.flag_words("packed", True),
-    ]  # fmt: skip
-    assert parse_cli(words) == config
+    names = ("seeds", "kl_target", "rm_model", "reward_func", "use_lora", "bf16", "eval_func", "packed")
+    values = values_in(config)
+    assert parse_cli(setting_words({name: values[name] for name in names})) == config
+    words = changed_words(values, values_in(usual_config("smollm2-orca", {})))
+    assert parse_cli(words) == config and words.count("--seeds") == 1 and "--packed" not in words

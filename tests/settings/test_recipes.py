@@ -12,7 +12,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.settings.fields import settings_of, to_dict
-from rlhf.settings.next_commands import reward_model_command
+from rlhf.settings.next_commands import reward_model_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, Published, find_recipe, published_values, shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
@@ -222,7 +222,7 @@ def test_recipe_can_switch_off_calibration(tmp_path):
         "kind: recipe\nactor_model: ./start\nreward_model_training: {base_model: ./start, actor_model: none}\n"
     )
     config = parse_cli(["--recipe", str(tmp_path / "r.yaml")])
-    made = parse_reward_cli(words_of(reward_model_command(config))[3:])
+    made = parse_reward_cli(words_of(reward_model_line(config))[3:])
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", None)
 
 

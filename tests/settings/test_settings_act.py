@@ -439,9 +439,9 @@ def test_dry_run_writes_no_folder(configured, tmp_path, capsys):
 
 
 def test_rollout_engine_selects_the_plain_loop(build, monkeypatch):
-    plain = engine._plain
+    plain = engine._sample_plain
     called = []
-    monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
+    monkeypatch.setattr(engine, "_sample_plain", lambda *a: called.append(1) or plain(*a))
     build("--num-iterations", 1).update_step(1)
     assert not called
     build("--num-iterations", 1, "--rollout-engine", "plain").update_step(1)
@@ -688,9 +688,9 @@ def test_repeated_evaluation_does_not_differ(evaluated, default_report):
 
 
 def test_rollout_engine_of_an_evaluation(evaluated, default_report, monkeypatch):
-    plain = engine._plain
+    plain = engine._sample_plain
     called = []
-    monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
+    monkeypatch.setattr(engine, "_sample_plain", lambda *a: called.append(1) or plain(*a))
     evaluated()
     assert not called
     assert evaluated("--rollout-engine", "plain") == default_report and called

@@ -16,7 +16,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli, usual_config
-from rlhf.settings.next_commands import reward_model_command, training_command
+from rlhf.settings.next_commands import reward_model_line, training_command
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.user_file import read_user_file
 from rlhf.utils.errors import UserError
@@ -283,7 +283,7 @@ def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
     """Both commands use the settings of the file."""
     file = write("clip_range = 0.1\nactor_model = './start'\nsplit = '60/30/10'\nprompts = './pairs.jsonl'\n")
     config = parse_cli(["--clip-range", "0.2", "--split", "45/45/10"], user_file=file)
-    made = parse_reward_cli(words_of(reward_model_command(config))[3:], file)
+    made = parse_reward_cli(words_of(reward_model_line(config))[3:], file)
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
     assert str(made.data.split) == "45/45/10"
     usual = usual_config(made.recipe, made.user_file)
@@ -305,7 +305,7 @@ def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
 def test_reward_model_command_includes_flags_that_replace_the_file(write, text, words):
     file = write(text + "\n")
     config = parse_cli(words, user_file=file)
-    made = parse_reward_cli(words_of(reward_model_command(config))[3:], file)
+    made = parse_reward_cli(words_of(reward_model_line(config))[3:], file)
     assert (made.data.pairs, made.data.split) == (config.data.prompts, config.data.split)
     assert made.data.plain_prompts == config.data.plain_prompts
     assert made.training.base_model == made.calibration.actor_model == config.model.actor_model

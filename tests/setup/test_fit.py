@@ -15,7 +15,7 @@ from rlhf.settings.training import FITTED, FROM_FREE_MEMORY
 from rlhf.settings.types import MemorySize
 from rlhf.setup import fit as module
 from rlhf.setup import memory
-from rlhf.setup.fit import CONTEXT, MARGIN, choose, choose_batches, estimator, fit
+from rlhf.setup.fit import CONTEXT, MARGIN, choose_batches, choose_fitting, estimator, fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, Estimator
 from rlhf.setup.shape import Shape
@@ -36,7 +36,7 @@ def smollm2(updates: int = 2) -> Estimator:
 
 def chosen(config, gib: float, **options) -> dict:
     """Return the settings of FITTED that differ from the given ones."""
-    found = choose(config, smollm2(), int(gib * GIB), **options)
+    found = choose_fitting(config, smollm2(), int(gib * GIB), **options)
     before = fitted(config)
     after = fitted(found)
     return {name: after[name] for name in FITTED if before[name] != after[name]}
@@ -83,7 +83,7 @@ def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
     config = configured("--batch-size", 32, "--max-new-tokens", 128)
     estimate = smollm2()
     for gib in (4.2, 3.6, 3.0, 2.6):
-        found = choose(config, estimate, int(gib * GIB))
+        found = choose_fitting(config, estimate, int(gib * GIB))
         assert estimate(found).peak <= gib * GIB
         size = found.batch.micro_batch_size
         if size:
@@ -99,10 +99,10 @@ def test_slots_are_not_chosen_for_a_model_that_samples_with_the_plain_engine(con
     for estimate, flags in ((plain, {}), (slots, {"rollout_engine": "plain"})):
         given = replaced(config, **flags)
         for gib in (4.2, 3.6, 3.0, 2.6, 0.1):
-            assert choose(given, estimate, int(gib * GIB)).speed.rollout_slots == given.speed.rollout_slots
+            assert choose_fitting(given, estimate, int(gib * GIB)).speed.rollout_slots == given.speed.rollout_slots
         assert _rollout(estimate, given) == _rollout(estimate, replaced(given, rollout_slots=8))
     assert _rollout(slots, config) > _rollout(slots, replaced(config, rollout_slots=8))
-    assert choose(config, slots, int(0.1 * GIB)).speed.rollout_slots == 8
+    assert choose_fitting(config, slots, int(0.1 * GIB)).speed.rollout_slots == 8
     assert plain(config).tokens == plain(config).episodes * (200 + 128), "padded rows"
     assert slots(config).tokens == slots(config).episodes * (200 + 127)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +183,13 @@ def test_adapters_are_the_first_advice_for_a_real_shape(configured):
     )
     advice = what_helps(configured(), Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2))
     assert re.match(r"[^-]*: --use-lora \([a-z]+ [1-9]\.\d\d GiB [a-z]+\), ", advice), advice
+
+
+def test_advice_has_all_flags_of_a_change_and_none_that_the_run_has(configured):
+    config = configured("--gradient-checkpointing", "--minibatches", 2)
+    advice = what_helps(config, lambda changed: SimpleNamespace(peak=2**30 * changed.batch.batch_size))
+    assert "--batch-size 2 --minibatches 1 (about 2.00 GiB less)" in advice
+    assert "--gradient-checkpointing" not in advice
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

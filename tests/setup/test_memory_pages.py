@@ -9,7 +9,7 @@ import torch
 
 from rlhf.config import parse_cli
 from rlhf.data.prompts import ids_alone
-from rlhf.setup.fit import MARGIN, changed_flags, choose
+from rlhf.setup.fit import MARGIN, changed_flags, choose_fitting
 from rlhf.setup.memory import IMPORTED, Estimator
 from tests.documents import ROOT
 from tests.setup.test_fit import SMOLLM2
@@ -57,7 +57,7 @@ def test_settings_that_fit_are_those_of_the_page():
     table = rows(page("docs/performance.md"), "| `--fit` | chosen | predicted peak, GiB |")
     found = []
     for size, _, _ in table:
-        chosen = choose(config, given, int(float(size.removesuffix("GB")) * GIB / MARGIN))
+        chosen = choose_fitting(config, given, int(float(size.removesuffix("GB")) * GIB / MARGIN))
         flags = f"`{changed_flags(config, chosen)}`".replace("``", "nothing is changed")
         found.append([size, flags, f"{given(chosen).peak / GIB:.2f}"])
     assert found == table

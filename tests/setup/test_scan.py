@@ -21,7 +21,7 @@ from rlhf.data.sampler import drawn
 from rlhf.settings.fields import to_dict
 from rlhf.setup import scan as scanning
 from rlhf.setup.build import load_components
-from rlhf.setup.scan import results_of, scan_prompts
+from rlhf.setup.scan import scan_prompts, scan_results
 from rlhf.setup.start_samples import Sampled, sample_and_score
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, run_command
@@ -128,7 +128,7 @@ NEVER = [0.0] * 8
 def test_findings_of_a_scan(configured, share, ended, names):
     config = configured("--K", 2, "--batch-size", 8, algorithm="grpo")
     rows = [sampled(HALF if i < share else NEVER, ended) for i in range(100)]
-    scan = results_of(config, rows, 8)
+    scan = scan_results(config, rows, 8)
     assert [finding.name for finding in scan.findings] == names
     assert (scan.nothing is not None) == (share == 0)
     assert scan.examples == [("text 0", rows[0].raw[0])] + [("text 0", row.raw[0]) for row in rows[1:3]]
@@ -139,7 +139,7 @@ def test_scan_of_ppo_recommends_no_group_size(configured):
     rows = [sampled(HALF if i < 30 else NEVER, True) for i in range(100)]
     names = []
     for algorithm in ("ppo", "grpo"):
-        scan = results_of(configured("--K", 2, "--batch-size", 8, algorithm=algorithm), rows, 8)
+        scan = scan_results(configured("--K", 2, "--batch-size", 8, algorithm=algorithm), rows, 8)
         names.append(("equal_groups" in [finding.name for finding in scan.findings], scan.recommendation.K))
     assert names == [(False, None), (True, 8)]
 
@@ -235,11 +235,11 @@ def test_penalty_and_missing_scores(configured, user_error):
         Sampled(prompt, [1.0, 0.0], [0.0, 0.0], [False, True], 2, ["a", "b"], {}),
         Sampled(prompt, [1.0], [1.0], [True] * 2, 1, ["c"], {}),
     ]
-    found = results_of(config, rows, 2)
+    found = scan_results(config, rows, 2)
     assert (found.overall.figures.prompts, found.overall.truncated) == (1, 0.5)
     assert "(1 prompt)" in found.nothing
     with user_error("--check prompts", 2, kind=RunError):
-        results_of(config, rows[1:], 2)
+        scan_results(config, rows[1:], 2)
 
 
 def test_tags_that_the_tokenizer_removes_are_named_if_a_function_never_fires(flags):

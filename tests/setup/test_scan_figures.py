@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.setup.scan_figures import (
     best_group_size,
-    figures_of,
+    group_figures,
     recommend,
 )
 
@@ -16,7 +16,7 @@ NEVER = [0.0] * 8
 
 
 def test_figures_by_hand():
-    figures = figures_of([TWO_OF_EIGHT, NEVER, [1.0] * 8], 4)
+    figures = group_figures([TWO_OF_EIGHT, NEVER, [1.0] * 8], 4)
     assert (figures.prompts, figures.mean) == (3, pytest.approx(1.25 / 3))
     assert figures.in_reach == pytest.approx(1 / 3)  # 0.25; 0 and 1 are not
     assert figures.no_difference == pytest.approx((15 / 70 + 2) / 3)
@@ -24,8 +24,8 @@ def test_figures_by_hand():
     assert figures.always == pytest.approx(1 / 3)
     assert figures.signal == pytest.approx(12 / 56 / 3)
     ends = [[1.0, *[0.0] * 4], [1.0] * 4 + [0.0], [1.0, *[0.0] * 5], [1.0] * 5 + [0.0]]
-    assert figures_of(ends, 2).in_reach == 0.5, "1/5 and 4/5 are in the range, 1/6 and 5/6 are not"
-    other = figures_of([[-1.0, 2.0], [0.5, 0.5]], 2)
+    assert group_figures(ends, 2).in_reach == 0.5, "1/5 and 4/5 are in the range, 1/6 and 5/6 are not"
+    other = group_figures([[-1.0, 2.0], [0.5, 0.5]], 2)
     assert (other.in_reach, other.never, other.always, other.no_difference) == (None, None, None, 0.5)
 
 

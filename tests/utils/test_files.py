@@ -11,6 +11,7 @@ import pytest
 
 from rlhf.checkpoints.manifest import write_checkpoint
 from rlhf.checkpoints.run_folder import RunLock
+from rlhf.utils import system
 from rlhf.utils.files import atomic_write, update_dir_atomically, write_json
 from rlhf.utils.paths import NEW
 from tests.scripts.test_scripts import ROOT
@@ -63,6 +64,38 @@ def test_a_failed_write_removes_what_it_wrote(tmp_path, kind, exists):
             write_checkpoint(tmp_path, "a run", 1, 2, fail_later)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.rglob(f"*{NEW}*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "checkpoint"])
+def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, kind):
+    """Also that of folders inside: after a power failure, a name without its content would be a damaged model."""
+    events = []
+
+    def names(path: Path) -> list[str]:
+        return sorted(str(inside.relative_to(path)) for inside in (path, *path.rglob("*")))
+
+    def write(staging: Path) -> None:
+        if kind == "file":
+            staging.write_text("new")
+        else:
+            (staging / "best").mkdir(parents=True)
+            (staging / "best" / "weights").write_text("new")
+
+    original = system.replace
+    for name in ("sync_file", "sync_folder"):
+        monkeypatch.setattr(system, name, events.append)
+    monkeypatch.setattr(system, "replace", lambda old, new: events.append((old, names(old))) or original(old, new))
+    if kind == "file":
+        atomic_write(tmp_path / "one.json", write)
+    elif kind == "folder":
+        update_dir_atomically(tmp_path / "saved", write)
+    else:
+        write_checkpoint(tmp_path, "a run", 1, 2, write)
+    ((staging, content),) = [event for event in events if isinstance(event, tuple)]
+    before = events[: events.index((staging, content))]
+    assert sorted({str(path.relative_to(staging)) for path in before}) == content
+    assert len(content) == {"file": 1, "folder": 3, "checkpoint": 4}[kind]
+    assert events[-1] == tmp_path, "the new name is on the disk, too"
 
 
 LEFT = [

@@ -209,7 +209,7 @@ def fixes() -> list[Message]:
             name = getattr(call.func, "id", getattr(call.func, "attr", ""))
             given = [keyword.value for keyword in call.keywords if keyword.arg == "fix"]
             given += call.args[2:3] if name in ("Problem", "UserError", "RunError", "BadScore") else []
-            given += call.args[1:2] if name in ("_problem", "read_rows") else []
+            given += call.args[1:2] if name in ("_problem", "read_jsonl") else []
             parts = [part for value in given for part in ast.walk(ast.Expr(value)) if as_text(part)]
             inner = {id(part) for value in parts if isinstance(value, ast.JoinedStr) for part in value.values}
             found += [Message(key, part.lineno, as_text(part)) for part in parts if id(part) not in inner]

@@ -172,6 +172,26 @@ def test_the_check_finds_a_long_function():
     assert list(long_functions(tree, "module")) == ["module.A.long"]
 
 
+# names of one role: a command's start, a demo's questions, the tables of a page
+SAME_ROLE = {"main", "ask", "questions", "Question", "tables"}
+
+
+def public_names(tree: ast.Module) -> list[str]:
+    """Return the functions and classes of a file that other files may import."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, defined) and not node.name.startswith("_")]
+
+
+def test_each_public_name_means_one_thing():
+    """A name of two files would mean two things to a reader, or one thing would be written twice."""
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.glob("**/*.py"):
+        for name in public_names(tree_of(path)):
+            places.setdefault(name, []).append(module_of(path))
+    assert len(places) > 1000 and places["Screen"] == ["rlhf.utils.console"]
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_ROLE} == {}
+
+
 # of transformers' TrainerState and of rlhf.trainer.progress
 COUNTERS = {
     *("global_step", "episode", "optimizer_steps", "episodes", "completion_tokens", "resampled_episodes"),

@@ -13,7 +13,7 @@ from scipy.optimize import isotonic_regression
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
 from rlhf.utils.console import clock, listed
-from rlhf.utils.files import read_rows
+from rlhf.utils.files import read_jsonl
 from rlhf.utils.statistics import (
     FEW_SCORED,
     level_of_each,
@@ -75,7 +75,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
         update = int(file.stem.split("-")[1])
         if update not in seconds:
             continue  # written, but not yet logged
-        rows = read_rows(file, "Delete it to compare without this evaluation")
+        rows = read_jsonl(file, "Delete it to compare without this evaluation")
         found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
     return found
 

@@ -17,7 +17,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
-from rlhf.utils.files import saving_tensors, write_json, write_rows
+from rlhf.utils.files import saving_tensors, write_json, write_jsonl
 
 INCIDENT_FILE = "incident.json"
 BATCH_FILE = "batch.jsonl"
@@ -48,7 +48,7 @@ def save_incident(
         }
         for p, text, ids in zip(rollout.prompts, rollout.texts, completions.rows(), strict=True)
     ]
-    write_rows(folder / BATCH_FILE, rows)
+    write_jsonl(folder / BATCH_FILE, rows)
     tensors = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
     tensors |= {"sampled_logprobs": completions.sampled_logprobs, "nucleus": completions.allowed_tokens}
     if batch is not None:

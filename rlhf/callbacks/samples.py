@@ -16,7 +16,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import Prompt
 from rlhf.trainer.evaluation import Evaluation, flat
 from rlhf.utils.errors import visible
-from rlhf.utils.files import write_rows
+from rlhf.utils.files import write_jsonl
 
 
 def sample_table(evaluation: Evaluation, prompts: Sequence[Prompt]) -> tuple[list[str], list[list]]:
@@ -84,7 +84,7 @@ class Samples(Callback):
             }
             for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True))
         ]
-        write_rows(self.folder / f"rollout-{update:06d}.jsonl", rows)
+        write_jsonl(self.folder / f"rollout-{update:06d}.jsonl", rows)
 
     def on_evaluation(self, evaluation):
-        write_rows(self.folder / f"update-{evaluation.update:06d}.jsonl", evaluation.rows(self.prompts))
+        write_jsonl(self.folder / f"update-{evaluation.update:06d}.jsonl", evaluation.rows(self.prompts))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import read_rows, write_rows
+from rlhf.utils.files import read_jsonl, write_jsonl
 
 TOKENS_FOLDER = "tokens"
 # quantity -> description and unit. Algorithms without a critic have no value and TD error, those with one reward per
@@ -31,7 +31,7 @@ ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state
 def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]]) -> Path:
     """Write the rows of one update to `update-N.jsonl` atomically, and return the file."""
     file = folder / f"update-{update:06d}.jsonl"
-    write_rows(file, rows)
+    write_jsonl(file, rows)
     return file
 
 
@@ -46,7 +46,7 @@ def recorded_updates(run: Path, flag: str) -> list[Path]:
 
 def read_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the rows of one update. Raises UserError if the file is corrupted, empty, or has incomplete rows."""
-    rows = read_rows(file, "Delete the file")
+    rows = read_jsonl(file, "Delete the file")
     if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
         raise UserError(f"this token record is {'incomplete' if rows else 'empty'}", file, "Delete the file")
     return rows

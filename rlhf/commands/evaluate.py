@@ -50,14 +50,14 @@ def evaluate(config: EvaluationConfig, models: list[ModelRef], lock: RunLock, sc
     from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.verdict import START, Arm
     from rlhf.models.device import start_device
-    from rlhf.reports.evaluation_report import evaluation_page, make_report, show_samples
+    from rlhf.reports.evaluation_report import evaluation_page, make_report, show_prompts
 
     evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     screen.facts(evaluator.facts())
     start = Arm(START, [evaluator.evaluate_start(screen)]) if evaluator.start is not None else None
     arms = [Arm(model.label, [evaluator.evaluate(model, screen)], [model]) for model in models]
     report = make_report(evaluator, arms, start)
-    show_samples(report, screen)
+    show_prompts(report, screen)
     page = evaluation_page(report, arms, start)
     page.write(lock.folder, lock.check)
     page.show(screen, lock.folder, full=True)

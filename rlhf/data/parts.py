@@ -10,7 +10,7 @@ from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
 from rlhf.utils.errors import Say, UserError, naming
-from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_rows
+from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_jsonl
 
 
 def write_parts(data: DataSettings, output: str, say: Say) -> None:
@@ -42,7 +42,7 @@ def write_parts(data: DataSettings, output: str, say: Say) -> None:
     files = {name: rows for name, rows in files.items() if rows}
     with naming(folder), staged(folder) as staging:
         for name, rows in files.items():
-            write_rows(staging / name, map(json_ready, rows))
+            write_jsonl(staging / name, map(json_ready, rows))
         rename_synced(staging, folder)
     for name, rows in files.items():
         say(f"  {folder / name}: {len(rows):,} rows")

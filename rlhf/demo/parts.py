@@ -19,7 +19,7 @@ from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
-from rlhf.utils.files import atomic_write, numbered_name, write_json, write_rows
+from rlhf.utils.files import atomic_write, numbered_name, write_json, write_jsonl
 from rlhf.utils.system import replace, waiting_lock
 
 Rows = list[dict[str, str]]
@@ -28,7 +28,7 @@ Rows = list[dict[str, str]]
 def prepare_parts(recipe: str, screen: Screen, device: torch.device) -> None:
     """Make the folder of a demo's parts unless it is complete. It is made again if the start model, or the code or the
     settings that made it, change."""
-    parts = ready.parts_of(recipe)
+    parts = ready.parts_of_demo(recipe)
     if not parts.are_complete():  # complete parts are only read: they may belong to another user
         parts.folder.mkdir(exist_ok=True)
         with waiting_lock(parts.folder / ".lock"):  # runs may start at the same time
@@ -52,7 +52,7 @@ def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
         train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
     else:
         for name, rows in question_files(parts.recipe).items():
-            write_rows(folder / name, rows)
+            write_jsonl(folder / name, rows)
     write_json(folder / ready.STAMP_FILE, parts.stamp())
     screen.say(f"{parts.recipe}: wrote the parts to {folder}")
 
@@ -87,7 +87,7 @@ def build_pairs(screen: Screen, device: torch.device) -> None:
 
     wanted = (ready.SAMPLES_PER_QUESTION, ready.SEED, device)
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, *wanted, report)
-    write_rows(ready.FOLDER / "pairs.jsonl", rows)
+    write_jsonl(ready.FOLDER / "pairs.jsonl", rows)
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 

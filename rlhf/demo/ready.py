@@ -35,7 +35,7 @@ BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a seco
 
 def is_ready(recipe: str) -> bool:
     """Return True if all parts of a demo exist and were made by this version."""
-    return parts_of(recipe).are_complete()
+    return parts_of_demo(recipe).are_complete()
 
 
 def is_to_be_built(recipe: str) -> bool:
@@ -75,7 +75,7 @@ class DemoParts:
         return {"made_from": digest.hexdigest()}
 
 
-def parts_of(recipe: str) -> DemoParts:
+def parts_of_demo(recipe: str) -> DemoParts:
     """Return the parts of a demo."""
     if recipe == "demo":
         made = ("pairs.jsonl", f"reward_model/{WEIGHTS_FILE}", f"reward_model/{METRICS_FILE}")

@@ -15,7 +15,7 @@ from rlhf.data.row import Example
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest
-from rlhf.reports.tables import Row, TextTable, before_and_after, figure_names
+from rlhf.reports.tables import FigureRow, TextTable, before_and_after, figure_names
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready
@@ -133,12 +133,12 @@ def _before_and_after(report: dict[str, Any], model: dict[str, Any]) -> TextTabl
     for figure in figure_names([start["figures"], model["figures"]]):
         values = [of["figures"].get(figure) for of in (start, model)]
         found = ends.get(figure, {"low": None})
-        rows.append(Row(figure, values, None if found["low"] is None else (found["low"], found["high"])))
+        rows.append(FigureRow(figure, values, None if found["low"] is None else (found["low"], found["high"])))
     columns = [start["label"], model["label"]]
     return before_and_after("Figures on the same prompts", columns, rows, report["judges"])
 
 
-def show_samples(report: dict[str, Any], screen: Screen) -> None:
+def show_prompts(report: dict[str, Any], screen: Screen) -> None:
     """Print a few prompts with their ranked completions."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
         cells = [

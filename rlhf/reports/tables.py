@@ -90,7 +90,7 @@ def figure_names(models: Sequence[dict[str, float | None]]) -> list[str]:
 # --- before and after ------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class FigureRow(NamedTuple):
     """One figure of several models, the first of which is the start model."""
 
     figure: str
@@ -99,7 +99,7 @@ class Row(NamedTuple):
 
 
 def before_and_after(
-    caption: str, columns: Sequence[str], rows: Sequence[Row], judges: Sequence[str] = ()
+    caption: str, columns: Sequence[str], rows: Sequence[FigureRow], judges: Sequence[str] = ()
 ) -> TextTable:
     """Return the figures of models, and the change from the first one to the last one with its interval."""
     cells = []
@@ -111,7 +111,7 @@ def before_and_after(
     return without_empty(caption, ["", *columns, "change (95% interval)"], cells)
 
 
-def rows_of_run(figures: dict, between: dict | None = None) -> list[Row]:
+def rows_of_run(figures: dict, between: dict | None = None) -> list[FigureRow]:
     """Return what a run's figures have before and after training. Null in run.json stands for a number that is not
     finite.
 
@@ -127,5 +127,5 @@ def rows_of_run(figures: dict, between: dict | None = None) -> list[Row]:
         known = [math.nan if value is None else value for value in values]
         if between is not None:
             known.insert(1, math.nan if between.get(name, 0) is None else between.get(name))
-        rows.append(Row(name, known, figures.get(f"{name}_rise_interval")))
+        rows.append(FigureRow(name, known, figures.get(f"{name}_rise_interval")))
     return rows

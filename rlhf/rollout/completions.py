@@ -96,7 +96,7 @@ class Completions(TokenBatch):
         found = chosen_fields(self, rows)
         context = self.prompt_ids.shape[1] - max(found["prompt_lengths"])
         longest = max(found["completion_lengths"])
-        return type(self)(**{name: without_empty(name, value, context, longest) for name, value in found.items()})
+        return type(self)(**{name: trimmed(name, value, context, longest) for name, value in found.items()})
 
     def shares(self, rows: Sequence[int]) -> list[list[int]]:
         """Divide rows among the processes, with about the same number of tokens each."""
@@ -158,7 +158,7 @@ class Rollout:
         """Return these rows, without columns that none of them uses."""
         completions = self.completions.select(rows)
         longest = completions.mask.shape[1]
-        found = {name: without_empty(name, value, 0, longest) for name, value in chosen_fields(self, rows).items()}
+        found = {name: trimmed(name, value, 0, longest) for name, value in chosen_fields(self, rows).items()}
         return type(self)(**found | {"completions": completions})
 
 
@@ -182,7 +182,7 @@ def chosen_fields(whole: Completions | Rollout, rows: Sequence[int]) -> dict[str
     return found
 
 
-def without_empty(name: str, value: Any, context: int, longest: int) -> Any:
+def trimmed(name: str, value: Any, context: int, longest: int) -> Any:
     """Return a field without its first `context` columns of prompts, or after `longest` columns of completions."""
     if not isinstance(value, Tensor) or value.dim() == 1:
         return value

@@ -40,7 +40,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
-from rlhf.utils.files import json_ready, write_rows
+from rlhf.utils.files import json_ready, write_jsonl
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.streams import guarded_streams
@@ -183,4 +183,4 @@ def write_prompts(folder: Path, trainer: OnPolicyLoop) -> None:
     (folder / PROMPTS_FOLDER).mkdir()
     for name, prompts in (("train", trainer.train_prompts), ("evaluation", trainer.evaluation_prompts)):
         file = folder / PROMPTS_FOLDER / f"{name}.jsonl"
-        write_rows(file, (json_ready(prompt.example.columns) for prompt in prompts))
+        write_jsonl(file, (json_ready(prompt.example.columns) for prompt in prompts))

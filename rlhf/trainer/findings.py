@@ -60,7 +60,7 @@ def findings_of(figures: SampleFigures, sampling: SamplingSettings) -> list[Find
     failing = [name for name, values in figures.functions.items() if set(values) <= set(FAILED) and is_equal(values)]
     # without the range of the scores, the figures are of one update, which is no proof
     nothing = figures.scores and (is_equal(figures.scores) or figures.signal == 0)
-    found = [*cut_off(figures, sampling), *(never_fires(figures, name) for name in failing)]
+    found = [*truncated(figures, sampling), *(never_fires(figures, name) for name in failing)]
     if nothing:
         return [*found, Finding("nothing", why_nothing(figures, sampling, failing))]
     return [*found, *equal_groups(figures), *out_of_reach(figures)]
@@ -71,7 +71,7 @@ def is_equal(values: Range | None) -> bool:
     return bool(values) and min(values) == max(values)
 
 
-def cut_off(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]:
+def truncated(figures: SampleFigures, sampling: SamplingSettings) -> list[Finding]:
     if figures.truncated <= CUT_OFF:
         return []
     share = f"{figures.truncated:.0%}"

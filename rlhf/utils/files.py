@@ -90,13 +90,13 @@ def write_json(file: Path, data: Any) -> None:
     write_text(file, json.dumps(json_ready(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_rows(file: Path, rows: Iterable[Any]) -> None:
+def write_jsonl(file: Path, rows: Iterable[Any]) -> None:
     """Write a JSONL file atomically. Values that JSON does not have become text."""
     write_text(file, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
 
-def read_rows(file: Path, fix: str) -> list[Any]:
-    """Return the rows of a JSONL file that `write_rows` wrote. Raises UserError with this fix if it is corrupted."""
+def read_jsonl(file: Path, fix: str) -> list[Any]:
+    """Return the rows of a JSONL file that `write_jsonl` wrote. Raises UserError with this fix if it is corrupted."""
     try:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:

@@ -21,7 +21,7 @@ from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_t
 from rlhf.commands import compare, evaluate
 from rlhf.reports import page as of_commands
 from rlhf.reports.comparison_report import comparison_page, make_comparison
-from rlhf.reports.evaluation_report import evaluation_page, make_report, show_samples
+from rlhf.reports.evaluation_report import evaluation_page, make_report, show_prompts
 from rlhf.reports.token_page import write_token_page
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils import files
@@ -128,7 +128,7 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
         assert visible(text) in page.text, "every character is visible"
     assert "<U+202E>evil" in page.text and "<U+001B>[31m" in page.text
     capsys.readouterr()
-    show_samples(report, Screen())
+    show_prompts(report, Screen())
     made_page.show(Screen(), tmp_path)
     assert not CONTROL_CHARACTERS.search(capsys.readouterr().out), "no control characters reach the terminal"
 

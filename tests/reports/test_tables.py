@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.reports.page import Page
-from rlhf.reports.tables import Row, before_and_after, figure_label, figure_text, rows_of_run, without_empty
+from rlhf.reports.tables import FigureRow, before_and_after, figure_label, figure_text, rows_of_run, without_empty
 from rlhf.run.summary import show_figures
 from rlhf.utils.console import Screen
 
@@ -36,7 +36,9 @@ def test_a_model_in_between_has_the_figures_that_it_recorded():
 
 
 def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left_out():
-    table = before_and_after("", ["a", "b"], [Row("kl", [None, 1.0]), Row("judge/x", [None, 0.5])], ["y", "x"])
+    table = before_and_after(
+        "", ["a", "b"], [FigureRow("kl", [None, 1.0]), FigureRow("judge/x", [None, 0.5])], ["y", "x"]
+    )
     assert table.columns == ["", "b"] and table.rows == [["KL (nats/sequence)", "1.00"], ["judge x", "0.500"]]
     assert without_empty("c", ["", "one"], [["r", "-"]]) == ("c", [""], [["r"]])
 

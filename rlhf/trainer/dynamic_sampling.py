@@ -9,6 +9,8 @@ Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filte
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from rlhf.algorithms.experience import tokens_of_loss
@@ -22,15 +24,17 @@ from rlhf.trainer.scores import Scores, equal_groups
 from rlhf.trainer.timing import Timer
 
 
+@dataclass
 class DynamicSampler:
     """Replaces the groups with equal scores in an update's rollout, and counts what it sampled in that update."""
 
-    def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector):
-        self.config = config
-        self.sampler = sampler
-        self.collector = collector
-        self.progress = collector.progress
-        self.limit = config.group.dynamic_sampling
+    config: Config
+    sampler: PromptSampler
+    collector: RolloutCollector
+
+    def __post_init__(self):
+        self.progress = self.collector.progress
+        self.limit = self.config.group.dynamic_sampling
         self._start()
 
     def _start(self) -> None:

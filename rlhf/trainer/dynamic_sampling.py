@@ -54,12 +54,13 @@ class DynamicSampler:
         """
         self._start()
         size = self.config.group_size
+        budget = self.config.run.episodes
         drawn = list(rollout.prompts[:: self.config.group_size])
         logged = []
         logged.append((len(rollout.prompts), scores.logged))
         for number in range(1, self.limit + 1):
             equal = self._without_signal(rollout, scores).nonzero().flatten().tolist()
-            if not equal or self._budget_is_spent():
+            if not equal or (budget is not None and self.progress.episodes >= budget):
                 break
             prompts = self.sampler.other_prompts(update, number, len(equal), drawn)
             drawn += prompts
@@ -104,10 +105,6 @@ class DynamicSampler:
         self.episodes += len(rows)
         self.progress.resampled_episodes += len(rows)
         self.replaced_tokens += sum(rollout.completions.completion_lengths[row] for row in rows)
-
-    def _budget_is_spent(self) -> bool:
-        budget = self.config.run.episodes
-        return budget is not None and self.progress.episodes >= budget
 
     def metrics(self) -> dict[str, float]:
         """Return how much was sampled in addition to the batches; {} if dynamic sampling is off."""

@@ -10,6 +10,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,7 @@ class TrackioTracker(TrackioCallback):
 TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker}
 
 
+@dataclass
 class Trackers(Callback):
     """Sends a run to its trackers. If a tracker fails, it prints one warning and sends nothing more to that tracker:
     training never depends on a tracker. Of several processes, only the first one sends.
@@ -108,18 +110,14 @@ class Trackers(Callback):
     As a context manager, it marks the run as failed if an error ends the run.
     """
 
-    def __init__(self, config: Config, screen: Screen, run_id: str | None = None):
-        """
-        Args:
-            config: the settings of the run, with the names of the trackers.
-            screen: prints the warnings.
-            run_id: the id in run.json; None: the run cannot be resumed.
-        """
-        self.config = config
-        self.screen = screen
-        self.run_id = run_id
-        self.names = [name for name in TRACKERS if name in (config.record.report_to or ()) and is_first()]
-        self.trackers: dict[str, Any] = {}
+    config: Config  # has the names of the trackers
+    screen: Screen  # prints the warnings
+    run_id: str | None = None  # in run.json; None: the run cannot be resumed
+    trackers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in TRACKERS if name in (self.config.record.report_to or ()) and is_first()]
 
     def on_train_begin(self, trainer):
         self.trainer = trainer

@@ -189,7 +189,7 @@ class ContinuousBatcher:
         rows = [self.waiting.pop() for _ in range(count)]
         filled = free[:count]
         packed = pack_prompts([self.prompts[row].ids for row in rows], filled, self.device)
-        self.cache.begin_prefill(packed)
+        self.cache.prompts = packed
         hidden = run_packed(backbone_of(self.policy), packed.ids, packed.positions, packed.layout, self.cache)
         place = on_device(self.device, np.array([(row + 1) * self.length for row in rows]))
         started = Slots(torch.empty_like(place), packed.lengths, place, place + self.length - 1)

@@ -21,22 +21,17 @@ def prepacked_weights(model: nn.Module, rows: int, device: torch.device) -> Iter
     not supported, and the weights must not change meanwhile. Nothing happens on other devices, without oneDNN, or in
     precisions other than float32 and bfloat16.
     """
-    layers = {layer: forward_dtype(layer.weight) for layer in prepackable_layers(model, device)}
+    modules = model.modules() if device.type == "cpu" and torch.backends.mkldnn.is_available() else ()
+    layers = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
     try:
-        for layer, dtype in layers.items():
+        for layer in layers:
+            dtype = forward_dtype(layer.weight)
             if supports_prepacking(dtype):
                 layer.forward = _prepacked_forward(layer, dtype, rows)
         yield
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
-
-
-def prepackable_layers(model: nn.Module, device: torch.device) -> list[nn.Linear]:
-    """Return the layers that `prepacked_weights` changes."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return []
-    return [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
 
 
 def supports_prepacking(dtype: torch.dtype) -> bool:

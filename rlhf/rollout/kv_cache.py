@@ -29,16 +29,12 @@ class SlotKVCache:
         self.static = static
         self.layers: dict[int, Tensor] = {}  # keys and values, (2, S, KV heads, columns, D)
         self.whole: dict[int, Tensor] = {}  # the same of all slots
-        self.prompts: PackedPrompts | None = None  # None: a decoding step
+        self.prompts: PackedPrompts | None = None  # of the next pass; None: a decoding step
 
     def use(self, slots: int) -> None:
         """Use the first `slots` slots."""
         self.slots = slots
         self.layers = {layer: stored[:, :slots] for layer, stored in self.whole.items()}
-
-    def begin_prefill(self, prompts: PackedPrompts) -> None:
-        """Prepare for a pass over packed prompts."""
-        self.prompts = prompts
 
     def begin_decode(self, at: Tensor, span: int) -> None:
         """Prepare for a pass with one token per slot, stored in column `at` (S,). `span` columns are attended to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from rlhf.rollout.stopping import StoppingCriterion, stopping_criterion
 from rlhf.settings.training import SamplingSettings
 
 
+@dataclass
 class Sampler:
     """Samples completions of one policy with one of the project's engines.
 
@@ -26,39 +28,20 @@ class Sampler:
     episode).
     """
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        sampling: SamplingSettings,
-        eos: StoppingCriterion | int,
-        pad: int,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        engine: str | None = None,
-        slots: int = 0,
-        longest_prompt: int = 0,
-    ):
-        """
-        Args:
-            policy: it must be in eval mode when it samples.
-            sampling: lengths, temperature, top-k, top-p and stop strings.
-            eos: what ends a completion; a number is the id of EOS.
-            pad: id of the pad token.
-            device: the policy's.
-            dtype: precision of autocast; None: that of the weights.
-            engine: as in `sample_completions`.
-            slots: completions sampled at a time; 0: the default of the device. An out-of-memory error halves them.
-            longest_prompt: tokens of the longest prompt, for which the KV cache has room from the start; 0: unknown.
-        """
-        self.policy = policy
-        self.sampling = sampling
-        self.criterion = StoppingCriterion.of(eos)
-        self.pad = pad
-        self.device = device
-        self.dtype = dtype
-        self.engine = engine
-        self.slots = slots or budget_of(device).rollout_slots
-        self.kept = KeptBatcher(longest_prompt + sampling.max_new_tokens if longest_prompt else 0)
+    policy: PreTrainedModel  # it must be in eval mode when it samples
+    sampling: SamplingSettings
+    eos: StoppingCriterion | int  # what ends a completion; a number is the id of EOS
+    pad: int  # id of the pad token
+    device: torch.device  # the policy's
+    dtype: torch.dtype | None = None  # precision of autocast; None: that of the weights
+    engine: str | None = None  # as in `sample_completions`
+    slots: int = 0  # completions sampled at a time; 0: the device's default. An out-of-memory error halves them.
+    longest_prompt: int = 0  # tokens, for which the KV cache has room from the start; 0: unknown
+
+    def __post_init__(self):
+        self.criterion = StoppingCriterion.of(self.eos)
+        self.slots = self.slots or budget_of(self.device).rollout_slots
+        self.kept = KeptBatcher(self.longest_prompt + self.sampling.max_new_tokens if self.longest_prompt else 0)
 
     @classmethod
     def of(
@@ -69,7 +52,7 @@ class Sampler:
         device: torch.device,
         **how: object,
     ) -> Sampler:
-        """Return the sampler of completions that end at EOS of `tokenizer` or a stop string. `how`: see __init__."""
+        """Return the sampler of completions that end at EOS of `tokenizer` or a stop string. `how`: other fields."""
         return cls(
             policy, sampling, stopping_criterion(tokenizer, sampling.stops), tokenizer.pad_token_id, device, **how
         )

@@ -4,7 +4,7 @@ free memory, `--fit`, and the advice for too little memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,16 +120,26 @@ def choose_batches(config: Config, estimate: Estimator, free: int, screen: Scree
     engine = choose_engine(config.speed.rollout_engine, estimate.packs, estimate.device)
     slots = SLOTS if engine in WITH_SLOTS and not config.speed.rollout_slots else [config.speed.rollout_slots]
 
-    def peak(size: int, count: int) -> int:
-        return estimate(replaced(config, micro_batch_tokens=size, rollout_slots=count)).peak
-
-    most = max(int(free / MARGIN) - CONTEXT[estimate.device.type], peak(tokens[-1], slots[-1]))
-    size = next(size for size in tokens if peak(size, slots[-1]) <= most)
-    count = next(count for count in slots if peak(size, count) <= most)
+    smallest = estimate(replaced(config, micro_batch_tokens=tokens[-1], rollout_slots=slots[-1])).peak
+    room = max(int(free / MARGIN) - CONTEXT[estimate.device.type], smallest)
+    chosen = _largest(config, estimate, room, "micro_batch_tokens", tokens, slots)
+    size = chosen.batch.micro_batch_tokens
+    count = chosen.speed.rollout_slots
     if (size, count) != (tokens[0], slots[0]):
         words = changed_words({"micro_batch_tokens": size, "rollout_slots": count}, values_in(config))
         screen.say(f"chosen for {gib(free)} GiB of free GPU memory: {command(*words)}")
-    return replaced(config, micro_batch_tokens=size, rollout_slots=count)
+    return chosen
+
+
+def _largest(
+    config: Config, estimate: Estimator, room: int, name: str, sizes: Sequence[int], slots: Sequence[int]
+) -> Config:
+    """Return the configuration with the first of `sizes`, the setting `name`, that fits with the fewest slots, and
+    then with the first of `slots` that fit."""
+    few = slots[-1]
+    size = next(n for n in sizes if estimate(replaced(config, rollout_slots=few, **{name: n})).peak <= room)
+    options = (replaced(config, rollout_slots=n, **{name: size}) for n in slots)
+    return next(option for option in options if estimate(option).peak <= room)
 
 
 # --- --fit -----------------------------------------------------------------------------------------------------------
@@ -166,7 +176,8 @@ def choose_fitting(config: Config, estimate: Estimator, room: int, has_targets: 
     options = list(_options(config, has_targets))
     for option in options:
         if estimate(_smallest(option, estimate)).peak <= room:
-            return _largest_parts(option, estimate, room)
+            sizes = [option.batch.micro_batch_size, *range(estimate(option).episodes - 1, 0, -1)]
+            return _largest(option, estimate, room, "micro_batch_size", sizes, _slots(option, estimate))
     return min((_smallest(option, estimate) for option in options), key=lambda option: estimate(option).peak)
 
 
@@ -193,16 +204,6 @@ def _slots(config: Config, estimate: Estimator) -> list[int]:
         return [config.speed.rollout_slots]
     most = budget_of(estimate.device, config).rollout_slots
     return [config.speed.rollout_slots, *(n for n in SLOTS if n < most)]
-
-
-def _largest_parts(config: Config, estimate: Estimator, room: int) -> Config:
-    """Return the configuration with the largest micro-batch and then the most slots that fit."""
-    few = _slots(config, estimate)[-1]
-    episodes = estimate(config).episodes
-    sizes = [config.batch.micro_batch_size, *range(episodes - 1, 0, -1)]
-    size = next(n for n in sizes if estimate(replaced(config, micro_batch_size=n, rollout_slots=few)).peak <= room)
-    options = (replaced(config, micro_batch_size=size, rollout_slots=n) for n in _slots(config, estimate))
-    return next(option for option in options if estimate(option).peak <= room)
 
 
 def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, screen: Screen) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -67,43 +67,38 @@ def sample_shares(
     return exchange_completions(share, rows, prompts, sampler.criterion, sampler.pad, length, sampler.device)
 
 
+@dataclass
 class RolloutCollector:
     """Collects rollouts with the current policy. Random numbers depend on (seed, update, purpose, episode) only."""
 
-    def __init__(
-        self,
-        config: Config,
-        host: Host,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: Rewards,
-        passes: ForwardPasses,
-        progress: Progress,
-        longest_prompt: int = 0,
-    ):
-        """`progress` counts what is sampled for training. `longest_prompt`: tokens of the run's longest prompt, for
-        which the KV cache has room from the start."""
-        self.config = config
-        self.host = host
-        self.tokenizer = tokenizer
-        self.rewards = rewards
-        self.passes = passes
-        self.progress = progress
-        self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
-        device = host.accelerator.device
-        policy = host.actor.policy
+    config: Config
+    host: Host
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    passes: ForwardPasses
+    progress: Progress  # counts what is sampled for training
+    longest_prompt: int = 0  # tokens of the run's longest prompt, for which the KV cache has room from the start
+
+    def __post_init__(self):
+        config = self.config
+        reward = config.reward
+        self.normalizer = ScoreNormalizer(reward.score_ema) if reward.normalize_scores else None
+        accelerator = self.host.accelerator
+        device = accelerator.device
+        policy = self.host.actor.policy
         self.sampler = Sampler.of(
             policy,
-            tokenizer,
+            self.tokenizer,
             config.sampling,
             device,
-            dtype=passes.dtype,
+            dtype=self.passes.dtype,
             engine=config.speed.own_engine,
             slots=budget_of(device, config).rollout_slots,
-            longest_prompt=longest_prompt,
+            longest_prompt=self.longest_prompt,
         )
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
-            self.vllm = VLLMEngine(policy, host.accelerator, tokenizer, config.sampling, config.data.prompt_length)
+            self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
 
     def collect(self, episodes: Episodes, update: int, purpose: str = "rollout", keep_pass: bool = True) -> Rollout:
         """Sample one completion per episode for training, and compute log-probs, reference log-probs and values.

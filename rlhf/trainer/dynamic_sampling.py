@@ -9,6 +9,8 @@ Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filte
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from rlhf.algorithms.experience import tokens_of_loss
@@ -22,15 +24,17 @@ from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.timing import Timer
 
 
+@dataclass
 class DynamicSampler:
     """Replaces the groups with equal scores in an update's rollout, and counts what it sampled in that update."""
 
-    def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector):
-        self.config = config
-        self.sampler = sampler
-        self.collector = collector
-        self.progress = collector.progress
-        self.limit = config.group.dynamic_sampling
+    config: Config
+    sampler: PromptSampler
+    collector: RolloutCollector
+
+    def __post_init__(self):
+        self.progress = self.collector.progress
+        self.limit = self.config.group.dynamic_sampling
         self._start()
 
     def _start(self) -> None:
@@ -50,12 +54,13 @@ class DynamicSampler:
         """
         self._start()
         size = self.config.group_size
+        budget = self.config.run.episodes
         drawn = list(rollout.prompts[:: self.config.group_size])
         logged = []
         logged.append((len(rollout.prompts), scores.logged))
         for number in range(1, self.limit + 1):
             equal = self._without_signal(rollout, scores).nonzero().flatten().tolist()
-            if not equal or self._budget_is_spent():
+            if not equal or (budget is not None and self.progress.episodes >= budget):
                 break
             prompts = self.sampler.other_prompts(update, number, len(equal), drawn)
             drawn += prompts
@@ -100,10 +105,6 @@ class DynamicSampler:
         self.episodes += len(rows)
         self.progress.resampled_episodes += len(rows)
         self.replaced_tokens += sum(rollout.completions.completion_lengths[row] for row in rows)
-
-    def _budget_is_spent(self) -> bool:
-        budget = self.config.run.episodes
-        return budget is not None and self.progress.episodes >= budget
 
     def metrics(self) -> dict[str, float]:
         """Return how much was sampled in addition to the batches; {} if dynamic sampling is off."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -41,50 +42,30 @@ class Pass(NamedTuple):
     hidden: Tensor  # (M, H) the hidden states from which the M completion tokens are predicted
 
 
+@dataclass
 class ForwardPasses:
     """Runs the policy and the reference over completions, in micro-batches that fit into memory.
 
     The split into micro-batches changes memory, not the result.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        reference: Reference,
-        temperature: float,
-        dtype: torch.dtype | None = None,
-        packed: bool = True,
-        max_rows: int = 0,
-        max_tokens: int = 0,
-        share_first: bool = False,
-        oom_hint: Callable[[], str] = default_oom_hint,
-    ):
-        """Runs on the device of the policy.
+    actor: Actor  # the policy, with the critic if there is one
+    reference: Reference
+    temperature: float  # of sampling; log-probabilities are computed at this temperature
+    dtype: torch.dtype | None = None  # precision of the forward passes; None: float32
+    packed: bool = True  # pack the completions, if the architecture supports it
+    max_rows: int = 0  # largest number of completions in a forward pass; 0: no limit
+    max_tokens: int = 0  # largest number of tokens in a forward pass; 0: that of the device's budget
+    share_first: bool = False  # the first optimizer step uses all completions, in the forward pass of the rollout
+    oom_hint: Callable[[], str] = default_oom_hint  # returns the advice at the end of an out-of-memory message
 
-        Args:
-            actor: the policy, with the critic if there is one.
-            reference: the frozen reference.
-            temperature: sampling temperature; log-probabilities are computed at this temperature.
-            dtype: precision of the forward passes; None: float32.
-            packed: pack the completions, if the architecture supports it.
-            max_rows: largest number of completions in a forward pass; 0: no limit.
-            max_tokens: largest number of tokens in a forward pass; 0: that of the device's budget.
-            share_first: the first optimizer step uses all completions, and its forward pass is that of the rollout.
-            oom_hint: returns the advice at the end of an out-of-memory message.
-        """
-        base = base_of(actor.policy)
-        self.actor = actor
-        self.reference = reference
-        self.temperature = temperature
-        self.dtype = dtype
+    def __post_init__(self):
+        base = base_of(self.actor.policy)
         self.device = base.device
-        self.packed = packed and packable(base)
-        self.max_rows = max_rows
-        self.max_tokens = max_tokens or budget_of(base.device).tokens_per_micro_batch
-        self.share_first = share_first
-        self.oom_hint = oom_hint
-        layers = llama.plain_weights(actor) if self.packed else ()
-        self.weights = CastWeights([base.get_output_embeddings().weight, *layers], dtype)
+        self.packed = self.packed and packable(base)
+        self.max_tokens = self.max_tokens or budget_of(base.device).tokens_per_micro_batch
+        layers = llama.plain_weights(self.actor) if self.packed else ()
+        self.weights = CastWeights([base.get_output_embeddings().weight, *layers], self.dtype)
         self._kept: tuple[Completions, Pass] | None = None
 
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:

@@ -44,6 +44,7 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.paths import path_on_page
+from rlhf.utils.statistics import is_binary
 from rlhf.utils.system import threads_variable
 
 
@@ -288,7 +289,7 @@ class ModelEvaluator:
         if not self._same_vocabulary(tokenizer):
             evaluator.text = self._text(tokenizer)
         found = self._sampled(label, evaluator, self.encoded(tokenizer), self.settings.completions, screen)
-        if self.shots is None or not found.checked:
+        if self.shots is None or not is_binary(found.deciding):
             return found
         return replace(found, variants=self._variants(label, evaluator, screen))
 

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +74,25 @@ class Samples(Callback):
     def on_batch(self, update, batch, scores):
         if not scores.extra:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         texts = batch.completions.texts(self.tokenizer)
-        with (self.folder / f"rollout-{update:06d}.jsonl").open(
-            "w", encoding="utf-8", errors="backslashreplace"
-        ) as file:
-            for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True)):
-                known = None if math.isnan(score) else score
-                row = {"prompt": prompt.example.messages, "completion": text, "score": known}
-                row["extra"] = {name: values[i] for name, values in scores.extra.items()}
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        columns = zip(batch.prompts, texts, scores.raw.tolist(), strict=True)
+        rows = [
+            {
+                "prompt": prompt.example.messages,
+                "completion": text,
+                "score": None if math.isnan(score) else score,
+                "extra": {name: values[i] for name, values in scores.extra.items()},
+            }
+            for i, (prompt, text, score) in enumerate(columns)
+        ]
+        self._write(f"rollout-{update:06d}.jsonl", rows)
 
     def on_evaluation(self, evaluation):
-        evaluation.write(self.folder, self.prompts)
+        self._write(f"update-{evaluation.update:06d}.jsonl", evaluation.rows(self.prompts))
+
+    def _write(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Write a file with one JSON object per line."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / name).open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

@@ -89,6 +89,9 @@ class Rewards:
     ) -> Scores:
         """Return the scores of completions.
 
+        Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
+        are as many prompts as processes.
+
         Raises RunError with the function's name if a function raises, exceeds its time limit or returns the wrong
         number of scores. Raises BadScore for a score or a weighted sum that is not finite or too large, so that it
         never reaches the optimizer. (TRL's GRPO ignores NaN in its sum.)
@@ -99,8 +102,18 @@ class Rewards:
             ids: the completions as ids, with EOS.
             ended: False if the completion was cut off at the length limit.
         """
+
+        def call(rows: Sequence[int]) -> tuple[dict[str, list[float | None]], RewardLog]:
+            given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
+            own = RewardLog(len(rows))
+            return self._call_functions(*given, self.columns_of(prompts), own), own
+
+        shares = gather(own_share(by_group([prompt.ids for prompt in prompts]), call))
+        parts = [(rows, *found) for rows, found in shares if found is not None]
         log = RewardLog(len(texts))
-        given = self.scores_by_function(prompts, texts, ids, ended, log=log)
+        log.join([(rows, part) for rows, _, part in parts])
+        scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
+        given = {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
         total = self.weighted(given)
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
@@ -120,32 +133,6 @@ class Rewards:
             totals.append(sum(known) if known else None)
         return totals
 
-    def scores_by_function(
-        self,
-        prompts: Sequence[Prompt],
-        texts: Sequence[str],
-        ids: Sequence[Sequence[int]],
-        ended: Sequence[bool],
-        log: RewardLog | None,
-    ) -> dict[str, list[float | None]]:
-        """Return each function's scores before the weights. Raises like `score`.
-
-        Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
-        are as many prompts as processes. `log` receives what the functions log; None: it is ignored.
-        """
-
-        def call(rows: Sequence[int]) -> tuple[dict[str, list[float | None]], RewardLog]:
-            given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
-            own = RewardLog(len(rows))
-            return self._call_functions(*given, self.columns_of(prompts), own), own
-
-        shares = gather(own_share(by_group([prompt.ids for prompt in prompts]), call))
-        parts = [(rows, *found) for rows, found in shares if found is not None]
-        if log is not None:
-            log.join([(rows, part) for rows, _, part in parts])
-        scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
-        return {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
-
     def _call_functions(
         self,
         prompts: Sequence[Prompt],
@@ -155,7 +142,7 @@ class Rewards:
         columns: Sequence[str],
         log: RewardLog,
     ) -> dict[str, list[float | None]]:
-        """Call each function with completions of this process. The arguments are those of `scores_by_function`."""
+        """Call each function with completions of this process. The arguments are those of `score`."""
         names = zip(self.functions, self.names, self.limits_s, strict=True)
         start = time.monotonic()
         rows = {

@@ -37,6 +37,12 @@ class Scores:
         known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
         return {name: fmean(scores) for name, scores in known.items() if scores}
 
+    def equal_groups(self, group_size: int) -> Tensor:
+        """Return which groups have equal `shaped` scores, or fewer than two, (B / group_size,): they teach nothing
+        about the score."""
+        groups = self.shaped.view(-1, group_size)
+        return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
+
     def for_control(self, control: str, seed: int, update: int) -> Scores:
         """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
         else, such as `raw`, stays true. Without a control, return the scores unchanged.

@@ -95,7 +95,8 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     policy = load_start_policy(config, start.folder, tokenizer, device)
     if watched:
         limit_s = config.reward.reward_timeout
-        evaluated = Rewards(list(watched.values()), None, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
+        unused = [0.0] * len(watched)  # weights: their sum means nothing
+        evaluated = Rewards(list(watched.values()), unused, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
     return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, gold_of(config), start.date)
 
 

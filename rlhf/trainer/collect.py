@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
@@ -23,7 +24,6 @@ from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.scores import shaped
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
@@ -129,9 +129,8 @@ class RolloutCollector:
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
-        `drawn_again` as in `shaped`."""
+        `drawn_again` as in `_shaped`."""
         completions = rollout.completions
-        reward = self.config.reward
         try:
             with self.passes.raise_on_oom("scoring"):
                 given = self.rewards.score(
@@ -144,5 +143,20 @@ class RolloutCollector:
             check_finite(scores=raw[[i for i, score in enumerate(given.total) if score is not None]])
         except SkipUpdate as found:  # a large float64 overflows in float32
             raise SkipUpdate(str(found), by_score=True) from None
-        penalty = reward.missing_eos_penalty
-        return replace(given, raw=raw, shaped=shaped(raw, completions.ended, penalty, self.normalizer, drawn_again))
+        return replace(given, raw=raw, shaped=self._shaped(raw, completions.ended, drawn_again))
+
+    def _shaped(self, raw: Tensor, ended: Tensor, drawn_again: bool) -> Tensor:
+        """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized. NaN
+        stays NaN.
+
+        `drawn_again`: the completions were sampled in place of others of the same update. They are normalized with the
+        estimates of the first ones: a second step of the estimates would give a few completions the weight of a whole
+        batch.
+        """
+        # detail 17: 0 by default (N details). Without a penalty, only the reward can teach the policy to stop.
+        scores = raw - self.config.reward.missing_eos_penalty * (~ended).float()
+        known = scores.isfinite().nonzero().flatten()
+        if self.normalizer is not None and len(known):
+            normalize = self.normalizer.normalized if drawn_again and self.normalizer.batches else self.normalizer
+            scores[known] = score_tensor(normalize(scores[known].tolist()), scores.device)
+        return scores

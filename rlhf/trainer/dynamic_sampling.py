@@ -19,7 +19,6 @@ from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.scores import equal_groups
 from rlhf.trainer.timing import Timer
 
 
@@ -71,7 +70,7 @@ class DynamicSampler:
     def _without_signal(self, rollout: Rollout, scores: Scores) -> Tensor:
         """Return which groups have equal scores, or no token in the loss, (B / group_size,)."""
         in_loss = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions).any(1)
-        equal = equal_groups(scores.shaped, self.config.group_size)
+        equal = scores.equal_groups(self.config.group_size)
         return equal | ~in_loss.view(-1, self.config.group_size).any(1).to(equal.device)
 
     def _draw(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +14,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.trainer.eval_metrics import tag_of
 from rlhf.utils.rng import rng_for
-from rlhf.utils.statistics import is_binary, scored
+from rlhf.utils.statistics import scored
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Evaluation:
     # judge or evaluation function -> its ratings (P, K); the first one decides
     judged: dict[str, np.ndarray] = field(default_factory=dict)
     update: int = 0  # of the run, before the evaluation
-    topics: list[str | None] | None = None  # (P,) as in the metrics' names; None if the run has no metrics per topic
+    topics: list[list[str | None]] | None = None  # as in the metrics' names; None if the run has no metrics per topic
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
     extra: dict[str, list[list]] = field(default_factory=dict)  # columns that functions logged with log_extra
     gold: np.ndarray | None = None  # (P, K) gold quality in [0, 1]; None without a gold judge
@@ -67,11 +65,6 @@ class Evaluation:
         """The first judge's ratings (P, K); the scores without a judge."""
         return next(iter(self.judged.values()), self.scores)
 
-    @property
-    def checked(self) -> bool:
-        """True if what decides is a checker: all its values are 0 or 1."""
-        return is_binary(self.deciding)
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
         return {
@@ -94,10 +87,9 @@ class Evaluation:
 
     def _by_topic(self) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
-        for name, row in zip(self.topics or [], self.scores, strict=False):
-            known = scored(row).tolist()
-            if name is not None and known:
-                scores.setdefault(name, []).extend(known)
+        for name, score in zip(flat(self.topics or []), flat(self.scores), strict=False):
+            if name is not None and score is not None:
+                scores.setdefault(name, []).append(score)
         return scores
 
     def select(self, index: np.ndarray) -> Evaluation:
@@ -114,26 +106,21 @@ class Evaluation:
             ]
         )
 
-    def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """Writes every completion with its score and its value of each evaluation function, one JSON object per
-        line."""
-        rows = [prompt for prompt in prompts for _ in range(self.samples)]
+    def rows(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """Yield every completion with its score and its value of each evaluation function."""
+        whole = [prompt for prompt in prompts for _ in range(self.samples)]
         metrics = {name: flat(values) for name, values in self.judged.items()}
         extra = {name: flat(values) for name, values in self.extra.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"update-{self.update:06d}.jsonl").open(
-            "w", encoding="utf-8", errors="backslashreplace"
-        ) as file:
-            columns = zip(rows, *map(flat, (self.texts, self.scores, self.kl, self.ended)), strict=True)
-            for i, (prompt, text, score, kl, ended) in enumerate(columns):
-                row = {"prompt": prompt.example.messages, "completion": text, "score": score, "kl": kl, "ended": ended}
-                if metrics:
-                    row["metrics"] = {name: values[i] for name, values in metrics.items()}
-                if extra:
-                    row["extra"] = {name: values[i] for name, values in extra.items()}
-                if prompt.example.topic is not None:
-                    row["topic"] = prompt.example.topic
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        columns = zip(whole, *map(flat, (self.texts, self.scores, self.kl, self.ended)), strict=True)
+        for i, (prompt, text, score, kl, ended) in enumerate(columns):
+            row = {"prompt": prompt.example.messages, "completion": text, "score": score, "kl": kl, "ended": ended}
+            if metrics:
+                row["metrics"] = {name: values[i] for name, values in metrics.items()}
+            if extra:
+                row["extra"] = {name: values[i] for name, values in extra.items()}
+            if prompt.example.topic is not None:
+                row["topic"] = prompt.example.topic
+            yield row
 
 
 def flat(values: np.ndarray | Sequence[Sequence]) -> list:
@@ -152,13 +139,18 @@ def as_array(values: Sequence[float | None], samples: int) -> np.ndarray:
     return np.array(values, dtype=float if None in values else None).reshape(-1, samples)
 
 
+def of_completions(value: Any) -> bool:
+    """Return whether a field has an entry for each completion: an array (P, K), or P lists of K."""
+    return isinstance(value, np.ndarray) or (isinstance(value, list) and isinstance(next(iter(value), None), list))
+
+
 def _chosen(value: Any, index: np.ndarray) -> Any:
     """Return a field for these completions of each prompt."""
     if isinstance(value, dict):
         return {name: _chosen(of, index) for name, of in value.items()}
     if isinstance(value, np.ndarray):
         return np.take_along_axis(value, index, axis=1)
-    if isinstance(value, list) and value and isinstance(value[0], list):
+    if of_completions(value):
         return [[row[i] for i in rows] for row, rows in zip(value, index, strict=True)]
     return value
 

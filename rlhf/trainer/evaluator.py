@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import decode_completion, encode_completion
-from rlhf.data.prompts import Prompt, ids_alone, paragraphs_of
+from rlhf.data.prompts import Prompt, paragraphs_of
 from rlhf.distributed.group import gather
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
@@ -21,7 +21,6 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
-from rlhf.rewards.arguments import RewardLog
 from rlhf.rewards.find import EVAL_FUNCTION
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions, token_batch
@@ -41,7 +40,7 @@ FIXED_TEXTS = 128
 class FixedText:
     """The text on which the perplexity is computed throughout a run."""
 
-    prompts: list[Prompt]
+    prompts: list[Sequence[int]]  # token ids
     completions: list[list[int]]  # token ids whose log-probabilities are averaged
     source: str  # description, printed next to the perplexity
     by_start: bool = False  # the start model sampled it; False: others wrote it
@@ -64,10 +63,10 @@ def fixed_text(
     with_chosen = [p for p in prompts if p.example.chosen is not None][:FIXED_TEXTS]
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
-        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
+        return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
     completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"
-    return FixedText(list(prompts[:FIXED_TEXTS]), completions, source, by_start=True)
+    return FixedText([p.ids for p in prompts[:FIXED_TEXTS]], completions, source, by_start=True)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
@@ -75,7 +74,7 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
     `paragraphs_of` does."""
     rows = paragraphs_of(tokenizer, file)
     return FixedText(
-        [ids_alone(row[:1]) for row in rows],
+        [row[:1] for row in rows],
         [row[1:] for row in rows],
         f"{len(rows)} paragraphs of {path_on_page(file)}",
     )
@@ -95,7 +94,7 @@ def perplexity(sampler: Sampler, text: FixedText) -> float:
     batch = budget_of(sampler.device).eval_batch_size
     for start in range(rank() * batch, len(order), size() * batch):
         rows = order[start : start + batch]
-        prompts = [text.prompts[i].ids for i in rows]
+        prompts = [text.prompts[i] for i in rows]
         completions = [text.completions[i] for i in rows]
         micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
             token_batch(prompts, completions, sampler.pad, sampler.device), range(len(rows))
@@ -203,16 +202,13 @@ class Evaluator:
         """Score and rate completions, `samples` of each prompt, prompt by prompt. KL and perplexity are None."""
         texts = [decode_completion(self.tokenizer, row, self.sampler.sampling.stops) for row in ids]
         given = self.rewards.score(prompts, texts, ids, ended)
-        log = RewardLog(len(texts))
-        judged: dict[str, list[float | None]] = {}
-        for judge in self.judges:
-            judged |= judge.scores_by_function(prompts, texts, ids, ended, log=log)
+        ratings = [judge.score(prompts, texts, ids, ended) for judge in self.judges]
         return Evaluation(
             texts=by_prompt(texts, samples),
             scores=as_array(given.total, samples),
             lengths=as_array(list(map(len, ids)), samples),
             ended=as_array(ended, samples),
-            judged={name: as_array(values, samples) for name, values in judged.items()},
-            extra={name: by_prompt(column, samples) for name, column in {**given.extra, **log.extra}.items()},
+            judged={name: as_array(values, samples) for by in ratings for name, values in by.by_function.items()},
+            extra={name: by_prompt(column, samples) for by in (given, *ratings) for name, column in by.extra.items()},
             functions=tuple(name for judge in self.judges if judge.kind == EVAL_FUNCTION for name in judge.names),
         )

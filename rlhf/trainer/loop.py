@@ -428,11 +428,11 @@ class OnPolicyLoop:
             start = "Check the start model, --temperature and --eval-text"
             advice = self.session.advice(by_score=False) if update else start
             raise RunError(result.not_finite, where, f"The model is not saved. {advice}")
-        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
+        topics = [[self.topic_tags.get(prompt.example.topic)] * samples for prompt in prompts]
         return replace(
             result,
             update=update,
-            topics=topics if any(topics) else None,
+            topics=topics if any(map(any, topics)) else None,
             figures={name: figures_of(values, run.seed) for name, values in result.judged.items()},
             gold=None if self.gold is None else result.gold_of(prompts, self.gold),
         )

@@ -11,7 +11,6 @@ import torch
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
 from rlhf.rewards.scores import Scores
-from rlhf.trainer.scores import equal_groups
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
@@ -41,7 +40,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     if batch.values is not None and batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
     if group_size > 1:
-        values["rewards/equal_groups"] = equal_groups(scores.shaped, group_size).float().mean()
+        values["rewards/equal_groups"] = scores.equal_groups(group_size).float().mean()
     if len(raw) < len(mask):
         values["rewards/unscored"] = scores.raw.isnan().float().mean()
     stacked = torch.stack([v.float() for v in values.values()]).tolist()  # one transfer from the device

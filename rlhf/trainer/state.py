@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
-from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, flat
+from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, flat, of_completions
 from rlhf.trainer.evaluator import FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
@@ -55,7 +54,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "this_epoch": trainer.this_epoch,
         "normalizer": normalizer.state_dict() if normalizer is not None else None,
         "evaluations": [_evaluation_to_json(evaluation) for evaluation in trainer.evaluations],
-        "text": _text_to_json(trainer.evaluator.text),
+        "text": asdict(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.host.lr_scheduler.state_dict(),
         "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
@@ -83,7 +82,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
         normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [_evaluation_from_json(evaluation) for evaluation in state["evaluations"]]
-    trainer.evaluator.text = _text_from_json(state["text"])
+    trainer.evaluator.text = FixedText(**state["text"])
     for name, callback in _stateful(trainer).items():
         if name in state["listeners"]:
             callback.load_state_dict(state["listeners"][name])
@@ -175,48 +174,29 @@ def _plain(value: Any) -> Any:
 
 # --- evaluations: lists over the completions, prompt by prompt ------------------------------------------------------
 
+STORED_AS = {"judged": "values"}  # field -> its name in a checkpoint, if that is another
+
 
 def _evaluation_to_json(evaluation: Evaluation) -> dict[str, Any]:
-    samples = evaluation.samples
-    return {
-        "update": evaluation.update,
-        **{name: flat(getattr(evaluation, name)) for name in ("texts", "scores", "kl", "lengths", "ended")},
-        "perplexity": evaluation.perplexity,
-        "topics": evaluation.topics and [topic for topic in evaluation.topics for _ in range(samples)],
-        "samples": samples,
-        "values": {name: flat(values) for name, values in evaluation.judged.items()},
-        "figures": evaluation.figures,
-        "extra": {name: flat(values) for name, values in evaluation.extra.items()},
-        "gold": [] if evaluation.gold is None else flat(evaluation.gold),
-    }
+    def stored(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: stored(of) for name, of in value.items()}
+        return flat(value) if of_completions(value) else value
+
+    values = {STORED_AS.get(name, name): stored(value) for name, value in vars(evaluation).items()}
+    return {**values, "samples": evaluation.samples}
 
 
 def _evaluation_from_json(state: dict[str, Any]) -> Evaluation:
-    samples = state["samples"]
-    return Evaluation(
-        update=state["update"],
-        texts=by_prompt(state["texts"], samples),
-        **{name: as_array(state[name], samples) for name in ("scores", "kl", "lengths", "ended")},
-        perplexity=state["perplexity"],
-        topics=state["topics"] and state["topics"][::samples],
-        judged={name: as_array(values, samples) for name, values in state["values"].items()},
-        figures=state["figures"],
-        extra={name: by_prompt(values, samples) for name, values in state["extra"].items()},
-        gold=as_array(state["gold"], samples) if state["gold"] else None,
-    )
+    def restored(kind: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: restored(kind, of) for name, of in value.items()}
+        if "ndarray" in kind:
+            return as_array(value, state["samples"]) if value else None
+        return by_prompt(value, state["samples"]) if "list[list" in kind and value else value
 
-
-# --- the text of the perplexity --------------------------------------------------------------------------------------
-
-
-def _text_to_json(text: FixedText) -> dict[str, Any]:
-    prompts = [list(p.ids) for p in text.prompts]
-    return {"prompts": prompts, "completions": text.completions, "source": text.source, "by_start": text.by_start}
-
-
-def _text_from_json(state: dict[str, Any]) -> FixedText:
-    prompts = [ids_alone(ids) for ids in state["prompts"]]
-    return FixedText(prompts, state["completions"], state["source"], state["by_start"])
+    stored = [(field, STORED_AS.get(field.name, field.name)) for field in fields(Evaluation)]
+    return Evaluation(**{field.name: restored(field.type, state[name]) for field, name in stored if name in state})
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

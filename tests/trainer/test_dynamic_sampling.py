@@ -28,7 +28,6 @@ from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.setup.plan import budget
 from rlhf.trainer.dynamic_sampling import _means
-from rlhf.trainer.scores import equal_groups
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
 SCRIPTS = {"grpo": train_grpo, "rloo": train_rloo}
@@ -65,7 +64,7 @@ class Recorder:
 def test_equal_groups_by_hand():
     """Groups of two: equal; different; one score; no score."""
     scores = torch.tensor([1.0, 1.0, 1.0, 2.0, 3.0, math.nan, math.nan, math.nan])
-    assert equal_groups(scores, 2).tolist() == [True, False, True, True]
+    assert Scores([], {}, shaped=scores).equal_groups(2).tolist() == [True, False, True, True]
 
 
 def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0) -> Rollout:

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from rlhf.callbacks.samples import Samples
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.run.figures import compare
 from rlhf.trainer.eval_metrics import figures_of, shown, tag_of
@@ -67,13 +68,12 @@ def test_tags_and_words():
     ) == ("0.250 (0.100 to 0.500), pass@16 0.750")
 
 
-def test_completions_without_a_score_are_left_out_of_means_topics_and_samples(tmp_path):
-    result = evaluation([[1.0], [None], [3.0], [None]], topics=["a", "a", None, "b"])
+def test_completions_without_a_score_are_left_out_of_means_topics_and_samples():
+    result = evaluation([[1.0], [None], [3.0], [None]], topics=[["a"], ["a"], [None], ["b"]])
     metrics = result.metrics()
     assert metrics["eval/score"] == 2.0
     assert metrics["topic/a/eval_score"] == 1.0 and "topic/b/eval_score" not in metrics
-    result.write(tmp_path, prompts(4))
-    rows = [json.loads(line) for line in (tmp_path / "update-000000.jsonl").open()]
+    rows = list(result.rows(prompts(4)))
     assert [row["score"] for row in rows] == [1.0, None, 3.0, None]
     assert "metrics" not in rows[0], "there are no evaluation functions"
 
@@ -81,7 +81,7 @@ def test_completions_without_a_score_are_left_out_of_means_topics_and_samples(tm
 def test_lone_surrogates_in_logged_columns_are_written_as_json_writes_them(tmp_path):
     """A column of the data may contain them, because only the prompt and the completions are checked."""
     result = evaluation([[1.0]], extra={"answer": [["\\\ud800 a"]]})
-    result.write(tmp_path, prompts(1))
+    Samples(tmp_path, prompts(1), None).on_evaluation(result)
     assert json.loads((tmp_path / "update-000000.jsonl").read_text())["extra"] == {"answer": "\\\ud800 a"}
     write_json(tmp_path / "a.json", "\ud800")
     assert json.loads((tmp_path / "a.json").read_text()) == "\ud800"

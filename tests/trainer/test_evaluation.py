@@ -24,7 +24,7 @@ from rlhf.settings.training import SamplingSettings
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, flat
 from rlhf.trainer.evaluator import FixedText, fixed_text, perplexity
-from rlhf.trainer.state import _evaluation_from_json, _evaluation_to_json, _text_from_json, _text_to_json
+from rlhf.trainer.state import _evaluation_from_json, _evaluation_to_json
 from tests.conftest import attach
 from tests.evaluations import evaluation_of
 
@@ -55,7 +55,7 @@ def test_perplexity_matches_a_plain_forward_pass(start_model):
             logp = policy(torch.tensor([[*prompt.ids, *completion]])).logits[0].log_softmax(-1)
         total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
         tokens += len(completion)
-    text = FixedText(prompt_rows, completions, "two")
+    text = FixedText([p.ids for p in prompt_rows], completions, "two")
     actual = perplexity(Sampler.of(policy, tokenizer, SamplingSettings(), CPU), text)
     assert actual == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
@@ -79,7 +79,6 @@ def test_perplexity_without_pairs_uses_completions_of_the_start_model(build, tmp
     source = f"one fixed sample of the start model's completions ({count})"
     text = trainer.evaluator.text
     assert text.source == source == log.record.best.perplexity_text and text.by_start
-    assert _text_from_json(json.loads(json.dumps(_text_to_json(text)))).by_start, "as in a checkpoint"
     samples = log.folder / "samples" / "update-000000.jsonl"
     start = [json.loads(line)["completion"] for line in samples.open()]
     decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
@@ -96,7 +95,7 @@ def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path, use
     ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
     assert trainer.evaluator.text.source == f"2 paragraphs of {tmp_path.name}/text.txt"
     assert [
-        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
+        [*p, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
     with user_error("--eval-text", 2):
@@ -238,7 +237,8 @@ def test_selected_completions_keep_every_field():
     scores = np.arange(6.0).reshape(2, 3)
     names = [["a", "b", "c"], ["d", "e", "f"]]
     whole = WithMore(
-        names, scores, scores * 2, scores > 3, scores * 3, judged={"j": -scores}, gold=scores / 10, topics=["t", None],
+        names, scores, scores * 2, scores > 3, scores * 3, judged={"j": -scores}, gold=scores / 10,
+        topics=[["t"] * 3, [None] * 3],
         surprise=scores + 1, notes={"n": names}, topic="sums",
     )  # fmt: skip
     found = whole.select(np.array([[2, 0], [1, 1]]))
@@ -246,19 +246,21 @@ def test_selected_completions_keep_every_field():
     assert found.scores.tolist() == [[2, 0], [4, 4]] and found.surprise.tolist() == [[3, 1], [5, 5]]
     assert found.judged["j"].tolist() == [[-2, 0], [-4, -4]] and found.ended.tolist() == [[False, False], [True, True]]
     assert found.kl.tolist() == [[6, 0], [12, 12]] and found.gold.tolist() == [[0.2, 0.0], [0.4, 0.4]]
-    assert (found.topics, found.topic, found.perplexity) == (["t", None], "sums", None)
+    assert (found.topics, found.topic, found.perplexity) == ([["t"] * 2, [None] * 2], "sums", None)
 
 
 def test_an_evaluation_survives_a_checkpoint():
     """With and without a score, several samples, logged columns, gold quality and topics."""
     scores = [[1.5, None], [None, None]]
     whole = evaluation(
-        scores, judged={"right": [[1, 0], [None, 1]]}, update=3, topics=["a", None], gold=np.array([[0.0, 1], [1, 1]]),
+        scores, judged={"right": [[1, 0], [None, 1]]}, update=3, topics=[["a", "a"], [None, None]],
+        gold=np.array([[0.0, 1], [1, 1]]),
         figures={"right": {"value": 0.75}}, extra={"column": [[{"x": 1}, None], [[2], "y"]]},
     )  # fmt: skip
     stored = json.loads(json.dumps(_evaluation_to_json(whole)))
     assert stored["scores"] == [1.5, None, None, None] and stored["topics"] == ["a", "a", None, None]
     again = _evaluation_from_json(stored)
+    assert stored["values"] == {"right": [1, 0, None, 1]} and stored["samples"] == 2
     for name, value in vars(whole).items():
         np.testing.assert_equal(getattr(again, name), value)
     plain = evaluation([[1.0]])

@@ -218,7 +218,7 @@ def test_perplexity_too_large_for_a_float_is_infinite(build):
     with torch.no_grad():
         trainer.actor.policy.get_input_embeddings().weight.mul_(1e5)
     prompt = trainer.train_prompts[0]
-    text = FixedText([prompt], [[5, 6, 7]], "three tokens")
+    text = FixedText([prompt.ids], [[5, 6, 7]], "three tokens")
     value = perplexity(trainer.collector.sampler, text)
     assert value == math.inf
 

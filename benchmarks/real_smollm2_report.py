@@ -13,7 +13,7 @@ import numpy as np
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.reports.plot_style import COLOURS, LineStyle, line_styles_of, new_figure, save_picture, style
 from rlhf.utils.errors import UserError
-from rlhf.utils.statistics import Estimate, over_prompts, over_seeds_if_any
+from rlhf.utils.statistics import Estimate, over_prompts, over_seeds
 
 MODEL = "SmolLM2-135M-Instruct (4-bit weights, dequantized)"
 KINDS = (*ALGORITHMS, "control")
@@ -94,11 +94,11 @@ def seeds_table(runs: Sequence[Facts], answers: dict[str, Facts]) -> str:
             continue
         rise = np.stack([rises(run) for run in found])  # (seeds, questions)
         cells = [range_of([100 * run["accuracy"][name] for run in found], 1) for name in ("before", "after")]
-        cells.append(points(over_seeds_if_any(rise[:, None], runs[0]["seed"], (True, False))[0]))
+        cells.append(points(over_seeds(rise[:, None], runs[0]["seed"], (True, False))[0]))
         if kind == "control" or not control:
             cells.append("")
         else:
-            cells.append(points(over_seeds_if_any(rise[:, None] - np.stack(control), runs[0]["seed"])[0]))
+            cells.append(points(over_seeds(rise[:, None] - np.stack(control), runs[0]["seed"])[0]))
         last = [run["evaluations"][-1] for run in found]
         cells += [range_of([run["kl_per_sequence"] for run in found], 1)]
         cells += [range_of([e["length"] for e in last], 1), range_of([100 * e["eos_rate"] for e in last], 0)]

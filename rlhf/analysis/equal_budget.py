@@ -18,7 +18,7 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.statistics import (
     FEW_SCORED,
     level_of_each,
-    over_seeds_if_any,
+    over_seeds,
     paired,
     per_prompt,
     scored,
@@ -243,5 +243,5 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict
     if gaps.shape[-1] < 2:
         return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
     limits = share_limits(np.hstack([getattr(point, by) for run in (*one, *other) for _, point in run]))
-    found, over = over_seeds_if_any(gaps, seed, limits=limits, level=level)
+    found, over = over_seeds(gaps, seed, limits=limits, level=level)
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

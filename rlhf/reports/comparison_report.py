@@ -19,16 +19,16 @@ from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.verdict import START, Arm, Evidence, best_of_arm, judge_arms
 from rlhf.checkpoints.run_record import RunRecord, environment, now
 from rlhf.reports.comparison_tables import difference_table, folded_tables, summary_table
-from rlhf.reports.evaluation_report import FOREST, completions_by_arm
+from rlhf.reports.evaluation_report import FOREST, with_completions
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready
 from rlhf.utils.rng import rng_for
-from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds_if_any, paired, per_prompt, share_limits
+from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds, paired, per_prompt, share_limits
 
-SAMPLES = 8  # prompts with completions in the report
+SAMPLES = 8  # random prompts with completions in the report
 
 
 def make_comparison(
@@ -62,6 +62,7 @@ def make_comparison(
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, best))
+    drawn = sorted(rng_for(seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES].tolist())
     report = {
         "made": now(),
         **environment(),
@@ -78,7 +79,7 @@ def make_comparison(
         "best_of": best and asdict(best),
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
-        "prompts": _samples(evaluator, arms, start),
+        "prompts": with_completions(evaluator.examples, drawn, (start, *arms)),
     }
     return arms, json_ready(report)
 
@@ -90,7 +91,7 @@ def _summary(arm: Arm, seed: int) -> dict[str, Any]:
     values = np.array([[per_prompt(results.measures[decides])] for results in arm.measured])  # (S, 1, P)
     known = paired(values)
     limits = share_limits(np.hstack([results.measures[decides] for results in arm.measured])) and A_SHARE
-    found = over_seeds_if_any(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
+    found = over_seeds(known, seed, (arm.trained, False), limits)[0] if known.size else Estimate(math.nan)
     seconds = [run.figures["seconds"] for run in arm.runs if run.figures]
     return {
         "name": arm.name,
@@ -137,15 +138,6 @@ def _costs(run: RunRecord) -> dict[str, float]:
     spent = asdict(run.spent) if run.spent else {}
     figures = run.figures or {}
     return spent | {name: figures[name] for name in ("seconds", "cpu_seconds", "peak_memory_gib") if name in figures}
-
-
-def _samples(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm) -> list[dict[str, Any]]:
-    """Return random prompts with completions of the start model and of each arm's first seed."""
-    drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
-    return [
-        {"messages": list(evaluator.examples[i].messages), "sides": completions_by_arm((start, *arms), i)}
-        for i in sorted(drawn.tolist())
-    ]
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

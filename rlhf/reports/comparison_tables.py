@@ -29,7 +29,7 @@ def summary_table(report: dict[str, Any]) -> TextTable:
     cells = {
         f"{measure} (95% interval)": interval_of,
         "greedy decoding": lambda arm: shown("judge", arm["greedy"]),
-        "KL (nats/sequence)": lambda arm: shown("kl", arm["kl"]),
+        "KL (nats per sequence)": lambda arm: shown("kl", arm["kl"]),
         "training time": lambda arm: shown("seconds", arm["seconds"]),
     }
     rows = [[arm["name"], *(show(arm) for show in cells.values())] for arm in report["summary"]]
@@ -78,11 +78,7 @@ def difference_table(report: dict[str, Any]) -> TextTable:
     """Return the differences by the measure that decides, and what finds them."""
     decides = "judge" if report["judges"] else "score"
     rows = [[c["name"], *_cells(c)[:4]] for c in report["contrasts"] if c["measure"] == decides]
-    caption = (
-        "Differences; the smallest one that 80% of such comparisons find; the seeds of each arm, or the prompts, with "
-        "which they find the observed one"
-    )
-    return without_empty(caption, CONTRASTS[:5], rows)
+    return without_empty("Differences, and what finds them in 80% of such comparisons", CONTRASTS[:5], rows)
 
 
 def contrast_table(report: dict[str, Any]) -> TextTable:

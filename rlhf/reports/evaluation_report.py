@@ -11,6 +11,7 @@ from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
 from rlhf.analysis.verdict import Arm, contrast, few_prompts
 from rlhf.checkpoints.run_record import environment, now
+from rlhf.data.row import Example
 from rlhf.reports.comparison_tables import contrast_table, figure_table
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest
@@ -57,10 +58,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         and {"label": start.name, "source": path_on_page(evaluator.start.source), "figures": start.figures[0]},
         "models": models,
         "contrasts": [asdict(c) for c in contrasts],
-        "prompts": [
-            {"messages": list(example.messages), "sides": completions_by_arm(all_arms, i)}
-            for i, example in enumerate(evaluator.examples)
-        ],
+        "prompts": with_completions(evaluator.examples, range(len(evaluator.examples)), all_arms),
     }
     return json_ready(report)
 
@@ -80,9 +78,15 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
     }
 
 
-def completions_by_arm(arms: Sequence[Arm], prompt: int) -> list[dict[str, Any]]:
-    """Return the completions of one prompt by the first model of each arm, the highest score first."""
-    return [{"model": arm.name, "completions": ranked(arm.measured[0], prompt)} for arm in arms]
+def with_completions(examples: Sequence[Example], chosen: Sequence[int], arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Return the chosen prompts with the completions by the first model of each arm, the highest score first."""
+    return [
+        {
+            "messages": list(examples[i].messages),
+            "sides": [{"model": arm.name, "completions": ranked(arm.measured[0], i)} for arm in arms],
+        }
+        for i in chosen
+    ]
 
 
 def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
@@ -96,12 +100,12 @@ def ranked(completions: Evaluation, prompt: int) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "label": label,
-            "score": float(completions.scores[prompt, k]),
+            "score": completions.scores[prompt, k],
             "judge": next((values[k] for values in ratings.values()), None),
             "judges": {name: values[k] for name, values in ratings.items()},
-            "kl": float(completions.kl[prompt, k]) if completions.kl is not None else None,
-            "tokens": int(completions.lengths[prompt, k]),
-            "ended": bool(completions.ended[prompt, k]),
+            "kl": None if completions.kl is None else completions.kl[prompt, k],
+            "tokens": completions.lengths[prompt, k],
+            "ended": completions.ended[prompt, k],
             "text": completions.texts[prompt][k],
         }
         for k, (rank, label) in enumerate(ranks(completions.scores[prompt].tolist()))

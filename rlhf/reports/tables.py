@@ -29,7 +29,7 @@ LABELS = {
     "score_rise_in_start_sd": ("score change (standard deviations of the start model's scores)", "{:+z.3f}"),
     "kl_last_10_updates": ("KL (mean of the last 10 updates)", "{:z.3f}"),
     "episodes": ("episodes", "{:,.0f}"),
-    "resampled_episodes": ("episodes that dynamic sampling replaced", "{:,.0f}"),
+    "resampled_episodes": ("of these, drawn by dynamic sampling", "{:,.0f}"),
     "updates": ("updates", "{:,.0f}"),
     "optimizer_steps": ("optimizer steps", "{:,.0f}"),
     "completion_tokens": ("completion tokens", "{:,.0f}"),

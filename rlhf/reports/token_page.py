@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,31 +45,10 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     }
     cells = [[f"{name}: {QUANTITIES[name]}", f"{scale:.3g}"] for name, scale in scales.items()]
     table = TextTable("Quantities", ["", "strongest colour at"], cells)
-    tokens = {
-        "quantities": names,
-        "strips": strips,
-        "completions": [_completion(tokens, scales) for tokens in completions],
-        "colours": (colour(-1.0, 1.0), colour(1.0, 1.0)),
-    }
+    tokens = {"scales": scales, "strips": strips, "completions": completions, "colour": colour}
     title = "Token records: what the trainer computed for each token"
     Page("tokens", title, report, [table], tokens=tokens).write(folder)
     screen.say(f"saved: {folder / 'tokens.html'} ({len(chosen)} of {len(files)} recorded updates of {run})")
-
-
-def _completion(tokens: Sequence[dict[str, Any]], scales: dict[str, float]) -> dict[str, Any]:
-    """Return one completion as the template expects it: text, numbers and colours of every token."""
-    return {
-        **{key: tokens[0][key] for key in ("update", "episode", "prompt", "prompt_index", "score")},
-        "tokens": [
-            {
-                "text": row["token"],
-                "id": row["token_id"],
-                "step": row["step"],
-                "values": {name: (f"{row[name]:+z.3f}", colour(row[name], scale)) for name, scale in scales.items()},
-            }
-            for row in tokens
-        ],
-    }
 
 
 def colour(value: float, scale: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf.utils.statistics import A_SHARE, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
+from rlhf.utils.statistics import A_SHARE, interval_of, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
 
 def figures_of(values: np.ndarray, seed: int) -> dict[str, float]:
@@ -39,7 +39,6 @@ def shown(figures: dict[str, float]) -> str:
     """Return the figures in words, for the console."""
     if not figures:
         return "no value"
-    within = f" ({figures['low']:.3f} to {figures['high']:.3f})" if "low" in figures else ""
     most = max((int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_at_")), default=None)
     passed = "" if most is None else f", pass@{most} {figures[f'pass_at_{most}']:.3f}"
-    return f"{figures['value']:.3f}{within}{passed}"
+    return interval_of({"low": None, **figures}, "") + passed

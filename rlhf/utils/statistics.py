@@ -268,27 +268,29 @@ def sources_of(values: np.ndarray) -> Sources:
 def over_seeds(
     values: np.ndarray,
     seed: int,
+    trained: tuple[bool, bool] = (True, True),
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
-) -> Estimate:
-    """Return the mean of `values` with an interval over seeds and prompts, which are independent sources of variance.
+) -> tuple[Estimate, str]:
+    """Return the mean of `values` with its interval, and the name of what the interval is over.
+
+    `values` is (S, T, P): seeds of the first group, seeds of the second group, prompts. `trained` tells whether these
+    groups are trained; a baseline is not, and one model stands for it. If each trained group has at least two seeds,
+    the interval is over seeds and prompts, which are independent sources of variance; otherwise it is over prompts,
+    and holds for these runs only. It is also over prompts, and has the other name, if neither seeds nor prompts
+    differ. There is no interval for one prompt. The other arguments are those of `over_prompts`.
 
     In simulations of two equal groups of 2 to 5 seeds, at most 5.2% of the intervals exclude 0 (level 95%; see
     docs/decisions/evaluation.md), also if one group's spread is ten times the other's.
-
-    `values` is (S, T, P): seeds of the first group, seeds of the second group, prompts. A group with one seed is
-    treated as a fixed model. There is no interval for one prompt. If neither seeds nor prompts differ, the interval is
-    that of `over_prompts`, whose arguments the others are.
     """
-    values = np.asarray(values, dtype=float)
+    if of_runs_only(values, trained):
+        return over_prompts(values.mean(axis=(0, 1)), seed, limits, level), OVER_PROMPTS
     mean = float(values.mean())
     prompts = values.shape[2]
-    if prompts < 2 or not np.isfinite(mean):
-        return Estimate(mean)
-    if is_constant(values):
-        return over_prompts(np.full(prompts, mean), seed, limits=limits, level=level)
+    if prompts < 2 or not np.isfinite(mean) or is_constant(values):
+        return over_prompts(np.full(prompts, mean), seed, limits, level), OVER_SEEDS
     half = sources_of(values).half_width(level)
-    return cut_off(mean, mean - half, mean + half, limits)
+    return cut_off(mean, mean - half, mean + half, limits), OVER_SEEDS
 
 
 def is_constant(values: np.ndarray) -> bool:
@@ -299,24 +301,6 @@ def is_constant(values: np.ndarray) -> bool:
 def of_runs_only(values: np.ndarray, trained: tuple[bool, bool]) -> bool:
     """True if values (S, T, P) hold for these runs only: no group is trained, or a trained one has a single seed."""
     return min((n for n, is_trained in zip(values.shape, trained, strict=False) if is_trained), default=1) < 2
-
-
-def over_seeds_if_any(
-    values: np.ndarray,
-    seed: int,
-    trained: tuple[bool, bool] = (True, True),
-    limits: tuple[float, float] | None = None,
-    level: float = LEVEL,
-) -> tuple[Estimate, str]:
-    """Return the mean of values (S, T, P) with its interval, and the name of what the interval is over.
-
-    That is seeds and prompts if each trained group has at least two seeds. `trained` tells whether the first and the
-    second group are trained; a baseline is not. Otherwise it is prompts, and the interval holds for these runs only.
-    The other arguments are those of `over_prompts`.
-    """
-    if of_runs_only(values, trained):
-        return over_prompts(values.mean(axis=(0, 1)), seed, limits=limits, level=level), OVER_PROMPTS
-    return over_seeds(values, seed, limits, level), OVER_SEEDS
 
 
 # --- power -----------------------------------------------------------------------------------------------------------
@@ -337,7 +321,7 @@ class Power:
 def power_of(
     values: np.ndarray, trained: tuple[bool, bool], level: float, limits: tuple[float, float] | None = None
 ) -> Power:
-    """Return the power of the comparison with values (S, T, P) and an interval as in `over_seeds_if_any`.
+    """Return the power of the comparison with values (S, T, P) and an interval as in `over_seeds`.
 
     The variances are estimates, so with few seeds all figures are rough (docs/decisions/evaluation.md).
 
@@ -575,10 +559,10 @@ def contrast_of(
     trained: tuple[bool, bool] = (True, True),
     level: float = LEVEL,
 ) -> Contrast:
-    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`.
+    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds`.
 
     Prompts without a scored completion in every model are left out; without any prompt the values are NaN. `one` and
-    `other` are the scores or ratings (P, K) of each model; the other arguments are those of `over_seeds_if_any`.
+    `other` are the scores or ratings (P, K) of each model; the other arguments are those of `over_seeds`.
     """
     gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in other] for a in one]))  # (S, T, P)
     wins = paired(np.array([[win_rates(a, b) for b in other] for a in one]))
@@ -588,6 +572,6 @@ def contrast_of(
     limits = None
     if gaps.size:
         limits = share_limits(np.hstack([*one, *other]))
-        difference, over = over_seeds_if_any(gaps, seed, trained, limits, level)
-        win_rate, _ = over_seeds_if_any(wins, seed, trained, A_SHARE, level)
+        difference, over = over_seeds(gaps, seed, trained, limits, level)
+        win_rate, _ = over_seeds(wins, seed, trained, A_SHARE, level)
     return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level, limits), over, level)

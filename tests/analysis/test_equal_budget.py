@@ -6,12 +6,15 @@ a table.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from rlhf.analysis.equal_budget import EvalPoint, _values, at_equal, at_equal_kl, at_kl, common_kls, result_over
 from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.reports.comparison_report import not_compared
+from rlhf.rewards.find import EVAL_FUNCTION
 from rlhf.utils import statistics
 
 PROMPTS = [str(i) for i in range(64)]
@@ -77,7 +80,7 @@ def test_equal_budgets_with_several_completions_per_prompt():
 
 def test_equal_budgets_use_the_ratings_that_the_runs_stored():
     """The evaluation function is that of the runs, so its values are read, not computed again."""
-    judge = Judge("f", None, is_function=True)
+    judge = Judge(SimpleNamespace(names=["f"], kind=EVAL_FUNCTION))
     rows = [
         {"prompt": [{"role": "user", "content": p}], "metrics": {"f": value}} for p, value in (("a", 1), ("b", None))
     ]

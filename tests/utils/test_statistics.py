@@ -26,7 +26,6 @@ from rlhf.utils.statistics import (
     no_difference,
     over_prompts,
     over_seeds,
-    over_seeds_if_any,
     paired,
     pass_at_k,
     per_prompt,
@@ -44,6 +43,11 @@ from tests.evaluations import evaluation_of
 
 NAN = np.nan
 TRAINED = (True, True)
+
+
+def with_seeds(values, seed, limits=None, level=0.95) -> Estimate:
+    """Return the estimate over seeds and prompts. A group with one seed is a baseline."""
+    return over_seeds(values, seed, tuple(n > 1 for n in values.shape[:2]), limits, level)[0]
 
 
 def test_statistics_leave_out_completions_without_a_score():
@@ -195,13 +199,13 @@ def test_interval_over_seeds_matches_hand_computed_values():
     """Two seeds per group and no variation except between seeds: means 1 and 3 against 0 and 0. The difference is 2.
     The first group has s^2 / S = 2 / 2 with 1 degree of freedom, so t = 12.706: not significant."""
     gaps = np.array([1.0, 3.0])[:, None, None] - np.zeros((1, 2, 50))
-    found = over_seeds(gaps, seed=0)
+    found = with_seeds(gaps, seed=0)
     assert (found.value, found.low, found.high) == pytest.approx((2, 2 - 12.706, 2 + 12.706), abs=1e-3)
 
 
 def test_interval_over_identical_seeds_is_the_t_interval_over_prompts():
     values = np.random.default_rng(1).normal(0.3, 1, 200)
-    found = over_seeds(np.tile(values, (3, 3, 1)), seed=0)
+    found = with_seeds(np.tile(values, (3, 3, 1)), seed=0)
     plain = stats.ttest_1samp(values, 0).confidence_interval()
     assert (found.low, found.high) == pytest.approx(tuple(plain))
 
@@ -224,25 +228,25 @@ def test_bonferroni_levels_match_hand_computed_values():
     values = np.random.default_rng(1).normal(0, 1, 200)
     of_mean = values.std(ddof=1) / np.sqrt(200)
     for level, quantile in ((0.95, 1.972), (level_of_each(3), 2.414)):
-        for found in (over_prompts(values, 0, level=level), over_seeds(np.tile(values, (2, 1, 1)), 0, level=level)):
+        for found in (over_prompts(values, 0, level=level), with_seeds(np.tile(values, (2, 1, 1)), 0, level=level)):
             assert found.high - found.low == pytest.approx(2 * quantile * of_mean, rel=0.05)
 
 
 def test_over_seeds_returns_no_interval_if_it_cannot_be_estimated():
-    assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0)
-    assert over_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt gives no interval"
+    assert with_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0)
+    assert with_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt gives no interval"
 
 
 @pytest.mark.parametrize("gap", [1.0, 0.1, -1 / 3])
 def test_equal_gaps_of_all_seeds_and_prompts_have_the_interval_of_one_seed(gap):
     """More seeds must not turn a clear result into no result. The means of 0.1 differ in the last bit."""
     for seeds in ((3, 3), (3, 1)):
-        found = over_seeds(np.full((*seeds, 40), gap), seed=0)
+        found = with_seeds(np.full((*seeds, 40), gap), seed=0)
         assert found == over_prompts(np.full(40, found.value), seed=0)
         assert found.value == pytest.approx(gap) and found.excludes(0)
-    won = over_seeds(np.ones((3, 3, 40)), 0, (0.0, 1.0))
+    won = with_seeds(np.ones((3, 3, 40)), 0, (0.0, 1.0))
     assert won == over_prompts(np.ones(40), 0, (0.0, 1.0)) and won.low > 0.5
-    assert over_seeds(np.full((3, 3, 40), 0.5), 0, (0.0, 1.0)) == over_prompts([0.5] * 40, 0, (0.0, 1.0))
+    assert with_seeds(np.full((3, 3, 40), 0.5), 0, (0.0, 1.0)) == over_prompts([0.5] * 40, 0, (0.0, 1.0))
 
 
 def test_degrees_of_freedom_match_hand_computed_values():
@@ -251,7 +255,7 @@ def test_degrees_of_freedom_match_hand_computed_values():
     The squared half-widths are 12.706^2 = 161.4 and 3.182^2 = 10.13, shares 0.9410 and 0.0590 with roots 0.9700 and
     0.2430. So the degrees of freedom are 1 / 0.9700 = 1.0309 and 3 / 0.2430 = 12.35."""
     values = np.array([1.0, 3.0])[:, None, None] + np.sqrt(3) * np.array([1.0, -1.0, 1.0, -1.0])
-    found = over_seeds(values, seed=0)
+    found = with_seeds(values, seed=0)
     half = np.hypot(stats.t.ppf(0.975, 1.0309), stats.t.ppf(0.975, 12.35))
     assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), rel=1e-3)
 
@@ -262,14 +266,14 @@ def test_a_perfect_separation_by_three_seeds_is_significant(tiny):
     other = np.array([0.0, tiny, 2 * tiny])
     for prompts in (8, 64):
         gaps = np.ones((3, 1, prompts)) - other[None, :, None]
-        found, over = over_seeds_if_any(gaps, 1, level=level_of_each(3))
+        found, over = over_seeds(gaps, 1, level=level_of_each(3))
         assert found.above(0.05) and found.value == pytest.approx(1 - tiny) and over == "seeds and prompts"
 
 
 def test_win_rates_of_1_in_three_seeds_are_significant():
     """0/1 rewards: all completions are right in one group and wrong in the other."""
     wins = np.array([[win_rates(np.ones((8, 4)), np.zeros((8, 4))) for _ in range(3)] for _ in range(3)])
-    found, _ = over_seeds_if_any(wins, 1, TRAINED, (0.0, 1.0))
+    found, _ = over_seeds(wins, 1, TRAINED, (0.0, 1.0))
     assert found == over_prompts([1.0] * 8, 1, (0.0, 1.0)) and found.above(0.5)
 
 
@@ -277,10 +281,10 @@ def test_a_baseline_has_no_seeds():
     """One seed of a trained group is not enough for an interval over seeds; a baseline, on either side, needs none."""
     values = np.random.default_rng(0).normal(0, 1, (3, 1, 20))
     cases = {(3, 1): (True, False), (1, 3): (False, True), (1, 1): (False, False)}
-    found = [over_seeds_if_any(values[: shape[0]].mean(0, keepdims=True) if shape == (1, 1) else
+    found = [over_seeds(values[: shape[0]].mean(0, keepdims=True) if shape == (1, 1) else
              values.reshape(*shape, 20), 1, trained)[1] for shape, trained in cases.items()]  # fmt: skip
     assert found == ["seeds and prompts", "seeds and prompts", "prompts"]
-    assert over_seeds_if_any(values, 1, TRAINED)[1] == "prompts"
+    assert over_seeds(values, 1, TRAINED)[1] == "prompts"
 
 
 def simulated(rng, seeds, prompts=64, spread=(0.1, 0.1), noise=0.0, of_prompts=0.0, difference=0.0) -> np.ndarray:
@@ -291,7 +295,7 @@ def simulated(rng, seeds, prompts=64, spread=(0.1, 0.1), noise=0.0, of_prompts=0
 
 
 def share_found(rng, trials: int, **of) -> float:
-    return np.mean([over_seeds(simulated(rng, **of), 0).excludes(0) for _ in range(trials)])
+    return np.mean([with_seeds(simulated(rng, **of), 0).excludes(0) for _ in range(trials)])
 
 
 @pytest.mark.parametrize(("seeds", "spread"), [((3, 3), (0.1, 1.0)), ((2, 5), (0.5, 0.1))])
@@ -321,7 +325,7 @@ def test_false_positive_rates_by_seeds_spread_and_noise(seeds, noise):
 
 def test_real_difference_is_significant():
     rng = np.random.default_rng(0)
-    assert over_seeds(simulated(rng, (3, 3), 128, (0.05, 0.05), 0.5, difference=0.5), 0).above(0)
+    assert with_seeds(simulated(rng, (3, 3), 128, (0.05, 0.05), 0.5, difference=0.5), 0).above(0)
 
 
 # --- power -----------------------------------------------------------------------------------------------------------
@@ -400,7 +404,7 @@ def found_at_visible(rng, seeds: int, rewards: str, trials: int) -> float:
         return simulated(rng, (seeds, seeds), spread=(0.05, 0.05), noise=0.5, of_prompts=0.3, difference=difference)
 
     visible = np.median([sources_of(gaps(0.1)).visible(0.95) for _ in range(trials)])
-    return np.mean([over_seeds(gaps(visible), 0).excludes(0) for _ in range(trials)])
+    return np.mean([with_seeds(gaps(visible), 0).excludes(0) for _ in range(trials)])
 
 
 def test_about_80_percent_of_comparisons_find_the_visible_difference():

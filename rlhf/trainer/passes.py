@@ -50,7 +50,7 @@ class ForwardPasses:
     def __init__(
         self,
         actor: Actor,
-        reference: Reference,
+        reference: Reference | None,
         temperature: float,
         dtype: torch.dtype | None = None,
         packed: bool = True,
@@ -63,7 +63,7 @@ class ForwardPasses:
 
         Args:
             actor: the policy, with the critic if there is one.
-            reference: the frozen reference.
+            reference: the frozen reference; None: `logprobs` cannot be called.
             temperature: sampling temperature; log-probabilities are computed at this temperature.
             dtype: precision of the forward passes; None: float32.
             packed: pack the completions, if the architecture supports it.

@@ -208,7 +208,7 @@ def test_setting_changes_the_best_checkpoint(build, monkeypatch, name):
     def best(*flags):
         scores = iter([1.0, 2.0])
         perplexities = iter([10.0, 12.0])
-        monkeypatch.setattr("rlhf.trainer.evaluation.perplexity", lambda *_: next(perplexities))
+        monkeypatch.setattr("rlhf.trainer.evaluator.perplexity", lambda *_: next(perplexities))
         scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
         with attach(trainer) as log:

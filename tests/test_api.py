@@ -176,10 +176,8 @@ def test_without_rewards_argument_the_configured_rewards_are_used(config):
 
 def test_rewards_are_functions_modules_or_names(config, user_error):
     trainer = make_trainer(config(), ["a cat?"], "length_penalty", eval_functions=["word_penalty", words])
-    assert str(trainer.rewards) == "1 x length_penalty" and trainer.evaluator.functions.names == [
-        "word_penalty",
-        "words",
-    ]
+    (watched,) = trainer.evaluator.judges
+    assert str(trainer.rewards) == "1 x length_penalty" and watched.names == ["word_penalty", "words"]
     with user_error("rewards length_penalti", "length_penalty"):
         make_trainer(config(), ["a cat?"], [words, "length_penalti"])
     for wrong in (0.5, [0.5]):

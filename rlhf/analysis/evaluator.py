@@ -37,9 +37,9 @@ from rlhf.rewards.checks import check_functions, check_measured, check_reward_co
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import function_name
+from rlhf.settings.training import Config, function_name
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.trainer.evaluator import Evaluator, FixedText, fixed_text, text_of_file
+from rlhf.trainer.evaluator import FIXED_TEXTS, Evaluator, FixedText, fixed_text
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
@@ -189,16 +189,16 @@ class ModelEvaluator:
     def _is_reward_of(self, run: RunRecord) -> bool:
         """True if the scores are those of a run's training: the bytes of the reward model and of the reward
         functions' files are those that the run recorded, if it recorded them."""
+
+        def settings(config: Config) -> tuple:
+            return config.model.rm_text, config.reward.reward_func, config.reward.reward_weights
+
         own = config_of_run(run)
-        here = self.config
+        name = self.config.model.rm_model
         recorded = run.data.get("reward_model_files")
-        same_name = own.model.rm_model == here.model.rm_model
-        same_model = same_name if recorded is None else recorded == model_files(here.model.rm_model)
-        same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in here.reward.reward_func)
-        same_functions = own.reward.reward_func == here.reward.reward_func
-        same_sum = own.reward.reward_weights == here.reward.reward_weights
-        same_text = own.model.rm_text == here.model.rm_text
-        return same_model and same_text and same_code and same_functions and same_sum
+        same_model = own.model.rm_model == name if recorded is None else recorded == model_files(name)
+        same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in self.config.reward.reward_func)
+        return same_model and same_code and settings(own) == settings(self.config)
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Return the text for the perplexity, encoded with `tokenizer`.
@@ -206,24 +206,19 @@ class ModelEvaluator:
         Returns None if that text would be the start model's completions, but there is no start model or `tokenizer`
         has another vocabulary.
         """
-        if self.config.data.eval_text is not None:
-            return text_of_file(tokenizer, self.config.data.eval_text)
-        examples = [p.example for p in self.prompts.of_text]
-        from_start = all(e.chosen is None for e in examples)
-        if from_start and (self.start is None or tokenizer is not self.tokenizer):
-            return None
-        prompts = encode_all(tokenizer, examples, worked_examples(self.config.data.few_shot))
-        text = fixed_text(tokenizer, prompts, self._start_completions, None)
-        if takes_every_row(self.settings) and not from_start:
-            text = replace(
-                text, source=f"{len(text.completions)} chosen completions of {path_on_page(self.settings.prompts)}"
-            )
-        return text
-
-    def _start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Samples the start model's completions as a run does for its perplexity."""
-        sampler = self.evaluator(self.reference.copy, self.tokenizer).sampler
-        return sampler.sample(prompts, self.config.run.seed, 0, "evaluate").rows()
+        data = self.config.data
+        prompts = encode_all(tokenizer, [p.example for p in self.prompts.of_text], worked_examples(data.few_shot))
+        start = None
+        if self.start is not None and tokenizer is self.tokenizer:
+            evaluator = self.evaluator(self.reference.copy, tokenizer)
+            # as a run samples them for its perplexity
+            as_run = replace(evaluator, seed=self.config.run.seed, purpose="evaluate", batch=FIXED_TEXTS)
+            start = as_run.start_completions
+        text = fixed_text(tokenizer, prompts, start, data.eval_text)
+        if text is None or text.by_start or data.eval_text is not None or not takes_every_row(self.settings):
+            return text
+        source = f"{len(text.completions)} chosen completions of {path_on_page(self.settings.prompts)}"
+        return replace(text, source=source)
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
@@ -233,7 +228,8 @@ class ModelEvaluator:
         model."""
         config = self.config
         engine = config.speed.own_engine
-        reference = self.reference if self._same_vocabulary(tokenizer) else None
+        same = self._same_vocabulary(tokenizer)
+        reference = self.reference if same else None
         return Evaluator(
             Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
             ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),
@@ -243,7 +239,7 @@ class ModelEvaluator:
             seed=self.settings.seed,
             purpose="generations",
             batch=budget_of(self.device, config).generation_batch_size,
-            text=self.text,
+            text=self.text if same else self._text(tokenizer),
         )
 
     def facts(self) -> list[tuple[str, str]]:
@@ -286,8 +282,6 @@ class ModelEvaluator:
         self, label: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, screen: Screen
     ) -> Evaluation:
         evaluator = self.evaluator(policy, tokenizer)
-        if not self._same_vocabulary(tokenizer):
-            evaluator.text = self._text(tokenizer)
         found = self._sampled(label, evaluator, self.encoded(tokenizer), self.settings.completions, screen)
         if self.shots is None or not is_binary(found.deciding):
             return found

@@ -79,7 +79,7 @@ def make_comparison(
         "best_of": best and asdict(best),
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
-        "prompts": with_completions(evaluator.examples, drawn, (start, *arms)),
+        "samples": with_completions(evaluator.examples, drawn, (start, *arms)),
     }
     return arms, json_ready(report)
 

@@ -28,8 +28,8 @@ class Page(NamedTuple):
 
     name: str  # of the files, without suffix
     title: str
-    # JSON-ready, with the keys "headline" (one text), "warnings", "notes", "prompts" (with completions), "facts"
-    # (name -> text) and optionally "verdict" (sentences)
+    # JSON-ready, with the keys "headline" (one text), "warnings", "notes", "facts" (name -> text), "prompts" or
+    # "samples" (prompts with completions), and optionally "verdict" (sentences)
     report: dict[str, Any]
     blocks: Sequence[TextTable | Picture]
     folded: Sequence[TextTable] = ()

@@ -23,7 +23,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import SkipUpdate, check_finite
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
@@ -134,10 +134,6 @@ class RolloutCollector:
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True) from None
         raw = score_tensor(given.total, completions.ended.device)
-        try:
-            check_finite(scores=raw[[i for i, score in enumerate(given.total) if score is not None]])
-        except SkipUpdate as found:  # a large float64 overflows in float32
-            raise SkipUpdate(str(found), by_score=True) from None
         return replace(given, raw=raw, shaped=self._shaped(raw, completions.ended, drawn_again))
 
     def _shaped(self, raw: Tensor, ended: Tensor, drawn_again: bool) -> Tensor:

@@ -49,14 +49,14 @@ class FixedText:
 def fixed_text(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    start: Callable[[Sequence[Prompt]], Sequence[list[int]]],
+    start: Callable[[Sequence[Prompt]], Sequence[list[int]]] | None,
     file: str | None,
-) -> FixedText:
+) -> FixedText | None:
     """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples. At most FIXED_TEXTS completions
-    are used.
+    any, and otherwise completions of the start model, whose ids `start` samples; None without `start`. At most
+    FIXED_TEXTS completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -64,6 +64,8 @@ def fixed_text(
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
+    if start is None:
+        return None
     completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"
     return FixedText([p.ids for p in prompts[:FIXED_TEXTS]], completions, source, by_start=True)

@@ -50,7 +50,7 @@ class ForwardPasses:
     """
 
     actor: Actor  # the policy, with the critic if there is one
-    reference: Reference
+    reference: Reference | None  # the frozen reference; None: `logprobs` cannot be called
     temperature: float  # of sampling; log-probabilities are computed at this temperature
     dtype: torch.dtype | None = None  # precision of the forward passes; None: float32
     packed: bool = True  # pack the completions, if the architecture supports it

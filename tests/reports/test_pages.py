@@ -226,7 +226,7 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
         and "difference (interval)" in contrasts.columns
     )
     assert [row[0] for row in equal.rows][:3] == [f"8 episodes: {pair}" for pair in pairs]
-    assert {len(prompt["sides"]) for prompt in report["prompts"]} == {4}
+    assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page = Page(tmp_path / "comparison.html")
     assert "Comparison of PPO, GRPO and TOY" in page.text
     assert all(sentence in page.text for sentence in [report["headline"], *report["verdict"]])

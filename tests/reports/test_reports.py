@@ -212,7 +212,7 @@ def test_models_of_other_trainers_and_baselines_are_arms(comparison, runs, start
     assert [c["name"] for c in report["contrasts"]] == [
         *(f"{name} - start model" for name in report["arms"]), "PPO - DPO", "PPO - best-of-2", "DPO - best-of-2",
     ]  # fmt: skip
-    for start, _, same, _ in (prompt["sides"] for prompt in report["prompts"]):
+    for start, _, same, _ in (prompt["sides"] for prompt in report["samples"]):
         assert start["completions"] == same["completions"], "the same random numbers"
     assert report["figures"]["start"]["score"] == pytest.approx(report["best_of"]["measures"]["score"][0])
     assert report["figures"]["best-of-2"]["best-of-2"]["score"] >= report["figures"]["start"]["score"]

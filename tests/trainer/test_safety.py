@@ -22,7 +22,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.commands.train import train_command
 from rlhf.rollout import sampler
 from rlhf.rollout.continuous_batching import ContinuousBatcher, OutOfMemoryInCapture
-from rlhf.trainer import evaluation, optimize, safety
+from rlhf.trainer import evaluator, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, run_command
 from tests.conftest import BY_TIER, attach
 from tests.rollout.test_engine import HeadWithBadLogits
@@ -473,7 +473,7 @@ def test_kept_pass_is_freed_if_computing_logprobs_needs_its_memory(build, monkey
 
 PHASES = {
     "the rollout": (sampler, "sample_completions"),
-    "an evaluation": (evaluation, "perplexity"),
+    "an evaluation": (evaluator, "perplexity"),
 }
 
 

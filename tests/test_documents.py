@@ -22,6 +22,8 @@ from rlhf.trainer.eval_metrics import tag_of
 from tests.documents import PAGES, README, ROOT, blocks, commands, name_of, prose
 
 LARGEST_README = 7_000  # bytes
+LARGEST_DOCS = 320_000  # bytes
+MOST_PAGES = 28  # of docs/
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
@@ -33,8 +35,11 @@ def anchors(page: Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def test_the_readme_is_at_most_7_kilobytes():
+def test_the_pages_stay_within_their_sizes():
+    """Figures that only document a run go into the experiment log."""
+    pages = list((ROOT / "docs").rglob("*.md"))
     assert len(README.read_bytes()) <= LARGEST_README
+    assert len(pages) <= MOST_PAGES and sum(len(page.read_bytes()) for page in pages) <= LARGEST_DOCS
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "experiment_log.md"], ids=name_of)

@@ -47,10 +47,10 @@ def test_gpus_are_found_by_the_names_of_the_driver():
     assert gpu_named("NVIDIA GeForce RTX 4090 Laptop GPU") is gpu_named("NVIDIA A40") is None
 
 
-def test_the_page_has_the_printed_table(capsys):
+def test_the_log_has_the_printed_table(capsys):
     gpu_limits.main([])
     printed = capsys.readouterr().out.splitlines()[2:]
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "experiment_log.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
     missing = [row for row in cells if f"| {' | '.join(row[1:])} |" not in page]
     assert len(cells) == 8 and not missing

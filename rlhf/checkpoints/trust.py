@@ -79,31 +79,29 @@ def code_problems(config: dict[str, Any], name: str) -> list[Problem]:
     return problems + [line for key, value in config.items() for line in _value_problems(key, value, place)]
 
 
-def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> list[Problem]:
-    """Return the error lines of `code_problems` for one key, and for the keys in its value."""
+def _value_problems(key: str, value: Any, place: str, is_part: bool = False) -> Iterator[Problem]:
+    """Yields the problems of `code_problems` for one key, and for the keys in its value."""
     setting = key.strip("_").removesuffix("_internal")
-    problems = []
     if setting in COMPUTED_WITH:
         allowed = COMPUTED_WITH[setting]
         for one in value.values() if isinstance(value, dict) else [value]:
             if one is not None and one not in allowed:
                 fix = f"Set it to one of {', '.join(allowed)}"
-                problems.append(Problem(f"{key} {one!r:.80} would load a kernel or a package", place, fix))
+                yield Problem(f"{key} {one!r:.80} would load a kernel or a package", place, fix)
     elif setting == "quantization_config" and value:
         method = value.get("quant_method") if isinstance(value, dict) else value
         in_bits = isinstance(value, dict) and (value.get("load_in_4bit") or value.get("load_in_8bit"))
         if method != QUANTIZATION and not in_bits:
-            problems.append(
-                Problem(
-                    f"quantization method {method!r:.80} is not supported",
-                    f"{key} in {place}",
-                    f"Use weights that are not quantized, or quantized with {QUANTIZATION}",
-                )
+            yield Problem(
+                f"quantization method {method!r:.80} is not supported",
+                f"{key} in {place}",
+                f"Use weights that are not quantized, or quantized with {QUANTIZATION}",
             )
     elif setting == "auto_map" and is_part and value:
-        problems.append(needs_code(f"auto_map inside {place}"))
+        yield needs_code(f"auto_map inside {place}")
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return problems + [line for part, one in parts for line in _value_problems(str(part), one, place, is_part=True)]
+    for part, one in parts:
+        yield from _value_problems(str(part), one, place, is_part=True)
 
 
 def tokenizer_code_problems(settings: dict[str, Any], name: str) -> list[Problem]:

@@ -122,7 +122,7 @@ class RunError(UserError):
 
 
 class WriteError(OSError):
-    """An error of the operating system after a command has begun to write (`naming`). It has a file name."""
+    """An error of the operating system while a command writes (`naming`). It has a file name."""
 
 
 class RaisedByAll(Exception):

@@ -42,7 +42,10 @@ def test_the_pages_stay_within_their_sizes():
     assert len(pages) <= MOST_PAGES and sum(len(page.read_bytes()) for page in pages) <= LARGEST_DOCS
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "experiment_log.md"], ids=name_of)
+OTHER_TEXTS = [ROOT / "benchmarks" / "experiment_log.md", ROOT / "examples" / "train_in_a_notebook.ipynb"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_TEXTS], ids=name_of)
 def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
     for target in LINK.findall(prose(page)):
         if "://" in target or target.startswith("mailto:"):

@@ -125,7 +125,9 @@ class Evaluator:
     seed: int
     purpose: str  # name of the stream of random numbers
     batch: int  # completions sampled together; it limits the masks of allowed tokens
-    keeps_graphs: bool = False  # of sampling, which then are in memory beside the log-probs
+    # of sampling, which then are in memory beside the log-probs. All batches are sampled before the log-probs, so that
+    # the decoder copies the weights once
+    keeps_graphs: bool = False
     text: FixedText | None = None  # for the perplexity; None: it is not computed
 
     def evaluate(
@@ -149,15 +151,20 @@ class Evaluator:
         ids = []
         ended = []
         kl = []
+        without_kl = []
         # a large model and the decoder's copy of it may not fit beside the log-probs of a batch
-        with nullcontext() if has_kl else self.sampler.same_weights():
+        with nullcontext() if has_kl and not self.keeps_graphs else self.sampler.same_weights():
             for at in range(0, len(episodes), self.batch):
                 completions = self.sample(episodes[at : at + self.batch], sampling)
                 ids += completions.rows()
                 ended += completions.ended.tolist()
-                if has_kl:
+                if has_kl and self.keeps_graphs:
+                    without_kl.append(completions)
+                elif has_kl:
                     kl += self._kl(completions)
                 report(len(ids))
+        for completions in without_kl:
+            kl += self._kl(completions)
         self._free()
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
         if scores_only:
@@ -170,6 +177,7 @@ class Evaluator:
 
     def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
         """Sample one completion for each episode. `sampling` as in `evaluate`."""
+        self.passes.clear()  # sampling needs the memory
         release_gpu_cache()  # of the last batch, or of training
         # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
         completions = sample_shares(

@@ -18,6 +18,7 @@ from rlhf.data.chat_template import decode_completion, encode_completion, encode
 from rlhf.data.prompts import Prompt
 from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.rollout import continuous_batching
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.figures import compare, kl_of_phases, last_kl
 from rlhf.settings.training import SamplingSettings
@@ -111,6 +112,24 @@ def test_evaluations_use_the_same_random_numbers(build):
     first, second = trainer.evaluations
     assert first.texts == second.texts and np.array_equal(first.scores, second.scores)
     assert len(set(flat(first.texts))) > 1
+
+
+def test_an_evaluation_of_a_run_copies_the_weights_once(build, monkeypatch):
+    """Whatever the number of its batches. The kept forward pass of a rollout is released before."""
+    trainer = build("--eval-prompts", 6, "--rollout-engine", "slots")
+    trainer.evaluator.batch = 2
+    copied = []
+    kept = []
+    make = continuous_batching.make_decoder
+    monkeypatch.setattr(
+        continuous_batching,
+        "make_decoder",
+        lambda *given, **more: copied.append(1) or kept.append(trainer.evaluator.passes._kept) or make(*given, **more),
+    )
+    monkeypatch.setattr(trainer.evaluator.passes, "_kept", object())
+    trainer.evaluate()
+    assert trainer.evaluations[-1].kl.shape == (6, 1)
+    assert len(copied) == 1 and kept == [None]
 
 
 def test_evaluation_metrics_match_values_computed_by_hand():

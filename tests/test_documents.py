@@ -18,7 +18,7 @@ from rlhf.settings.fields import flag_of, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.translate import REMOVED
-from rlhf.trainer.eval_metrics import tag_of
+from rlhf.trainer.evaluation import tag_of
 from tests.documents import PAGES, README, ROOT, blocks, commands, name_of, prose
 
 LARGEST_README = 8 * 1024  # bytes

@@ -20,8 +20,7 @@ from rlhf.callbacks.findings import short_fields, show_run_findings
 from rlhf.callbacks.samples import sample_table, table_text
 from rlhf.data.sampler import shorten
 from rlhf.settings.types import kl_text
-from rlhf.trainer.eval_metrics import shown
-from rlhf.trainer.evaluation import Evaluation, shown_prompts
+from rlhf.trainer.evaluation import Evaluation, shown, shown_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import parts_text
 from rlhf.utils.console import Screen, clock, number, one_line

@@ -9,8 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from rlhf.settings.types import KLTarget
-from rlhf.trainer.eval_metrics import tag_of
-from rlhf.trainer.evaluation import Evaluation, flat
+from rlhf.trainer.evaluation import Evaluation, flat, tag_of
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10

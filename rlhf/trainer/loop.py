@@ -33,8 +33,7 @@ from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
-from rlhf.trainer.eval_metrics import figures_of
-from rlhf.trainer.evaluation import Evaluation, Gold
+from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Evaluator, fixed_text
 from rlhf.trainer.events import Events, HostEvents, is_of_transformers
 from rlhf.trainer.kl import KLControl

@@ -10,8 +10,7 @@ import pytest
 from rlhf.callbacks.samples import Samples
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.run.figures import compare
-from rlhf.trainer.eval_metrics import figures_of, shown, tag_of
-from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.evaluation import Evaluation, figures_of, shown, tag_of
 from rlhf.utils.files import write_json
 from rlhf.utils.statistics import over_prompts
 from tests.trainer.test_evaluation import evaluation, prompts

@@ -19,7 +19,7 @@ LABELS = {
     "gold": ("gold quality (not used in RL training)", "{:z.3f}"),
     "kl": ("KL (nats/sequence)", "{:z.2f}"),
     "kl_per_token": ("KL (nats/token)", "{:z.3f}"),
-    "perplexity": ("perplexity", "{:z.4g}"),
+    "perplexity": ("perplexity", "{:z.2f}"),
     "length": ("completion length (tokens)", "{:z.1f}"),
     "eos_rate": ("ended with EOS", "{:z.0%}"),
     "distinct_2": ("distinct-2", "{:z.3f}"),
@@ -38,6 +38,7 @@ LABELS = {
     "peak_memory_gib": ("peak memory (GiB)", "{:.2f}"),
 }
 ENDS = ("_before", "_after")
+LARGE = 1e5  # perplexities from here on have an exponent
 
 
 class TextTable(NamedTuple):
@@ -77,7 +78,11 @@ def figure_text(figure: str, value: float | None, sign: str = "") -> str:
     for end in ENDS:
         figure = figure.removesuffix(end)
     form = LABELS.get(figure.partition("/")[0], LABELS["judge"])[1]
-    return clock(value) if form == "clock" else form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
+    if form == "clock":
+        return clock(value)
+    if figure == "perplexity" and abs(value) >= LARGE:
+        form = "{:.2e}"
+    return form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
 
 
 def figure_names(models: Sequence[dict[str, float | None]]) -> list[str]:

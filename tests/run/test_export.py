@@ -369,7 +369,7 @@ def test_content_of_model_cards(finished):
         f"{last['score'] - first['score']:+z.3f} ({low:+z.3f} to {high:+z.3f})",
     ]
     assert of["KL (nats/sequence)"][1:3] == [f"{e['kl']:z.2f}" for e in (best, last)]
-    assert of["perplexity"][:3] == [f"{e['perplexity']:.4g}" for e in (first, best, last)]
+    assert of["perplexity"][:3] == [f"{e['perplexity']:.2f}" for e in (first, best, last)]
     assert of["completion length (tokens)"][1:3] == ["-", f"{figures['length_after']:.1f}"]
     assert "on 6 held-out chosen completions" in " ".join(card.text.split())
     assert content["best"]["why"].split(" (")[0] in card.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -40,7 +40,7 @@ def sample_shares(
     purpose: str,
     phase: str,
     sampling: SamplingSettings | None = None,
-    engine: VLLMEngine | None = None,
+    sample: Callable[..., Completions] | None = None,
 ) -> Completions:
     """Sample one completion per episode. Each process samples its share, and receives the others'.
 
@@ -50,7 +50,7 @@ def sample_shares(
         episodes: number and prompt of each completion.
         seed, update, purpose, sampling: as in `Sampler.sample`.
         phase: what the sampling is for, in an error.
-        engine: samples in place of the sampler.
+        sample: in place of `Sampler.sample`.
     """
     prompts = [prompt for _, prompt in episodes]
     rows = by_group([prompt.ids for prompt in prompts])[rank()]
@@ -60,7 +60,7 @@ def sample_shares(
         own = [prompts[row] for row in rows]
         numbers = [episodes[row][0] for row in rows]
         with passes.raise_on_oom(phase):
-            return (engine or sampler).sample(own, seed, update, purpose, numbers, sampling=sampling)
+            return (sample or sampler.sample)(own, seed, update, purpose, numbers, sampling=sampling)
 
     share = agree(sample_share if rows else lambda: None)
     length = (sampling or sampler.sampling).max_new_tokens
@@ -112,8 +112,9 @@ class RolloutCollector:
         self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
         seed = self.config.run.seed
+        sample = (self.vllm or self.sampler).sample
         completions = sample_shares(
-            self.sampler, self.passes, episodes, seed, update, purpose, "the rollout", engine=self.vllm
+            self.sampler, self.passes, episodes, seed, update, purpose, "the rollout", sample=sample
         )
         self.progress.episodes += len(episodes)
         self.progress.completion_tokens += completions.tokens

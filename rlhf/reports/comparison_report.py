@@ -120,7 +120,7 @@ def _summary(arm: Arm, seed: int) -> dict[str, Any]:
 
 def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
     """Return a value for each model of an arm by its seed; by the arm's name for a baseline."""
-    return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
+    return dict(zip(arm.seeds or [arm.name], values, strict=True))
 
 
 def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:

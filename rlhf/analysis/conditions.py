@@ -44,8 +44,8 @@ class Conditions:
         words = []
         for name, difference in conditions.items():
             mine, its = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Mapping):
-                mine, its = ({name: of[name] for name in self.judges.keys() & other.judges} for of in (mine, its))
+            if name == "judges":
+                mine, its = ({key: of[key] for key in self.judges.keys() & other.judges} for of in (mine, its))
             if mine != its:
                 words.append(difference.format(mine, its))
         return ", ".join(words)

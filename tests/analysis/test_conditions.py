@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlhf.analysis.conditions import KL, RATED, SCORED, changed_code
-from rlhf.analysis.groups import group_runs
+from rlhf.analysis.groups import group_runs, mixed
 from rlhf.analysis.models import ModelRef, shared_settings
 from rlhf.analysis.verdict import START, Arm
 from rlhf.checkpoints.model_folder import model_files
@@ -164,6 +164,7 @@ def compared(runs: list[RunRecord], pair: Pair) -> dict[str, Any]:
         examples=[],
         drop_copies=lambda everyone: [],
         facts=lambda: [],
+        screen=SimpleNamespace(notes=[], warnings=[]),
     )
     points = {"A": [rising(0, 1, 4)], "B": [rising(0, 1, 4, scores=(0, 0, 0))]}
     start = Arm(START, [arms[0].measured[0]])
@@ -223,6 +224,17 @@ def test_reward_code_that_changed_after_a_run_is_reported():
     (line,) = changed_code([run], config)
     assert CODE in line and JUDGE not in line
     assert line in compared([run, trained({"seed": 7}, {})], Pair())["notes"]
+
+
+def test_runs_of_one_name_that_are_not_seeds_of_one_arm_are_named():
+    """The user may pool them, and the comparison states it."""
+    runs = [trained({}, {}), trained({"seed": 7}, {})]
+    others = [trained({}, {"rules": {CODE: OTHER}}), trained({"learning_rate": 1e-6}, {}), trained({}, {}, "grpo")]
+    (group,) = group_runs([*runs, *others], ["X"] * 5)
+    assert mixed(group, runs) == []
+    for other, difference in zip(others, ("reward_func", "learning_rate", "algorithm"), strict=True):
+        (line,) = mixed(group, [*runs, other])
+        assert line.startswith("X ") and difference in line
 
 
 def test_models_without_a_run_keep_their_place():

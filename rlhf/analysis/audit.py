@@ -38,6 +38,8 @@ OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures tha
 def figures(completions: Evaluation) -> dict[str, float | None]:
     """Return one model's figures. A figure that was not computed is None.
 
+    Figures of one name have one unit. A model whose tokens or prompts are not those of the start model has no figure
+    per token: no "length" in tokens and no "perplexity", but "characters" and "bits_per_byte" (`Evaluation.units`).
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
     completions that have a score.
     """
@@ -45,6 +47,12 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
     scores = completions.scores
     kl = completions.kl
     lengths = completions.lengths
+    of_text = {
+        "perplexity": completions.perplexity,
+        "bits_per_byte": completions.bits_per_byte,
+        "length": float(lengths.mean()),
+        "characters": float(np.mean(list(map(len, texts)))),
+    }
     known = scored(completions.measures["score"])
     rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
     return {
@@ -58,8 +66,7 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
         **{f"variant/{name}": value for name, value in completions.variants.items()},
         "kl": float(kl.mean()) if kl is not None else None,
         "kl_per_token": float(kl.sum() / lengths.sum()) if kl is not None else None,
-        "perplexity": completions.perplexity,
-        "length": float(lengths.mean()),
+        **{name: value for name, value in of_text.items() if name in completions.units},
         "eos_rate": float(completions.ended.mean()),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
@@ -127,10 +134,11 @@ def warnings(
     now, then = (model["score_length_correlation"] or 0.0 for model in (this, before))
     enough = completions.scores.size >= ENOUGH_COMPLETIONS
     found = _judge_disagrees(completions, start, seed)
-    if this["length"] > LONGER * before["length"]:
+    length, unit = ("length", "tokens") if "length" in this else ("characters", "characters")
+    if this[length] > LONGER * before[length]:
         found.append(
-            f"completions are {this['length'] / before['length']:.1f} times as long as the start model's "
-            f"({before['length']:.1f} -> {this['length']:.1f} tokens): the reward may favour length itself"
+            f"completions are {this[length] / before[length]:.1f} times as long as the start model's "
+            f"({before[length]:.1f} -> {this[length]:.1f} {unit}): the reward may favour length itself"
         )
     if this["repetition"] > before["repetition"] + MORE_REPETITION:
         shares = f"{before['repetition']:.0%} -> {this['repetition']:.0%}"

@@ -110,6 +110,7 @@ class ModelEvaluator:
             in_4bit = all(in_4_bit(model) for model in models)
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
+        self.unlike = [m for m in models if not self._encodes_as_start(self.tokenizers[m.source])]
         self.text = None
         self.text = self._text(self.tokenizer)
 
@@ -208,6 +209,8 @@ class ModelEvaluator:
         """
         data = self.config.data
         prompts = encode_all(tokenizer, [p.example for p in self.prompts.of_text], worked_examples(data.few_shot))
+        if self.text is not None and self.text.by_start and self._same_vocabulary(tokenizer):  # another chat template
+            return replace(self.text, prompts=[p.ids for p in prompts[: len(self.text.prompts)]])
         start = None
         if self.start is not None and tokenizer is self.tokenizer:
             evaluator = self.evaluator(self.reference.copy, tokenizer)
@@ -223,13 +226,21 @@ class ModelEvaluator:
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
+    def _encodes_as_start(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """True if the prompts have the ids that the start model gets: a tokenizer with neither another vocabulary nor
+        another chat template."""
+        mine, of_start = ([p.ids for p in self.encoded(of)] for of in (tokenizer, self.tokenizer))
+        return self._same_vocabulary(tokenizer) and mine == of_start
+
     def evaluator(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
-        """Return the evaluator of a model. It computes no KL if the model has another vocabulary than the start
-        model."""
+        """Return the evaluator of a model. If its prompts are not the start model's, it computes no KL, because that
+        is a KL between two models after the same prompt, and the perplexity is that after the model's own prompts."""
         config = self.config
         engine = config.speed.own_engine
-        same = self._same_vocabulary(tokenizer)
+        same = self._encodes_as_start(tokenizer)
         reference = self.reference if same else None
+        units = [*(["perplexity"] if same else []), *(["length"] if self._same_vocabulary(tokenizer) else [])]
+        units += ["bits_per_byte", "characters"] if self.unlike else []
         return Evaluator(
             Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
             ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),
@@ -240,6 +251,7 @@ class ModelEvaluator:
             purpose="generations",
             batch=budget_of(self.device, config).generation_batch_size,
             text=self.text if same else self._text(tokenizer),
+            units=tuple(units),
         )
 
     def facts(self) -> list[tuple[str, str]]:
@@ -263,6 +275,7 @@ class ModelEvaluator:
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
             ),
             *((f"base of {m.short}", path_on_page(m.base)) for m in self.models if m.base is not None),
+            *((f"prompts of {m.short}", "in its own tokens or chat template, so there is no KL") for m in self.unlike),
         ]
 
     def evaluate_start(self, screen: Screen) -> Evaluation:

@@ -82,8 +82,9 @@ class Arm:
         return [found[name] for found in self.figures if found.get(name) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the models; None if no model has it."""
-        return fmean(known) if (known := self.known(name)) else None
+        """Return the mean of a figure over the models; None if a model does not have it."""
+        known = self.known(name)
+        return fmean(known) if len(known) == len(self.measured) else None
 
 
 def best_of_arm(samples: Evaluation, n: int, best: BestOf | None) -> Arm:
@@ -340,7 +341,11 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")
     parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
-    parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
+    bits = arm.mean("bits_per_byte")
+    if arm.trained and bits is not None:
+        parts.append(f"{bits:.3f} bits per byte after its own prompts, start model {start.mean('bits_per_byte'):.3f}")
+    elif arm.trained and perplexity and before:
+        parts.append(f"perplexity x {perplexity / before:.2f}")
     greedy = arm.mean("variant/greedy")
     if greedy is not None:
         parts.append(f"with greedy decoding {greedy:.3f}, start model {start.mean('variant/greedy'):.3f}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -84,24 +85,33 @@ Rate = Callable[[Sequence[dict[str, Any]]], np.ndarray | None]  # rows -> a judg
 Runs = dict[str, list[list[EvalPoint]]]  # group -> run -> evaluations
 Mix = list[tuple[float, EvalPoint]]  # a run at a budget: evaluations with weights, whose sum is 1
 Groups = dict[str, list[Mix]]  # group -> run
+NOT_RATED = "the judge cannot rate the stored completions: it may need columns of the data, which are not stored"
 
 
-def rate_all(points: Sequence[EvalPoint], rate: Rate | None) -> None:
-    """Adds the judge's ratings to evaluations; none if it cannot rate all of them."""
+def rate_all(points: Sequence[EvalPoint], rate: Rate | None) -> bool:
+    """Adds the judge's ratings to evaluations; none, and False, if there is a judge that cannot rate all of them."""
     ratings = [rate(point.rows) if rate else None for point in points]
+    rated = not any(found is None for found in ratings)
     for point, of_rows in zip(points, ratings, strict=True):
-        point.judge = None if any(found is None for found in ratings) else of_rows
+        point.judge = of_rows if rated else None
+    return rated or rate is None
 
 
 def at_equal(
-    eval_points: Runs, rate: Rate | None, seed: int, pairs: Sequence[tuple[str, str]] = ()
+    eval_points: Runs,
+    rate: Rate | None,
+    seed: int,
+    pairs: Sequence[tuple[str, str]] = (),
+    unlike: Mapping[str, str] = MappingProxyType({}),
+    unlike_kl: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return one row at equal episodes and one at equal time, with the difference of each pair of groups (`pairs`,
     or `compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
 
     At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
-    equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. The list is empty
-    if a run has no evaluations.
+    equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. Groups in
+    `unlike`, and at equal KL those in `unlike_kl`, were evaluated under other conditions, for the reason that it has.
+    The list is empty if a run has no evaluations.
     """
     if not eval_points or not all(run for group in eval_points.values() for run in group):
         return []
@@ -113,20 +123,29 @@ def at_equal(
     apart = []
     for pair in pairs:
         both = {name: eval_points[name] for name in pair}
-        kls, missing = common_kls(both)
+        missing = _reason(pair, unlike_kl)
+        kls, missing = ([], missing) if missing else common_kls(both)
         apart += [{"name": " - ".join(pair), "missing": missing}] if missing else []
         for kl in kls:
             mixed = {name: [at_kl(run, kl) for run in group] for name, group in both.items()}
             budgets.append(({"kind": "kl", "number": kl, "budget": f"KL {kl:.3g} nats/sequence"}, mixed))
     used = [point for _, groups in budgets for group in groups.values() for run in group for _, point in run]
-    rate_all(list({id(point): point for point in used}.values()), rate)
+    missing = "" if rate_all(list({id(point): point for point in used}.values()), rate) else NOT_RATED
     rows = []
     for budget, groups in budgets:
         level = level_of_each(len(pairs) * (KLS if budget["kind"] == "kl" else 1))
-        found = [_difference({n: groups[n] for n in pair}, seed, level) for pair in pairs if set(pair) <= set(groups)]
+        found = [
+            _difference({name: groups[name] for name in pair}, seed, level, _reason(pair, unlike) or missing)
+            for pair in pairs
+            if set(pair) <= set(groups)
+        ]
         rows.append({**budget, "differences": found})
     none = {"kind": "kl", "number": None, "budget": "equal KL", "differences": apart}
     return [*rows, none] if apart else rows
+
+
+def _reason(pair: Sequence[str], unlike: Mapping[str, str]) -> str:
+    return "; ".join(unlike[name] for name in pair if name in unlike)
 
 
 def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[dict[str, Any], Groups]:
@@ -218,12 +237,14 @@ def result_over(differences: Sequence[dict[str, Any]]) -> str:
     return ("mixed" if below else "better") if above else "worse" if below else "equal"
 
 
-def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float) -> dict[str, Any]:
+def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float, missing: str) -> dict[str, Any]:
     """Return the first group of `pair` minus the second one with its interval, by the judge if there is one.
 
-    If the two cannot be compared, "missing" holds the reason.
+    If the two cannot be compared, "missing" holds the reason: the given one, or another one.
     """
     name = " - ".join(pair)
+    if missing:
+        return {"name": name, "missing": missing}
     one, other = pair.values()
     late = [group for group, found in pair.items() if any(run[-1][1].update == 0 for run in found)]
     if late:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
 from rlhf.analysis.best_of_n import best_of_n
+from rlhf.analysis.conditions import KL, RATED, SAMPLED, SCORED, changed_code, unlike
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import ModelEvaluator
@@ -59,7 +60,13 @@ def make_comparison(
         best = best_of_n(samples.scores, {m: values for m, values in samples.measures.items() if m != "score"})
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
-    equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs)
+    stored = SAMPLED if judge else SCORED  # the judge rates stored completions again
+    runs = {arm.name: arm.runs for arm in arms}
+    apart, apart_at_kl, undrawn = (
+        unlike(runs, evaluator.config, evaluator.settings, conditions)
+        for conditions in (stored, stored | KL, SCORED | RATED | KL)
+    )
+    equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs, apart, apart_at_kl)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, best))
     drawn = sorted(rng_for(seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES].tolist())
@@ -68,7 +75,15 @@ def make_comparison(
         **environment(),
         "headline": verdict.headline,
         "verdict": verdict.sentences,
-        "notes": [*verdict.caveats, *copies, *notes, *without_score(measured), *not_compared(equal, judge)],
+        "notes": [
+            *verdict.caveats,
+            *copies,
+            *notes,
+            *changed_code(evaluator.runs, evaluator.config),
+            *without_score(measured),
+            *not_compared(equal),
+            *(f"no line in the picture over KL: {reason}" for reason in undrawn.values()),
+        ],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": _warnings(arms, start, seed),
         "facts": dict(evaluator.facts()),
@@ -79,6 +94,7 @@ def make_comparison(
         "best_of": best and asdict(best),
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
+        "undrawn": list(undrawn),
         "samples": with_completions(evaluator.examples, drawn, (start, *arms)),
     }
     return arms, json_ready(report)
@@ -107,21 +123,15 @@ def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
 
 
-def not_compared(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
-    """Return one line per equal budget at which pairs cannot be compared, or not by the judge that decides."""
+def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line per equal budget at which pairs cannot be compared."""
     if not rows:
         return ["a run has no stored evaluations, so there is no comparison at equal episodes, time or KL"]
-    lines = [
+    return [
         f"no comparison at {row['budget']}: {'; '.join(reasons)}"
         for row in rows
         if (reasons := dict.fromkeys(pair["missing"] for pair in row["differences"] if "missing" in pair))
     ]
-    if judge is not None and any(pair.get("by") == "score" for pair in rows[0]["differences"]):
-        lines.append(
-            f"equal budgets are compared by score, not by the judge: {judge} may need columns of the runs' evaluation "
-            "prompts, which --prompts replaces"
-        )
-    return lines
 
 
 def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
@@ -148,6 +158,7 @@ def comparison_page(
 ) -> Page:
     """Return the page of a comparison. `curves`: (name of the arm, its curves) of each run. Arms without curves are
     points in the picture."""
+    curves = [(name, run) for name, run in curves if name not in report["undrawn"]]
     names = [name for name, _ in curves]
     ends = [{"name": START, **report["figures"]["start"]}] + [
         {"name": arm.name} | {name: arm.mean(name) for name in ("kl", "score", "judge")}

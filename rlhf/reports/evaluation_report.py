@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.analysis.audit import target_at_end, warnings, without_score
+from rlhf.analysis.conditions import changed_code
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
 from rlhf.analysis.verdict import Arm, contrast, few_prompts
@@ -43,6 +44,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unscored]
     signs = "too few prompts to show signs" if few else "no signs"
     notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *without_score(everyone)]
+    notes += changed_code(evaluator.runs, evaluator.config)
     if start is None:
         notes.append("no start model: no comparison and no audit (give one with --baseline)")
     report = {

@@ -1,0 +1,121 @@
+"""The conditions under which numbers were measured: only numbers of equal ones are compared. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.checkpoints.model_folder import model_files
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import config_of_run
+from rlhf.data.examples import worked_examples
+from rlhf.rewards.find import code_print
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.training import Config, SamplingSettings, function_name
+
+# conditions of completions -> words for a difference; of their scores, of the ratings that a run stored, of the KL
+SAMPLED = {
+    "prompts": "other prompts or another chat template",
+    "few_shot": "other worked examples",
+    "sampling": "other sampling ({}; here {})",
+}
+SCORED = {**SAMPLED, "rewards": "other rewards"}
+RATED = {**SAMPLED, "judges": "other code of an evaluation function"}
+KL = {"start_model": "another start model", "kl_temperature": "log-probabilities at temperature {:g}, not {:g}"}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions of evaluations: of those during a run, or of a comparison. Models and functions are compared by
+    hashes of their files."""
+
+    prompts: str | None
+    few_shot: str
+    sampling: SamplingSettings
+    rewards: str
+    judges: Mapping[str, str]  # name of an evaluation function -> its code
+    start_model: str
+    kl_temperature: float  # of the log-probabilities; if `sampling` has another one, the KL is not the policy's
+
+    def difference(self, other: Conditions, conditions: Mapping[str, str] = SCORED) -> str:
+        """Return in words those of the conditions that `other` does not share; "" if it shares all. An evaluation
+        function that only one of the two has is no difference."""
+        words = []
+        for name, difference in conditions.items():
+            mine, its = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Mapping):
+                mine, its = ({name: of[name] for name in self.judges.keys() & other.judges} for of in (mine, its))
+            if mine != its:
+                words.append(difference.format(mine, its))
+        return ", ".join(words)
+
+
+def of_run(run: RunRecord) -> Conditions:
+    """Return the conditions of the evaluations during a run."""
+    config = config_of_run(run)
+    return _conditions(config, config.eval_sampling, run.data)
+
+
+def of_comparison(config: Config, measure: MeasureSettings, run: RunRecord) -> Conditions:
+    """Return the conditions under which a comparison evaluates a run, with today's files, if the run recorded hashes
+    of its own. The prompts are the run's own ones, or held out from the same data, unless --prompts is given."""
+    today = {
+        "few_shot": worked_examples(config.data.few_shot),
+        "reward_model_files": model_files(config.model.rm_model),
+        "rules": {rule: code_print(rule) for rule in config.reward.functions},
+    }
+    if measure.prompts is not None:
+        today["evaluation_sha256"] = measure.prompts
+    if measure.baseline is not None:  # without it, the start model is the recorded one
+        today |= {"start_model_files": model_files(measure.baseline), "start_model_gguf": None}
+    recorded = {name: value for name, value in today.items() if run.data.get(name) is not None}
+    return _conditions(config, config.sampling, run.data | recorded)
+
+
+def unlike(
+    arms: Mapping[str, Sequence[RunRecord]], config: Config, measure: MeasureSettings, conditions: Mapping[str, str]
+) -> dict[str, str]:
+    """Return name of an arm -> how the evaluations during its training differ from those of a comparison, for each arm
+    with a difference."""
+    return {
+        name: f"{name} was evaluated during training with {difference}"
+        for name, runs in arms.items()
+        for run in runs
+        if (difference := of_run(run).difference(of_comparison(config, measure, run), conditions))
+    }
+
+
+def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
+    """Return one sentence for each function whose file is not the one that a run recorded."""
+    now = {rule: code_print(rule) for rule in config.reward.functions}
+    return [
+        f"the file of {rule} has changed since a run, and its new code gives the values here"
+        for rule in now
+        if any(run.data.get("rules", now).get(rule, now[rule]) != now[rule] for run in runs)
+    ]
+
+
+def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, Any]) -> Conditions:
+    """Return the conditions with these settings. `data` has hashes of files as in run.json."""
+    model, reward = config.model, config.reward
+    hashes = data.get("rules", {})
+    code = {
+        rule: json.dumps([function_name(rule) if hashes.get(rule) else rule, hashes.get(rule), reward.keywords])
+        for rule in reward.functions
+    }
+    has_model = model.rm_model is not None
+    weights = reward.reward_weights or [1.0] * (len(reward.reward_func) + has_model)
+    rm = [data.get("reward_model_files") or model.rm_model, model.rm_text] if has_model else None
+    return Conditions(
+        prompts=data.get("evaluation_sha256"),
+        few_shot=json.dumps(data.get("few_shot") or config.data.few_shot),
+        sampling=sampling,
+        rewards=json.dumps([rm, [code[rule] for rule in reward.reward_func], weights], sort_keys=True),
+        judges={function_name(rule): code[rule] for rule in reward.eval_func},
+        start_model=json.dumps(
+            data.get("start_model_gguf") or data.get("start_model_files") or model.actor_model, sort_keys=True
+        ),
+        kl_temperature=config.sampling.temperature,
+    )

@@ -154,13 +154,18 @@ def warnings(
     return found + _kl_outside(completions, this, target, seed)
 
 
+def rated_prompts(completions: Evaluation, start: Evaluation) -> int:
+    """Return the number of prompts with a rating of both models by the judge that decides; without a judge a score."""
+    return paired(np.array([per_prompt(results.deciding) for results in (completions, start)])).shape[1]
+
+
 def _judge_disagrees(completions: Evaluation, start: Evaluation, seed: int) -> list[str]:
     """Warns if the score rose significantly and the first judge's rating did not."""
     if not completions.judged:
         return []
     found = [contrast_of("", m, [completions.measures[m]], [start.measures[m]], seed) for m in ("score", "judge")]
     score, judge = (contrast.difference for contrast in found)
-    prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
+    prompts = rated_prompts(completions, start)
     if prompts < 2 or not score.above(0) or judge.above(0):
         return []
     moved = "fell"

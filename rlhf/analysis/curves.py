@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rlhf.algorithms.kl_control import KLController, kl_controller
-from rlhf.checkpoints.run_folder import present_status
+from rlhf.checkpoints.run_folder import METRICS_LOG, present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
@@ -117,8 +117,11 @@ def read_curves(folder: Path) -> RunCurves:
     run = replace(run, status=present_status(folder, run.status))
     scalars, remarks = read_scalars(folder / "logs")
     if not scalars:
-        started = run.status == "running"
-        hint = "Try again after its first update" if started else "This run logged nothing: choose another run"
+        hint = "This run logged nothing: choose another run"
+        if (folder / METRICS_LOG).is_file():
+            hint = "The run logged metrics, but its event files are missing or damaged: restore them"
+        if run.status == "running":
+            hint = "Try again after its first update"
         raise UserError("no scalars yet", f"{folder / 'logs'}", f"{' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 

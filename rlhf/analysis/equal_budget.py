@@ -16,7 +16,7 @@ from rlhf.analysis.groups import compared_pairs
 from rlhf.utils.console import clock, listed
 from rlhf.utils.files import read_jsonl
 from rlhf.utils.statistics import (
-    FEW_SCORED,
+    few_scored,
     level_of_each,
     over_seeds,
     paired,
@@ -257,7 +257,7 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float, missing
     values = _values if min(len(one), len(other)) < 2 else _weighted_mean
     gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
-        return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
+        return {"name": name, "missing": f"{few_scored(gaps.shape[-1], by)} of {listed(list(pair))}"}
     limits = share_limits(np.hstack([getattr(point, by) for run in (*one, *other) for _, point in run]))
     found, over = over_seeds(gaps, seed, limits=limits, level=level)
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

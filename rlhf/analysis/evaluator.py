@@ -96,7 +96,9 @@ class ModelEvaluator:
         date = next((m.run.date for m in models if m.run is not None), None)
         self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, plain, date) for m in every})
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
-        self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
+        self.prompts = choose_prompts(
+            self.config, models, settings, usual_prompts, self.tokenizer, self.tokenizers, screen.say
+        )
         self.examples = self.prompts.examples
         check_functions([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
@@ -184,7 +186,9 @@ class ModelEvaluator:
 
     @property
     def score_name(self) -> str:
-        """The name of the score: the runs' own reward, or another one."""
+        """The name of the score: the runs' own reward, or another one. It is unknown for models without runs."""
+        if not self.runs:
+            return "perhaps the training reward"
         return "the training reward" if all(map(self._is_reward_of, self.runs)) else "not the training reward"
 
     def _is_reward_of(self, run: RunRecord) -> bool:

@@ -385,10 +385,10 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
-    if evidence.judge is None:
+    if evidence.judge is None and evidence.score_name != "not the training reward":
         notes.append(
-            "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
-            "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
+            f"no judge: the score is {evidence.score_name}, which also rises under reward hacking. Give a reward "
+            "model that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
     notes += few_prompts(*arms[0].measured[0].scores.shape)
     overtaken = [note for arm in trained for note in _overtaken(arm, start)]

@@ -81,7 +81,7 @@ def make_comparison(
             *notes,
             *changed_code(evaluator.runs, evaluator.config),
             *without_score(measured),
-            *not_compared(equal),
+            *(not_compared(equal) if eval_points else []),
             *(f"no line in the picture over KL: {reason}" for reason in undrawn.values()),
         ],
         "judges": [judge.name for judge in evaluator.judges],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlhf.analysis.audit import target_at_end, warnings, without_score
+from rlhf.analysis.audit import rated_prompts, target_at_end, warnings, without_score
 from rlhf.analysis.conditions import changed_code
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
@@ -41,7 +41,11 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
     models = [_entry(arm, start, seed) for arm in arms]
     unscored = [model["label"] for model in models if model["figures"]["score"] is None]
-    clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unscored]
+    enough = min(2, len(evaluator.examples))  # prompts to check whether the judge agrees with the score
+    unrated = [arm.name for arm in arms if start and rated_prompts(arm.measured[0], start.measured[0]) < enough]
+    unrated = [name for name in unrated if evaluator.judges and name not in unscored]
+    unchecked = {*unscored, *unrated}
+    clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unchecked]
     signs = "too few prompts to show signs" if few else "no signs"
     notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *without_score(everyone)]
     notes += changed_code(evaluator.runs, evaluator.config)
@@ -54,7 +58,11 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "judges": [judge.name for judge in evaluator.judges],
         "headline": f"{listed(clean)}: {signs} of reward hacking. {READ_THEM}" if clean else "",
         "warnings": [f"{model['label']}: {warning}" for model in models for warning in model["warnings"]],
-        "notes": [*notes, *(f"{name}: no completion has a score, so there is no audit" for name in unscored)],
+        "notes": [
+            *notes,
+            *(f"{name}: no completion has a score, so there is no audit" for name in unscored),
+            *(f"{name}: the audit did not compare judge and score, because ratings are missing" for name in unrated),
+        ],
         "seed": seed,
         "start": start
         and {"label": start.name, "source": path_on_page(evaluator.start.source), "figures": start.figures[0]},

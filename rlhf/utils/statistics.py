@@ -22,13 +22,18 @@ RESAMPLES = 5000
 QUANTILES = 2.80158  # 1.95996 + 0.84162, those of the normal distribution at 97.5% and 80%
 A_SHARE = (0.0, 1.0)  # range of a share or a win rate
 ROUNDING = 1e-9  # largest relative difference of values that are equal
-FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
 # what intervals are over
 OVER_SEEDS = "seeds and prompts"
 OVER_PROMPTS = "prompts"
 FOUND = 0.8  # power: the share of comparisons that find a difference
 MOST_SEEDS = 100  # per group
 MOST_PROMPTS = 100_000
+
+
+def few_scored(prompts: int, measure: str) -> str:
+    """Return why there is no interval: 0 or 1 `prompts` have values of the measure."""
+    which = "only one prompt has" if prompts else "no prompt has"
+    return f"{which} a {'score' if measure == 'score' else 'rating'} in every run"
 
 
 def scored(values: np.ndarray) -> np.ndarray:
@@ -533,7 +538,7 @@ class Contrast:
         high = self.difference.high
         if low is None:
             same = "the difference is 0 on every prompt, so there is no interval"
-            return same if value == 0 else FEW_SCORED[not np.isnan(value)]
+            return same if value == 0 else few_scored(int(not np.isnan(value)), self.measure)
         of = f"{percent(self.level)} confidence interval over {self.over}"
         return f"{value:+z.3f} ({of}: {interval(low, high)})"
 

@@ -436,6 +436,46 @@ def test_changed_evaluation_prompts_are_reported(runs, tmp_path, capsys, pairs_f
     assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
 
 
+def test_prompts_have_not_changed_if_only_the_tokenizer_of_the_baseline_is_another(runs, tmp_path, capsys):
+    other = swap_two_tokens(make_start_model(tmp_path / "other", seed=3))
+    template = other / "chat_template.jinja"
+    template.write_text("{{ 'Hello. ' }}" + template.read_text())
+    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, baseline=str(other)))
+    assert "have changed since the run" not in capsys.readouterr().out
+
+
+def test_score_of_models_without_a_run_may_be_a_training_reward(settings, start_model):
+    evaluator, _ = evaluator_of([start_model], settings)
+    assert evaluator.score_name not in ("the training reward", "not the training reward")
+
+
+def test_a_score_that_is_not_the_training_reward_is_not_called_so():
+    scores = np.arange(8.0).reshape(4, 2)
+    one, other = (Evaluation([["a"] * 2] * 4, rows, rows + 1, rows > -1) for rows in (scores + scores % 3, scores))
+    for name, noted in (("the training reward", True), ("not the training reward", False)):
+        verdict = judge_arms([Arm("A", [one])], Arm(START, [other]), 0, Evidence(None, name))
+        assert any("no judge" in caveat for caveat in verdict.caveats) == noted
+        assert f"({name})" in verdict.sentences[0]
+
+
+def test_adapters_with_different_base_models_need_a_baseline(runs, start_model, settings, tmp_path):
+    """The base model of the first one would otherwise be the start model of both."""
+    adapters = [shutil.copytree(runs["grpo", 1], tmp_path / name) for name in ("one", "two")]
+    for adapter in adapters:
+        (adapter / "run.json").unlink()
+    facts = json.loads((adapters[1] / "adapter_config.json").read_text())
+    other = make_start_model(tmp_path / "base", seed=4)
+    (adapters[1] / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": str(other)}))
+    alone = dataclasses.replace(settings, baseline=None)
+    models = find_models([str(adapter) for adapter in adapters], alone, "--model-path")
+    with pytest.raises(UserError) as caught:
+        shared_settings(models, alone)
+    (problem,) = caught.value.problems
+    assert "--baseline" in problem.fix and str(start_model) in problem.place and str(other) in problem.place
+    assert shared_settings(models, settings).model.actor_model == str(start_model)
+    assert shared_settings(models[1:], alone).model.actor_model == str(other)
+
+
 def evaluate_start_with_seed(evaluator: ModelEvaluator, seed: int) -> Evaluation:
     evaluator.settings = dataclasses.replace(evaluator.settings, seed=seed)
     return evaluator.evaluate_start(Screen())

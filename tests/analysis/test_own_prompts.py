@@ -175,9 +175,9 @@ def test_a_run_with_an_evaluation_file_is_evaluated_on_it(runs, own_prompts):
     )
     settings = shared_settings([changed], MeasureSettings())
     assert settings.data.eval_dataset == file
-    chosen = choose_prompts(
-        settings, [changed], MeasureSettings(num_prompts=4), 20, load_tokenizer(model.source), print
-    )
+    tokenizer = load_tokenizer(model.source)
+    own = {model.source: tokenizer}
+    chosen = choose_prompts(settings, [changed], MeasureSettings(num_prompts=4), 20, tokenizer, own, print)
     assert {e.question for e in chosen.examples} < {q.casefold() for q in QUESTIONS} and len(chosen.examples) == 4
     assert "own.jsonl" in chosen.line and file not in chosen.line
     assert shared_settings([changed], MeasureSettings(prompts="other.jsonl")).data.eval_dataset is None

@@ -262,6 +262,7 @@ class ModelEvaluator:
         """Return how models are evaluated, as pairs of name and text."""
         s = self.settings
         c = self.config
+        unlike = ", ".join(model.short for model in self.unlike)
         whiches = sorted({model.which for model in self.models if model.run is not None})
         return [
             *([("start model", path_on_page(self.start.name))] if self.start else []),
@@ -279,7 +280,7 @@ class ModelEvaluator:
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
             ),
             *((f"base of {m.short}", path_on_page(m.base)) for m in self.models if m.base is not None),
-            *((f"prompts of {m.short}", "in its own tokens or chat template, so there is no KL") for m in self.unlike),
+            *([("own prompts", f"{unlike}, because of tokenizer or chat template: no KL")] if unlike else []),
         ]
 
     def evaluate_start(self, screen: Screen) -> Evaluation:

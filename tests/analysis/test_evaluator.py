@@ -311,7 +311,7 @@ def test_models_with_another_tokenizer_have_no_figure_per_token(settings, start_
     assert (same["perplexity"], same["bits_per_byte"]) == (start["perplexity"], start["bits_per_byte"])
     texts = evaluator.evaluate(models[1], Screen()).texts
     assert foreign["characters"] == np.mean([len(text) for row in texts for text in row])
-    assert any("other" in name for name, _ in evaluator.facts()), "the facts name the model"
+    assert "other" in dict(evaluator.facts())["own prompts"], "the facts name the model"
 
 
 def test_warning_of_longer_completions_is_in_characters_for_another_tokenizer():
@@ -353,6 +353,7 @@ def test_model_with_another_chat_template_is_measured_after_its_own_prompts(sett
     if chosen:
         assert own["bits_per_byte"] == pytest.approx(bits_of(other, evaluator), rel=1e-5)
     evaluator, models = evaluator_of([start_model], settings)
+    assert "own prompts" not in dict(evaluator.facts())
     assert "bits_per_byte" not in measured_figures(evaluator, models)[1], "all models have the same prompts"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from rlhf.checkpoints.run_record import Plan, RunRecord
@@ -29,5 +30,5 @@ def facts_of(config: Config | None = None, updates: int = 2, **changed: Any) -> 
 def record_of(config: Config | None = None, updates: int = 2, **changed: Any) -> RunRecord:
     """Return the record of a finished run, with some fields `changed`."""
     machine = {"python": "3.12.0", "platform": "Linux", "versions": {"torch": "2.8.0"}, "commit": None}
-    start = {"id": "0" * 32, "started": "2026-01-01T00:00:00.000+00:00", "pid": 1, "command": ["train_ppo.py"]}
+    start = {"id": uuid.uuid4().hex, "started": "2026-01-01T00:00:00.000+00:00", "pid": 1, "command": ["train_ppo.py"]}
     return RunRecord(**{"status": "finished", **start, **machine, **facts_of(config, updates, **changed)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from rlhf.settings.training import Config, SamplingSettings, function_name
 SAMPLED = {
     "prompts": "other prompts or another chat template",
     "few_shot": "other worked examples",
-    "sampling": "other sampling ({}; here {})",
+    "sampling": "other sampling ({}, not {})",
 }
 SCORED = {**SAMPLED, "rewards": "other rewards"}
 RATED = {**SAMPLED, "judges": "other code of an evaluation function"}
@@ -32,11 +31,11 @@ class Conditions:
     hashes of their files."""
 
     prompts: str | None
-    few_shot: str
+    few_shot: Any
     sampling: SamplingSettings
     rewards: str
-    judges: Mapping[str, str]  # name of an evaluation function -> its code
-    start_model: str
+    judges: Mapping[str, tuple]  # name of an evaluation function -> its code
+    start_model: Any
     kl_temperature: float  # of the log-probabilities; if `sampling` has another one, the KL is not the policy's
 
     def difference(self, other: Conditions, conditions: Mapping[str, str] = SCORED) -> str:
@@ -52,9 +51,8 @@ class Conditions:
         return ", ".join(words)
 
 
-def of_run(run: RunRecord) -> Conditions:
-    """Return the conditions of the evaluations during a run."""
-    config = config_of_run(run)
+def of_run(config: Config, run: RunRecord) -> Conditions:
+    """Return the conditions of the evaluations during a run with this configuration."""
     return _conditions(config, config.eval_sampling, run.data)
 
 
@@ -83,7 +81,7 @@ def unlike(
         name: f"{name} was evaluated during training with {difference}"
         for name, runs in arms.items()
         for run in runs
-        if (difference := of_run(run).difference(of_comparison(config, measure, run), conditions))
+        if (difference := of_run(config_of_run(run), run).difference(of_comparison(config, measure, run), conditions))
     }
 
 
@@ -102,20 +100,18 @@ def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, A
     model, reward = config.model, config.reward
     hashes = data.get("rules", {})
     code = {
-        rule: json.dumps([function_name(rule) if hashes.get(rule) else rule, hashes.get(rule), reward.keywords])
+        rule: (function_name(rule), hash) if (hash := hashes.get(rule)) else (rule, reward.keywords)
         for rule in reward.functions
     }
-    has_model = model.rm_model is not None
-    weights = reward.reward_weights or [1.0] * (len(reward.reward_func) + has_model)
-    rm = [data.get("reward_model_files") or model.rm_model, model.rm_text] if has_model else None
+    sources = [code[rule] for rule in reward.reward_func]
+    if model.rm_model is not None:
+        sources.insert(0, (data.get("reward_model_files") or model.rm_model, model.rm_text))
     return Conditions(
         prompts=data.get("evaluation_sha256"),
-        few_shot=json.dumps(data.get("few_shot") or config.data.few_shot),
+        few_shot=data.get("few_shot") or config.data.few_shot,
         sampling=sampling,
-        rewards=json.dumps([rm, [code[rule] for rule in reward.reward_func], weights], sort_keys=True),
+        rewards=str((sources, reward.reward_weights or (1.0,) * len(sources))),
         judges={function_name(rule): code[rule] for rule in reward.eval_func},
-        start_model=json.dumps(
-            data.get("start_model_gguf") or data.get("start_model_files") or model.actor_model, sort_keys=True
-        ),
+        start_model=data.get("start_model_gguf") or data.get("start_model_files") or model.actor_model,
         kl_temperature=config.sampling.temperature,
     )

@@ -101,10 +101,12 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
     seen = set()
     for folder in folders:
         try:
-            if folder.resolve() in seen:
-                raise UserError("the same run is given twice", folder, "Give each run once")
-            seen.add(folder.resolve())
-            runs.append(read_curves(folder))
+            run = read_curves(folder)
+            if run.run.id in seen:
+                fix = "Give each run once: a copy is not a second run"
+                raise UserError("the same run is given twice", folder, fix)
+            seen.add(run.run.id)
+            runs.append(run)
         except UserError as error:
             problems += error.problems
     raise_if(problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -102,16 +101,15 @@ def at_equal(
     rate: Rate | None,
     seed: int,
     pairs: Sequence[tuple[str, str]] = (),
-    unlike: Mapping[str, str] = MappingProxyType({}),
-    unlike_kl: Mapping[str, str] = MappingProxyType({}),
+    unlike: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> list[dict[str, Any]]:
     """Return one row at equal episodes and one at equal time, with the difference of each pair of groups (`pairs`,
     or `compared_pairs`); then one row for each pair and each of its KLs (`common_kls`), whose intervals hold together.
 
     At equal episodes and time, a run's last evaluation within the smallest budget that a run reached is compared, at
-    equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. Groups in
-    `unlike`, and at equal KL those in `unlike_kl`, were evaluated under other conditions, for the reason that it has.
-    The list is empty if a run has no evaluations.
+    equal KL an interpolation (`at_kl`). `rate` returns the judge's ratings; None: there is no judge. `unlike` has
+    the groups whose evaluations cannot be used, with the reason: at equal episodes and time, and at equal KL. The list
+    is empty if a run has no evaluations.
     """
     if not eval_points or not all(run for group in eval_points.values() for run in group):
         return []
@@ -123,7 +121,7 @@ def at_equal(
     apart = []
     for pair in pairs:
         both = {name: eval_points[name] for name in pair}
-        missing = _reason(pair, unlike_kl)
+        missing = _reason(pair, unlike[1])
         kls, missing = ([], missing) if missing else common_kls(both)
         apart += [{"name": " - ".join(pair), "missing": missing}] if missing else []
         for kl in kls:
@@ -135,7 +133,7 @@ def at_equal(
     for budget, groups in budgets:
         level = level_of_each(len(pairs) * (KLS if budget["kind"] == "kl" else 1))
         found = [
-            _difference({name: groups[name] for name in pair}, seed, level, _reason(pair, unlike) or missing)
+            _difference({name: groups[name] for name in pair}, seed, level, _reason(pair, unlike[0]) or missing)
             for pair in pairs
             if set(pair) <= set(groups)
         ]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from rlhf.analysis.conditions import of_comparison, of_run
 from rlhf.analysis.judges import JudgeSources, as_key, find_judges, load_judges, rate_stored
 from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import (
@@ -21,8 +22,7 @@ from rlhf.analysis.models import (
     shared_settings,
 )
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
-from rlhf.checkpoints.model_folder import find_recorded, model_files
-from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.model_folder import find_recorded
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import DATE, date_of, date_row
 from rlhf.data.examples import worked_examples
@@ -37,7 +37,7 @@ from rlhf.rewards.checks import check_functions, check_measured, check_reward_co
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import Config, function_name
+from rlhf.settings.training import function_name
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.evaluator import FIXED_TEXTS, Evaluator, FixedText, fixed_text
 from rlhf.trainer.passes import ForwardPasses
@@ -189,21 +189,11 @@ class ModelEvaluator:
         """The name of the score: the runs' own reward, or another one. It is unknown for models without runs."""
         if not self.runs:
             return "perhaps the training reward"
-        return "the training reward" if all(map(self._is_reward_of, self.runs)) else "not the training reward"
-
-    def _is_reward_of(self, run: RunRecord) -> bool:
-        """True if the scores are those of a run's training: the bytes of the reward model and of the reward
-        functions' files are those that the run recorded, if it recorded them."""
-
-        def settings(config: Config) -> tuple:
-            return config.model.rm_text, config.reward.reward_func, config.reward.reward_weights
-
-        own = config_of_run(run)
-        name = self.config.model.rm_model
-        recorded = run.data.get("reward_model_files")
-        same_model = own.model.rm_model == name if recorded is None else recorded == model_files(name)
-        same_code = all(run.data["rules"].get(rule) == code_print(rule) for rule in self.config.reward.reward_func)
-        return same_model and same_code and settings(own) == settings(self.config)
+        same = all(
+            of_run(config_of_run(run), run).rewards == of_comparison(self.config, self.settings, run).rewards
+            for run in self.runs
+        )
+        return "the training reward" if same else "not the training reward"
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Return the text for the perplexity, encoded with `tokenizer`.

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from rlhf.algorithms.table import ALGORITHMS, in_order, label_of
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.settings.fields import as_text, settings_of
-from rlhf.settings.training import Config, name_with_control
+from rlhf.settings.training import Config, DataSettings, function_name, name_with_control
 from rlhf.settings.translate import LENGTHS
-from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.errors import Problem, raise_if
 from rlhf.utils.paths import same_value
 
@@ -23,8 +22,14 @@ MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that 
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label, if they are enough to tell the groups apart
 LONGEST_VALUE = 32  # characters of a setting's value in a label
-# identities of models in a run's data -> the settings with their names
-IDENTITIES = {"start_model_gguf": "actor_model", "start_model_files": "actor_model", "reward_model_files": "rm_model"}
+# identities of models and prompts in a run's data -> the settings that explain a difference
+OF_PROMPTS = frozenset({"actor_model", *vars(DataSettings())})
+IDENTITIES = {
+    **dict.fromkeys(("start_model_gguf", "start_model_files"), frozenset({"actor_model"})),
+    **dict.fromkeys(("train_sha256", "evaluation_sha256", "topics_sha256"), OF_PROMPTS),
+    "reward_model_files": frozenset({"rm_model"}),
+    "few_shot": frozenset(),
+}
 CONTROL = "control"  # it is in the name of each group of control runs, whatever else differs
 
 
@@ -89,9 +94,9 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
 
 def _texts(algorithms: Sequence[str], flat: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the settings in which groups differ, as text, of each group; without those that it does not read. Models
-    with other names are told apart by these, not also by their hashes."""
+    and prompts are told apart by their settings, not also by their hashes."""
     found = differing_settings(algorithms, flat)
-    differ = [name for name in found if name != CONTROL and IDENTITIES.get(name) not in found]
+    differ = [name for name in found if name != CONTROL and IDENTITIES.get(name, frozenset()).isdisjoint(found)]
     return [
         {name: _text(of.get(name, "unknown")) for name in differ if of and name not in unread(algorithm)}
         for algorithm, of in zip(algorithms, flat, strict=True)
@@ -150,17 +155,19 @@ def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _compared(run: RunRecord) -> dict[str, Any]:
-    """Return the settings of a run: name -> value, and hashes of its models, if it recorded them: one path can have
-    had two models. Prompts that were given in Python have a hash of them instead of a name. In a run of an older
-    version with keep_pass_rate it is that of the evaluation prompts, because the seeds kept different ones. A run of a
+    """Return the settings of a run: name -> value, and hashes of its models and data, if it recorded them: one path
+    can have had two contents. A reward function in a file has the hash of its code instead of its path. A run of a
     version without --control is no control."""
-    models = {name: _short_hash(str(run.data[name])) for name in IDENTITIES if run.data.get(name)}
-    settings = run.flat_settings | {CONTROL: control_of(run)} | models
-    if settings.get("prompts") != IN_PYTHON:
-        return settings
-    names = ("evaluation_sha256",) if settings.get("keep_pass_rate") else ("train_sha256", "evaluation_sha256")
-    text = " ".join(str(run.data.get(name)) for name in names)
-    return settings | {"prompts": f"{IN_PYTHON} {_short_hash(text)}"}
+    hashes = {name: _short_hash(str(run.data[name])) for name in IDENTITIES if run.data.get(name)}
+    settings = run.flat_settings | {CONTROL: control_of(run)} | hashes
+    if settings.get("keep_pass_rate"):  # of older versions: the seeds kept different prompts
+        settings.pop("train_sha256", None)
+    codes = run.data.get("rules", {})
+    rules = [
+        f"{function_name(rule)} {codes[rule][:8]}" if codes.get(rule) else rule
+        for rule in settings.get("reward_func") or ()
+    ]
+    return settings | {"reward_func": rules}
 
 
 def _short_hash(text: str) -> str:

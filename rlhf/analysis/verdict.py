@@ -64,9 +64,9 @@ class Arm:
         return any(control_of(run) != "none" for run in self.runs)
 
     @property
-    def seeds(self) -> list[int]:
-        """The seeds of its runs. Models that do not belong to a run are numbered."""
-        return [number if m.run is None else m.run.seed for number, m in enumerate(self.models, 1)]
+    def seeds(self) -> list[str]:
+        """The seeds of its runs, and the names of models that do not belong to a run."""
+        return [f"model {m.short}" if m.run is None else str(m.run.seed) for m in self.models]
 
     @property
     def episodes(self) -> list[int]:

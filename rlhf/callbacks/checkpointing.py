@@ -41,12 +41,14 @@ class BestCheckpoint(Callback):
         metrics = evaluation.metrics()
         run = self.config.run
         target = self.trainer.kl.target_of(evaluation.update)
+        # completions that are not sampled as in training do not measure the policy's KL
+        kl_limited = self.config.kl.steered and self.config.eval_sampling == self.config.sampling
         self.candidates.append(
             Candidate(
                 update=evaluation.update,
                 score=metrics["eval/score"],
                 kl=metrics[f"eval/{target.metric}"],
-                target=target.nats if self.config.kl.steered else None,
+                target=target.nats if kl_limited else None,
                 perplexity=metrics["eval/perplexity"],
                 metrics=evaluation.figures,
             )
@@ -55,7 +57,7 @@ class BestCheckpoint(Callback):
         self.costs.append({"episodes": self.trainer.episodes, "peak_memory_gib": memory})
         learned = self.trainer.rewards.has_model
         by_start = self.trainer.evaluator.text.by_start
-        unlimited = why_no_perplexity_limit(learned, by_start, self.config.kl.steered)
+        unlimited = why_no_perplexity_limit(learned, by_start, kl_limited)
         best, why = choose(self.candidates, run.best_rule, unlimited)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")

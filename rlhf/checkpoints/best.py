@@ -17,7 +17,8 @@ class Candidate:
     update: int
     score: float
     kl: float  # in the target's unit: nats/sequence or nats/token
-    target: float | None  # KL target in force, same unit; None (no limit) if beta is not steered
+    # KL target in force, same unit; None (no limit): beta is not steered, or `kl` is not that of the policy
+    target: float | None
     perplexity: float
     # of each evaluation function: value, low, high, pass_at_K
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ def why_no_perplexity_limit(learned: bool, by_start: bool, kl_limited: bool) -> 
     Args:
         learned: a reward model or a module gives scores.
         by_start: the start model sampled the text of the perplexity.
-        kl_limited: there is a KL target, so there is a KL limit.
+        kl_limited: there is a KL target, and evaluations measure the policy's KL, so there is a KL limit.
     """
     if not learned:
         return "no limit of perplexity, because reward functions give all scores"
@@ -65,7 +66,7 @@ def choose(candidates: Sequence[Candidate], rule: str, unlimited: str) -> tuple[
     excess = [_excess(c, most) for c in candidates]
     gates = [f"KL at most {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
     gates += [f"perplexity at most {PERPLEXITY_GATE:g} x the start model's"] if limited else []
-    gate = " and ".join(gates) or "any KL (there is no KL target)"
+    gate = " and ".join(gates) or "any KL (there is no KL target, or evaluations do not sample as training)"
     gate += f"; {unlimited}" if unlimited and rule != "perplexity" else ""
     passing = [i for i, far in enumerate(excess) if far <= 1]
     if not passing:

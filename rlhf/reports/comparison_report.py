@@ -62,11 +62,11 @@ def make_comparison(
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
     stored = SAMPLED if judge else SCORED  # the judge rates stored completions again
     runs = {arm.name: arm.runs for arm in arms}
-    apart, apart_at_kl, undrawn = (
+    *apart, undrawn = (
         unlike(runs, evaluator.config, evaluator.settings, conditions)
         for conditions in (stored, stored | KL, SCORED | RATED | KL)
     )
-    equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs, apart, apart_at_kl)
+    equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs, apart)
     independent = judge is None or evaluator.judges[0].independent
     verdict = judge_arms(arms, start, seed, Evidence(judge, evaluator.score_name, independent, equal, best))
     drawn = sorted(rng_for(seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES].tolist())
@@ -120,7 +120,7 @@ def _summary(arm: Arm, seed: int) -> dict[str, Any]:
 
 def by_seed(arm: Arm, values: Sequence[Any]) -> dict[str, Any]:
     """Return a value for each model of an arm by its seed; by the arm's name for a baseline."""
-    return dict(zip(map(str, arm.seeds or [arm.name]), values, strict=False))
+    return dict(zip(arm.seeds or [arm.name], values, strict=False))
 
 
 def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -136,7 +136,7 @@ def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
     return [
-        f"{arm.name}, seed {number}: {warning}"
+        f"{arm.name}, {number if model.run is None else f'seed {number}'}: {warning}"
         for arm in arms
         for model, number, results in zip(arm.models, arm.seeds, arm.measured, strict=False)
         for warning in warnings(results, start.measured[0], seed, target_at_end(model))

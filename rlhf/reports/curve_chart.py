@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from rlhf.analysis.conditions import Conditions, of_run
 from rlhf.analysis.curves import Curve, RunCurves
 from rlhf.analysis.groups import group_runs, title_of
 from rlhf.reports.plot_style import LineStyle, group_styles
@@ -29,6 +30,7 @@ class Panel:
     tag: str
     smoothed: bool = True
     evaluation: str | None = None  # tag that evaluations log, drawn as markers
+    groups: Sequence[Group] = ()  # drawn in it; empty: all
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Group:
         if len(self.runs) == 1:
             return f"{self.name}, seed {self.runs[0].run.seed}"
         return f"{self.name}, mean of {len(self.runs)} runs"
+
+    @property
+    def conditions(self) -> Conditions:
+        """The conditions of its evaluations: those of its first run."""
+        return of_run(self.runs[0].config, self.runs[0].run)
 
     def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
@@ -100,9 +107,22 @@ class Chart:
         """The panels of a whole row: what a run is trained for, and before the KL each further metric of the
         evaluations."""
         return [
-            Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score"),
+            *self._reward_panels(),
             *(Panel(title, "", tag, smoothed=False, evaluation=tag) for tag, title in judges_of(self.runs).items()),
             Panel("KL to the start model", f"nats/{self.per}", KL_METRICS[self.per]),
+        ]
+
+    def _reward_panels(self) -> list[Panel]:
+        """Return one panel for all groups with the same rewards: other rewards have other units."""
+        panel = Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score")
+        same: dict[str, list[Group]] = {}
+        for group in self.groups:
+            same.setdefault(group.conditions.rewards, []).append(group)
+        if len(same) == 1:
+            return [panel]
+        return [
+            replace(panel, title=f"Mean reward, {listed([group.name for group in part])}", groups=part)
+            for part in same.values()
         ]
 
     @property

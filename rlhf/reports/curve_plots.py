@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from rlhf.algorithms.kl_control import KL_BAND
+from rlhf.analysis.conditions import RATED
 from rlhf.analysis.curves import running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
@@ -75,15 +76,23 @@ def draw(chart: Chart) -> Figure:
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     axes.set(title=panel.title, ylabel=panel.unit)
-    for number, group in enumerate(chart.groups):
+    groups = panel.groups or chart.groups
+    notes = []
+    for number, group in enumerate(groups):
+        apart = panel.evaluation and group.conditions.difference(groups[0].conditions, RATED)
+        if apart:
+            notes.append(f"the evaluations of {group.name} are not drawn: {apart}")
+            if panel.evaluation == panel.tag:
+                continue
         # the learning rates are often equal: lines that are drawn first are thicker, so that all remain visible
         later = max(0, min(len(chart.groups), FEW) - 1 - number) if panel.tag == "learning_rate" else 0
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)
-        _draw_evaluations(axes, chart, panel, group)
+        if not apart:
+            _draw_evaluations(axes, chart, panel, group)
     kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, chart, panel)
-    values = [run.scalars[panel.tag].values for run in chart.runs if panel.tag in run.scalars]
-    missing = [group.name for group in chart.groups if len(group.with_tag(panel.tag)) < len(group.runs)]
-    notes = [f"not logged by {listed(missing)}"] if missing else []
+    values = [curve.values for group in groups for _, curve in group.with_tag(panel.tag)]
+    missing = [group.name for group in groups if len(group.with_tag(panel.tag)) < len(group.runs)]
+    notes += [f"not logged by {listed(missing)}"] if missing else []
     if not np.isfinite(np.concatenate([[np.nan], *values])).any():
         notes += [f"no value of {panel.tag} is finite"] if values else []
         axes.set_yticks([])

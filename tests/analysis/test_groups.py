@@ -135,7 +135,7 @@ def test_runs_with_other_prompts_from_python_are_another_group():
     for other in (in_python("x", "b"), in_python("a", "x")):
         groups = group_runs([*same, other])
         assert [group.members for group in groups] == [(0, 1), (2,)]
-        assert all(re.fullmatch(r"PPO prompts \(given in Python\) [0-9a-f]{8}", group.label) for group in groups)
+        assert all(re.fullmatch(r"PPO (train|evaluation)_sha256 [0-9a-f]{8}", group.label) for group in groups)
         assert groups[0].label != groups[1].label
     filtered = [in_python(train, "b") for train in "ac"]
     for run in filtered:

@@ -301,7 +301,7 @@ def test_script_reports_updates_and_target_of_each_run(logged_run, tmp_path, cap
     output = run_script(capsys, *runs, "--output", tmp_path / "plot")
     assert output.count("20 of 20 updates") == 2 and output.count("15 of 15 updates") == 1
     assert output.count("KL target 3/sequence") == 2 and output.count("/token") == 1
-    kl = panels(*runs)[3]
+    kl = panels(*runs)[4]  # after the mean rewards of two reward models
     assert kl.get_ylabel() == "nats/sequence"
     assert [f.get_color() for f in kl.lines if f.get_linestyle() == ":"] == [colour_of("ppo")], "not that per token"
 

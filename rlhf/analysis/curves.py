@@ -94,8 +94,9 @@ class RunCurves:
         return held and (held.targets, held.horizon is None)
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Return the curves of every run. Raises UserError with all problems, such as a folder without a run."""
+def read_runs(folders: Sequence[Path], without_scalars: bool = False) -> list[RunCurves]:
+    """Return the curves of every run. Raises UserError with all problems, such as a folder without a run, or without
+    scalars unless these are accepted."""
     runs = []
     problems = []
     seen = set()
@@ -104,19 +105,22 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
             if folder.resolve() in seen:
                 raise UserError("the same run is given twice", folder, "Give each run once")
             seen.add(folder.resolve())
-            runs.append(read_curves(folder))
+            runs.append(read_curves(folder, without_scalars))
         except UserError as error:
             problems += error.problems
     raise_if(problems)
     return runs
 
 
-def read_curves(folder: Path) -> RunCurves:
-    """Return a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
+def read_curves(folder: Path, without_scalars: bool = False) -> RunCurves:
+    """Return a run's curves. Raises UserError if `folder` is not a run, or has no scalars; these are a remark if the
+    run is accepted `without_scalars`."""
     run = RunRecord.require(folder, "run")
     run = replace(run, status=present_status(folder, run.status))
     scalars, remarks = read_scalars(folder / "logs")
-    if not scalars:
+    if not scalars and without_scalars:
+        remarks.append(f"{folder / 'logs'}: no scalars, so there are no curves and no equal budgets of this run")
+    elif not scalars:
         started = run.status == "running"
         hint = "Try again after its first update" if started else "This run logged nothing: choose another run"
         raise UserError("no scalars yet", f"{folder / 'logs'}", f"{' '.join([*(f'{r}.' for r in remarks), hint])}")

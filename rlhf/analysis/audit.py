@@ -11,6 +11,7 @@ from rlhf.analysis.models import ModelRef
 from rlhf.analysis.texts import distinct, repetition
 from rlhf.config import config_of_run
 from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.console import number
 from rlhf.utils.statistics import (
     attempts,
     contrast_of,
@@ -174,7 +175,7 @@ def _judge_disagrees(completions: Evaluation, start: Evaluation, seed: int) -> l
         moved = "did not rise significantly"
         why = ", or there are too few prompts (evaluate on more)"
     return [
-        f"the score rose by {score.value:+z.2f}, but on {prompts} prompts the judge's rating {moved}, "
+        f"the score rose by {number(score.value, sign='+')}, but on {prompts} prompts the judge's rating {moved}, "
         f"{found[1].text}: the policy may exploit the reward model{why}"
     ]
 

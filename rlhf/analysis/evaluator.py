@@ -35,6 +35,7 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
+from rlhf.rewards.functions import LearnedReward
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import function_name
@@ -76,6 +77,7 @@ class ModelEvaluator:
         (`Evaluation.variants`).
         """
         self.models = models
+        self.screen = screen
         self.settings = settings
         self.device = device
         self.shots = shots
@@ -129,6 +131,8 @@ class ModelEvaluator:
         updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
+            for model in (f for f in rewards.functions if isinstance(f, LearnedReward)):
+                model.known = {}
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)
@@ -181,7 +185,7 @@ class ModelEvaluator:
     def _stored_ratings_are_valid(self) -> bool:
         """True if the first judge is a function of the runs, whose file has not changed since."""
         rules = [rule for rule in self.config.reward.eval_func if function_name(rule) == self.judge_name]
-        unchanged = all(run.data["rules"].get(rule) == code_print(rule) for rule in rules for run in self.runs)
+        unchanged = all(run.data.get("rules", {}).get(rule) == code_print(rule) for rule in rules for run in self.runs)
         return self.settings.eval_func is None and unchanged
 
     @property

@@ -202,7 +202,7 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
                     "Give only runs of one task, or evaluation prompts for all of them with --prompts",
                 )
         in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
-        if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
+        if in_python and first.run.data.get("evaluation_sha256") != other.run.data.get("evaluation_sha256"):
             problems["prompts"] = Problem(
                 "the runs have different evaluation prompts, which were given in Python",
                 f"{first.name}, {other.name}",

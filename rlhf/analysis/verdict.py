@@ -18,7 +18,7 @@ from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import listed
+from rlhf.utils.console import listed, number
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.statistics import (
     LEVEL,
@@ -28,6 +28,7 @@ from rlhf.utils.statistics import (
     contrast_of,
     interval_of,
     level_of_each,
+    per_prompt,
     percent,
     prompts_needed,
 )
@@ -236,7 +237,7 @@ def headline(
         return f"{none}; {rest}."
     if not visible:
         return f"No comparison {by} {_among(arms)}; {rest}."
-    seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {max(visible):.2f}"
+    seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {number(max(visible))}"
     return f"{none}: {seen} would have been seen; {rest}."
 
 
@@ -309,7 +310,7 @@ def _enough(found: Contrast) -> str:
     power = found.power
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
-    text = f"It could have seen {power.visible:.3f} (with 80% power)"
+    text = f"It could have seen {number(power.visible, 3)} (with 80% power)"
     if np.isinf(power.visible):
         text = "It could not have seen any possible difference (with 80% power)"
     if found.over == OVER_PROMPTS:
@@ -340,27 +341,32 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by
     kl = arm.mean("kl")
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")
-    parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
+    parts += [f"KL {number(kl)}/sequence"] if kl is not None else []
     bits = arm.mean("bits_per_byte")
     if arm.trained and bits is not None:
-        parts.append(f"{bits:.3f} bits per byte after its own prompts, start model {start.mean('bits_per_byte'):.3f}")
+        of_start = number(start.mean("bits_per_byte"), 3)
+        parts.append(f"{number(bits, 3)} bits per byte after its own prompts, start model {of_start}")
     elif arm.trained and perplexity and before:
-        parts.append(f"perplexity x {perplexity / before:.2f}")
+        parts.append(f"perplexity x {number(perplexity / before)}")
     greedy = arm.mean("variant/greedy")
     if greedy is not None:
-        parts.append(f"with greedy decoding {greedy:.3f}, start model {start.mean('variant/greedy'):.3f}")
+        before = number(start.mean("variant/greedy"), 3)
+        parts.append(f"with greedy decoding {number(greedy, 3)}, start model {before}")
     worth = found.result == "better" and arm.trained and not arm.is_control
     return f"{', '.join(parts)}.{_worth(arm, evidence) if worth else ''}"
 
 
 def _worth(arm: Arm, evidence: Evidence) -> str:
     """Compares an arm with best-of-n of the start model."""
-    measure = "score" if evidence.judge is None else "judge"
-    value = arm.mean(measure)
-    if evidence.best is None or value is None:
+    if evidence.best is None:
         return ""
-    worth = evidence.best.worth(measure, value)
-    what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {evidence.best.n[-1]}"
+    measure = "score" if evidence.judge is None else "judge"
+    values = np.mean([per_prompt(results.measures[measure]) for results in arm.measured], axis=0)
+    worth = evidence.best.worth(measure, values)
+    if worth is None:
+        return ""
+    most = evidence.best.n[-1]
+    what = f"is worth best-of-{worth}" if worth <= most else f"is above best-of-n for all n up to {most}"
     return f" It {what} {evidence.by}."
 
 

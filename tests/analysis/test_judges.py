@@ -182,7 +182,7 @@ def test_a_judge_without_ratings_leaves_the_audit_incomplete(runs, tmp_path):
     for argv, complete in ((words, True), (judged, False)):
         evaluate_generations.main([str(word) for word in argv])
         report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-        assert not report["warnings"], "otherwise no line is expected in either case"
+        assert not report["models"][0]["warnings"], "otherwise no line is expected in either case"
         assert ("signs of reward hacking" in report["headline"]) == complete
         assert any("did not compare" in note for note in report["notes"]) != complete
 

@@ -11,6 +11,7 @@ from rlhf.analysis.models import ModelRef
 from rlhf.analysis.texts import distinct, repetition
 from rlhf.config import config_of_run
 from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.console import number
 from rlhf.utils.statistics import (
     attempts,
     contrast_of,
@@ -38,6 +39,8 @@ OF_THE_NUMBER = ("score_of_best", "score_of_worst", "distinct_2")  # figures tha
 def figures(completions: Evaluation) -> dict[str, float | None]:
     """Return one model's figures. A figure that was not computed is None.
 
+    Figures of one name have one unit. A model whose tokens or prompts are not those of the start model has no figure
+    per token: no "length" in tokens and no "perplexity", but "characters" and "bits_per_byte" (`Evaluation.units`).
     The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
     completions that have a score.
     """
@@ -45,6 +48,12 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
     scores = completions.scores
     kl = completions.kl
     lengths = completions.lengths
+    of_text = {
+        "perplexity": completions.perplexity,
+        "bits_per_byte": completions.bits_per_byte,
+        "length": float(lengths.mean()),
+        "characters": float(np.mean(list(map(len, texts)))),
+    }
     known = scored(completions.measures["score"])
     rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
     return {
@@ -58,8 +67,7 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
         **{f"variant/{name}": value for name, value in completions.variants.items()},
         "kl": float(kl.mean()) if kl is not None else None,
         "kl_per_token": float(kl.sum() / lengths.sum()) if kl is not None else None,
-        "perplexity": completions.perplexity,
-        "length": float(lengths.mean()),
+        **{name: value for name, value in of_text.items() if name in completions.units},
         "eos_rate": float(completions.ended.mean()),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
@@ -127,10 +135,11 @@ def warnings(
     now, then = (model["score_length_correlation"] or 0.0 for model in (this, before))
     enough = completions.scores.size >= ENOUGH_COMPLETIONS
     found = _judge_disagrees(completions, start, seed)
-    if this["length"] > LONGER * before["length"]:
+    length, unit = ("length", "tokens") if "length" in this else ("characters", "characters")
+    if this[length] > LONGER * before[length]:
         found.append(
-            f"completions are {this['length'] / before['length']:.1f} times as long as the start model's "
-            f"({before['length']:.1f} -> {this['length']:.1f} tokens): the reward may favour length itself"
+            f"completions are {this[length] / before[length]:.1f} times as long as the start model's "
+            f"({before[length]:.1f} -> {this[length]:.1f} {unit}): the reward may favour length itself"
         )
     if this["repetition"] > before["repetition"] + MORE_REPETITION:
         shares = f"{before['repetition']:.0%} -> {this['repetition']:.0%}"
@@ -146,13 +155,18 @@ def warnings(
     return found + _kl_outside(completions, this, target, seed)
 
 
+def rated_prompts(completions: Evaluation, start: Evaluation) -> int:
+    """Return the number of prompts with a rating of both models by the judge that decides; without a judge a score."""
+    return paired(np.array([per_prompt(results.deciding) for results in (completions, start)])).shape[1]
+
+
 def _judge_disagrees(completions: Evaluation, start: Evaluation, seed: int) -> list[str]:
     """Warns if the score rose significantly and the first judge's rating did not."""
     if not completions.judged:
         return []
     found = [contrast_of("", m, [completions.measures[m]], [start.measures[m]], seed) for m in ("score", "judge")]
     score, judge = (contrast.difference for contrast in found)
-    prompts = paired(np.array([per_prompt(results.measures["judge"]) for results in (completions, start)])).shape[1]
+    prompts = rated_prompts(completions, start)
     if prompts < 2 or not score.above(0) or judge.above(0):
         return []
     moved = "fell"
@@ -161,7 +175,7 @@ def _judge_disagrees(completions: Evaluation, start: Evaluation, seed: int) -> l
         moved = "did not rise significantly"
         why = ", or there are too few prompts (evaluate on more)"
     return [
-        f"the score rose by {score.value:+z.2f}, but on {prompts} prompts the judge's rating {moved}, "
+        f"the score rose by {number(score.value, sign='+')}, but on {prompts} prompts the judge's rating {moved}, "
         f"{found[1].text}: the policy may exploit the reward model{why}"
     ]
 

@@ -10,21 +10,32 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from rlhf.utils.statistics import is_binary
+from rlhf.utils.statistics import is_binary, paired
 
 
 @dataclass(frozen=True)
 class BestOf:
-    """Best-of-n of the start model: of n completions, the one with the highest score. Arrays are (N,)."""
+    """Best-of-n of the start model: of n completions, the one with the highest score."""
 
-    n: np.ndarray  # 1, 2, ... N
-    kl: np.ndarray  # mean over prompts, nats per sequence; "at most" unless `exact`
+    n: np.ndarray  # (N,) 1, 2, ... N
+    kl: np.ndarray  # (N,) mean over prompts, nats per sequence; "at most" unless `exact`
     exact: bool  # 0/1 rewards
-    measures: dict[str, np.ndarray]  # "score" and each judge: mean over prompts of the chosen completion
+    # "score" and each judge: mean of the chosen completion (P, N); NaN for a prompt without all scores and ratings
+    by_prompt: dict[str, np.ndarray]
 
-    def worth(self, measure: str, value: float) -> int | None:
-        """Return the smallest n whose mean by `measure` is at least `value`; None if there is none up to N."""
-        return next((int(n) for n, mean in zip(self.n, self.measures[measure], strict=True) if mean >= value), None)
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """The means over prompts (N,)."""
+        return {measure: np.nanmean(values, axis=0) for measure, values in self.by_prompt.items()}
+
+    def worth(self, measure: str, values: np.ndarray) -> int | None:
+        """Return the smallest n whose mean by `measure` is at least the mean of `values` (P,), both over the prompts
+        that have a value in both; N + 1 if there is none up to N, None if no prompt has both."""
+        both = paired(np.vstack([values, self.by_prompt[measure].T]))  # (1 + N, prompts)
+        value, *means = both.mean(axis=1) if both.size else [np.nan]
+        if not means:
+            return None
+        return next((int(n) for n, mean in zip(self.n, means, strict=True) if mean >= value), len(means) + 1)
 
 
 def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | None:
@@ -35,20 +46,21 @@ def best_of_n(scores: np.ndarray, judged: dict[str, np.ndarray]) -> BestOf | Non
     if no prompt has all scores and ratings.
     """
     values = np.stack([scores, *judged.values()])  # (J, P, N)
-    values = values[:, ~np.isnan(values).any(axis=(0, 2))]
-    if not values.size:
+    known = ~np.isnan(values).any(axis=(0, 2))
+    if not known.any():
         return None
-    scores = values[0]
     most = values.shape[2]
     n = np.arange(1, most + 1)
     drawn = np.arange(most)[:, None]
     # all n are from the j lowest samples in C(j, n) of C(N, n) choices; (N, N + 1): n, j
     below = np.cumprod(np.maximum(np.arange(most + 1) - drawn, 0) / (most - drawn), axis=0)
-    means = np.zeros((len(values), most))
-    for prompt, row in enumerate(scores):
+    means = np.full(values.shape, np.nan)
+    for prompt in np.flatnonzero(known):
+        row = scores[prompt]
         lower, upper = (np.searchsorted(np.sort(row), row, side) for side in ("left", "right"))
         chance = (below[:, upper] - below[:, lower]) / (upper - lower)  # (N, N): n, sample
-        means += values[:, prompt] @ chance.T / len(scores)
+        means[:, prompt] = values[:, prompt] @ chance.T
+    scores = scores[known]
     exact = is_binary(scores)
     kl = kl_of_passes(scores.sum(axis=1), most) if exact else np.log(n) - (n - 1) / n
     return BestOf(n, kl, exact, dict(zip(("score", *judged), means, strict=True)))

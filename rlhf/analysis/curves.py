@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rlhf.algorithms.kl_control import KLController, kl_controller
-from rlhf.checkpoints.run_folder import present_status
+from rlhf.checkpoints.run_folder import METRICS_LOG, present_status
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
@@ -94,14 +94,15 @@ class RunCurves:
         return held and (held.targets, held.horizon is None)
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Return the curves of every run. Raises UserError with all problems, such as a folder without a run."""
+def read_runs(folders: Sequence[Path], without_scalars: bool = False) -> list[RunCurves]:
+    """Return the curves of every run. Raises UserError with all problems, such as a folder without a run, or without
+    scalars unless these are accepted."""
     runs = []
     problems = []
     seen = set()
     for folder in folders:
         try:
-            run = read_curves(folder)
+            run = read_curves(folder, without_scalars)
             if run.run.id in seen:
                 fix = "Give each run once: a copy is not a second run"
                 raise UserError("the same run is given twice", folder, fix)
@@ -113,14 +114,20 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
     return runs
 
 
-def read_curves(folder: Path) -> RunCurves:
-    """Return a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
+def read_curves(folder: Path, without_scalars: bool = False) -> RunCurves:
+    """Return a run's curves. Raises UserError if `folder` is not a run, or has no scalars; these are a remark if the
+    run is accepted `without_scalars`."""
     run = RunRecord.require(folder, "run")
     run = replace(run, status=present_status(folder, run.status))
     scalars, remarks = read_scalars(folder / "logs")
-    if not scalars:
-        started = run.status == "running"
-        hint = "Try again after its first update" if started else "This run logged nothing: choose another run"
+    if not scalars and without_scalars:
+        remarks.append(f"{folder / 'logs'}: no scalars, so there are no curves and no equal budgets of this run")
+    elif not scalars:
+        hint = "This run logged nothing: choose another run"
+        if (folder / METRICS_LOG).is_file():
+            hint = "The run logged metrics, but its event files are missing or damaged: restore them"
+        if run.status == "running":
+            hint = "Try again after its first update"
         raise UserError("no scalars yet", f"{folder / 'logs'}", f"{' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 

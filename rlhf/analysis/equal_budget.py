@@ -13,9 +13,10 @@ from scipy.optimize import isotonic_regression
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.groups import compared_pairs
 from rlhf.utils.console import clock, listed
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import read_jsonl
 from rlhf.utils.statistics import (
-    FEW_SCORED,
+    few_scored,
     level_of_each,
     over_seeds,
     paired,
@@ -25,6 +26,7 @@ from rlhf.utils.statistics import (
 )
 
 KLS = 3  # KLs at which a pair is compared
+KEYS = {"prompt", "completion", "score", "kl", "ended"}  # of a stored completion
 FARTHEST = 1.25  # largest ratio of the KL of a run's first evaluation after the start to a KL at which it is compared
 
 
@@ -75,8 +77,13 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
         update = int(file.stem.split("-")[1])
         if update not in seconds:
             continue  # written, but not yet logged
-        rows = read_jsonl(file, "Delete it to compare without this evaluation")
-        found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
+        fix = "Delete it to compare without this evaluation"
+        rows = read_jsonl(file, fix)
+        point = EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows)
+        whole = rows and all(isinstance(row, dict) and row.keys() >= KEYS for row in rows)
+        if not whole or len(rows) % point.samples:
+            raise UserError("incomplete or corrupted", file, fix)
+        found.append(point)
     return found
 
 
@@ -255,7 +262,7 @@ def _difference(pair: dict[str, Sequence[Mix]], seed: int, level: float, missing
     values = _values if min(len(one), len(other)) < 2 else _weighted_mean
     gaps = paired(np.array([[values(a, by) - values(b, by) for b in other] for a in one]))
     if gaps.shape[-1] < 2:
-        return {"name": name, "missing": f"{FEW_SCORED[gaps.shape[-1]]} of {listed(list(pair))}"}
+        return {"name": name, "missing": f"{few_scored(gaps.shape[-1], by)} of {listed(list(pair))}"}
     limits = share_limits(np.hstack([getattr(point, by) for run in (*one, *other) for _, point in run]))
     found, over = over_seeds(gaps, seed, limits=limits, level=level)
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

@@ -35,6 +35,7 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
+from rlhf.rewards.functions import LearnedReward
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import function_name
@@ -76,6 +77,7 @@ class ModelEvaluator:
         (`Evaluation.variants`).
         """
         self.models = models
+        self.screen = screen
         self.settings = settings
         self.device = device
         self.shots = shots
@@ -96,7 +98,9 @@ class ModelEvaluator:
         date = next((m.run.date for m in models if m.run is not None), None)
         self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, plain, date) for m in every})
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
-        self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
+        self.prompts = choose_prompts(
+            self.config, models, settings, usual_prompts, self.tokenizer, self.tokenizers, screen.say
+        )
         self.examples = self.prompts.examples
         check_functions([*sources.rules, *judges.functions], self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
@@ -110,6 +114,7 @@ class ModelEvaluator:
             in_4bit = all(in_4_bit(model) for model in models)
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
+        self.unlike = [m for m in models if not self._encodes_as_start(self.tokenizers[m.source])]
         self.text = None
         self.text = self._text(self.tokenizer)
 
@@ -126,6 +131,8 @@ class ModelEvaluator:
         updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
+            for model in (f for f in rewards.functions if isinstance(f, LearnedReward)):
+                model.known = {}
 
     def _find_rewards(self) -> RewardSources:
         require_trusted_code(self.models, self.settings)
@@ -178,12 +185,14 @@ class ModelEvaluator:
     def _stored_ratings_are_valid(self) -> bool:
         """True if the first judge is a function of the runs, whose file has not changed since."""
         rules = [rule for rule in self.config.reward.eval_func if function_name(rule) == self.judge_name]
-        unchanged = all(run.data["rules"].get(rule) == code_print(rule) for rule in rules for run in self.runs)
+        unchanged = all(run.data.get("rules", {}).get(rule) == code_print(rule) for rule in rules for run in self.runs)
         return self.settings.eval_func is None and unchanged
 
     @property
     def score_name(self) -> str:
-        """The name of the score: the runs' own reward, or another one."""
+        """The name of the score: the runs' own reward, or another one. It is unknown for models without runs."""
+        if not self.runs:
+            return "perhaps the training reward"
         same = all(
             of_run(config_of_run(run), run).rewards == of_comparison(self.config, self.settings, run).rewards
             for run in self.runs
@@ -198,6 +207,8 @@ class ModelEvaluator:
         """
         data = self.config.data
         prompts = encode_all(tokenizer, [p.example for p in self.prompts.of_text], worked_examples(data.few_shot))
+        if self.text is not None and self.text.by_start and self._same_vocabulary(tokenizer):  # another chat template
+            return replace(self.text, prompts=[p.ids for p in prompts[: len(self.text.prompts)]])
         start = None
         if self.start is not None and tokenizer is self.tokenizer:
             evaluator = self.evaluator(self.reference.copy, tokenizer)
@@ -213,13 +224,21 @@ class ModelEvaluator:
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
+    def _encodes_as_start(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """True if the prompts have the ids that the start model gets: a tokenizer with neither another vocabulary nor
+        another chat template."""
+        mine, of_start = ([p.ids for p in self.encoded(of)] for of in (tokenizer, self.tokenizer))
+        return self._same_vocabulary(tokenizer) and mine == of_start
+
     def evaluator(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
-        """Return the evaluator of a model. It computes no KL if the model has another vocabulary than the start
-        model."""
+        """Return the evaluator of a model. If its prompts are not the start model's, it computes no KL, because that
+        is a KL between two models after the same prompt, and the perplexity is that after the model's own prompts."""
         config = self.config
         engine = config.speed.own_engine
-        same = self._same_vocabulary(tokenizer)
+        same = self._encodes_as_start(tokenizer)
         reference = self.reference if same else None
+        units = [*(["perplexity"] if same else []), *(["length"] if self._same_vocabulary(tokenizer) else [])]
+        units += ["bits_per_byte", "characters"] if self.unlike else []
         return Evaluator(
             Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
             ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),
@@ -230,12 +249,14 @@ class ModelEvaluator:
             purpose="generations",
             batch=budget_of(self.device, config).generation_batch_size,
             text=self.text if same else self._text(tokenizer),
+            units=tuple(units),
         )
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how models are evaluated, as pairs of name and text."""
         s = self.settings
         c = self.config
+        unlike = ", ".join(model.short for model in self.unlike)
         whiches = sorted({model.which for model in self.models if model.run is not None})
         return [
             *([("start model", path_on_page(self.start.name))] if self.start else []),
@@ -253,6 +274,7 @@ class ModelEvaluator:
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
             ),
             *((f"base of {m.short}", path_on_page(m.base)) for m in self.models if m.base is not None),
+            *([("own prompts", f"{unlike}, because of tokenizer or chat template: no KL")] if unlike else []),
         ]
 
     def evaluate_start(self, screen: Screen) -> Evaluation:

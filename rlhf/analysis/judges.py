@@ -67,7 +67,7 @@ def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSet
     """Return the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
     judge model is the reward model of the scores or of a run."""
     functions = [find_rule(rule, config.reward.keywords, "--eval-func") for rule in config.reward.eval_func]
-    if settings.judge_model is None:
+    if settings.judge_model in (None, "none"):
         return JudgeSources(None, functions)
     folder = find_model(settings.judge_model, "--judge-model")
     used = [("the scores", config.model.rm_model, None)]
@@ -111,7 +111,7 @@ def load_judges(
         limit_s = config.reward.reward_timeout
         rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], EVAL_FUNCTION)
         judges.append(Judge(rewards, _identity(rule) not in trained_on))
-    gold = gold_of(config)
+    gold = None if settings.judge_model == "none" else gold_of(config)
     if gold is not None:
 
         def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list:

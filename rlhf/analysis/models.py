@@ -166,8 +166,11 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         given["actor_model"] = measure.baseline
     runs = [m for m in models if m.run is not None]
     if not runs:
-        bases = [{"actor_model": m.base} for m in models if m.base is not None]
-        return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
+        bases = list(dict.fromkeys(m.base for m in models if m.base is not None))
+        if len(bases) > 1 and measure.baseline is None:
+            what = "the adapters have different base models, so there is no common start model"
+            raise UserError(what, ", ".join(bases), "Choose one with --baseline FOLDER")
+        return make_config(measure.like, **{**({"actor_model": bases[0]} if bases else {}), **given})
     _check_same_settings(runs, given)
     if measure.prompts is None and runs[0].run.flat_settings.get("prompts") == IN_PYTHON:
         folder = str(runs[0].run_folder / PROMPTS_FOLDER)
@@ -199,7 +202,7 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
                     "Give only runs of one task, or evaluation prompts for all of them with --prompts",
                 )
         in_python = "prompts" not in given and here.get("prompts") == there.get("prompts") == IN_PYTHON
-        if in_python and first.run.data["evaluation_sha256"] != other.run.data["evaluation_sha256"]:
+        if in_python and first.run.data.get("evaluation_sha256") != other.run.data.get("evaluation_sha256"):
             problems["prompts"] = Problem(
                 "the runs have different evaluation prompts, which were given in Python",
                 f"{first.name}, {other.name}",

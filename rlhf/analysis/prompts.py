@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.models import ModelRef
+from rlhf.checkpoints.run_record import RUN_FILE
 from rlhf.config import config_of_run
-from rlhf.data.examples import load_examples
-from rlhf.data.prompts import Prompt, fingerprint, load_every_row, load_prompts
+from rlhf.data.examples import load_examples, worked_examples
+from rlhf.data.prompts import Prompt, encode_all, fingerprint, load_every_row, load_prompts
 from rlhf.data.row import Example
 from rlhf.data.source import DataSource
 from rlhf.data.splits import part_of, question_hash
@@ -41,12 +42,14 @@ def choose_prompts(
     settings: MeasureSettings,
     usual: int,
     tokenizer: PreTrainedTokenizerBase,
+    own: Mapping[str, PreTrainedTokenizerBase],
     say: Say,
 ) -> EvaluationPrompts:
     """Return every row of --prompts if it is given without --split, otherwise held-out prompts.
 
     Prints warnings about prompts that were trained on. Raises UserError if no prompt is left. `usual` is the number
-    of held-out prompts without --num-prompts; `tokenizer` is that of the start model.
+    of held-out prompts without --num-prompts; `tokenizer` is that of the start model, `own` has that of each model by
+    its source.
     """
     every = takes_every_row(settings)
     topics = config.data.steps_per_topic if settings.prompts is None else None
@@ -57,9 +60,10 @@ def choose_prompts(
         of_text = sets.evaluation
         count = settings.num_prompts or len(sets.evaluation)
         of = f"all {sets.rows} rows of {path_on_page(data.prompts)}"
-        if sets.too_long:
-            skipped = f"{sets.too_long} longer than --prompt-length {data.prompt_length}"
-            of = f"{len(pool)} of the {sets.rows} rows of {path_on_page(data.prompts)} (skipped: {skipped})"
+        skipped = [f"{sets.too_long} longer than --prompt-length {data.prompt_length}"] if sets.too_long else []
+        skipped += [f"{sets.repeated} that repeat a prompt"] if sets.repeated else []
+        if skipped:
+            of = f"{len(pool)} of the {sets.rows} rows of {path_on_page(data.prompts)} (skipped: {listed(skipped)})"
     else:
         try:
             sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
@@ -68,7 +72,7 @@ def choose_prompts(
             error.problems.insert(0, Problem("the data of the runs gives no evaluation prompts", data.prompts, fix))
             raise
         count = settings.num_prompts or usual
-        pool, unseen = _unused(sets.evaluation, models, count, tokenizer, say)
+        pool, unseen = _unused(sets.evaluation, models, count, own, say)
         of_text = sets.evaluation[: config.data.eval_prompts]  # that of the runs: their own evaluation prompts
         of = f"{len(pool)} held-out prompts{unseen} ({path_on_page(data.eval_dataset or data.prompts)})"
     order = rng_for(settings.seed, 0, "prompts").permutation(len(pool))
@@ -85,14 +89,14 @@ def choose_prompts(
 
 def takes_every_row(settings: MeasureSettings) -> bool:
     """True if the prompts are all rows of --prompts, without a split."""
-    return settings.prompts is not None and settings.split is None
+    return settings.prompts is not None and settings.split in (None, "none")
 
 
 def _unused(
     prompts: list[Prompt],
     models: Sequence[ModelRef],
     count: int,
-    tokenizer: PreTrainedTokenizerBase,
+    own: Mapping[str, PreTrainedTokenizerBase],
     say: Say,
 ) -> tuple[list[Prompt], str]:
     """Return the held-out prompts that no run used for its own evaluations, or all if there are fewer than `count`;
@@ -100,10 +104,17 @@ def _unused(
     used = 0
     for model in models:
         if model.run is not None:
-            own = model.run.data["evaluation_prompts"]
-            used = max(used, own)
+            number = model.run.data.get("evaluation_prompts")
+            recorded = model.run.data.get("evaluation_sha256")
+            if None in (number, recorded):
+                say(f"warning: {RUN_FILE} of {model.name} lacks its evaluation prompts, which may be among these")
+                continue
+            used = max(used, number)
+            tokenizer = own[model.source]  # ids of the start model's tokenizer, which --baseline chooses, may differ
+            shots = worked_examples(config_of_run(model.run).data.few_shot)
+            encoded = encode_all(tokenizer, [p.example for p in prompts[:number]], shots)
             of_date = tokenizer if model.run.data.get("date") else None  # older versions hashed ids with a date
-            if model.run.data["evaluation_sha256"] != fingerprint(prompts[:own], of_date):
+            if recorded != fingerprint(encoded, of_date):
                 say(f"warning: the evaluation prompts have changed since the run {model.name}")
     if not used or len(prompts) - used < count:
         return prompts, ""
@@ -115,7 +126,7 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
     prompts."""
     groups: dict[tuple[DataSource, str], list[str]] = {}
     for model in models:
-        split = str(model.run.prompts["split"]) if model.run is not None else "None"
+        split = str(model.run.prompts.get("split", "unknown")) if model.run is not None else "None"
         if split != "None":  # a run whose prompts were given in Python has none
             groups.setdefault((DataSource.of(config_of_run(model.run).data), split), []).append(model.name)
     warnings = []
@@ -123,11 +134,11 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
         try:
             known = _rows_of(source, examples, DataSource.of(data))
             part = {question_hash(e): part_of(e, Split.parse(split)) for e in known}
-        except UserError:
+        except (UserError, ValueError):  # the data, or the split
             warnings.append(
-                f"warning: the data of {listed(names)} cannot be read any more, so it is not known whether the "
-                f"training used these prompts: {source.name}. Restore that file, or start this command in the folder "
-                "in which the training was started"
+                f"warning: the data of {listed(names)} or its split cannot be read any more, so it is not known "
+                f"whether the training used these prompts: {source.name}. Restore that file, or start this command in "
+                "the folder in which the training was started"
             )
             continue
         parts = [part.get(question_hash(e)) for e in examples]

@@ -40,7 +40,7 @@ def sample_start(
     key = _key(evaluator, prompts)
     of_start = evaluator.evaluator(evaluator.reference.copy, evaluator.tokenizer)
     sampler = of_start.sampler
-    samples, spent = read_samples(file, key)
+    samples, spent = read_samples(file, key, screen)
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)
         with sampler.same_weights():
@@ -63,7 +63,16 @@ def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:
     return json.dumps([model, fingerprint(prompts), *how])
 
 
-def read_samples(file: Path, key: str) -> tuple[Samples, float]:
-    """Return the stored completions and their minutes; none if there is no file, or it has those of another key."""
-    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return (stored["samples"], stored["minutes"]) if stored.get("key") == key else ([], 0.0)
+def read_samples(file: Path, key: str, screen: Screen) -> tuple[Samples, float]:
+    """Return the stored completions and their minutes; none if there is no file, or it has those of another key.
+    Prints a note and returns none if the file is corrupted."""
+    if not file.is_file():
+        return [], 0.0
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["key"] != key:
+            return [], 0.0
+        return [(ids, ended) for ids, ended in stored["samples"]], float(stored["minutes"])
+    except (ValueError, TypeError, KeyError):
+        screen.say(f"note: {file} is incomplete or corrupted, so the start model is sampled again")
+        return [], 0.0

@@ -18,7 +18,7 @@ from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import listed
+from rlhf.utils.console import listed, number
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.statistics import (
     LEVEL,
@@ -28,6 +28,7 @@ from rlhf.utils.statistics import (
     contrast_of,
     interval_of,
     level_of_each,
+    per_prompt,
     percent,
     prompts_needed,
 )
@@ -82,8 +83,9 @@ class Arm:
         return [found[name] for found in self.figures if found.get(name) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the models; None if no model has it."""
-        return fmean(known) if (known := self.known(name)) else None
+        """Return the mean of a figure over the models; None if a model does not have it."""
+        known = self.known(name)
+        return fmean(known) if len(known) == len(self.measured) else None
 
 
 def best_of_arm(samples: Evaluation, n: int, best: BestOf | None) -> Arm:
@@ -235,7 +237,7 @@ def headline(
         return f"{none}; {rest}."
     if not visible:
         return f"No comparison {by} {_among(arms)}; {rest}."
-    seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {max(visible):.2f}"
+    seen = "no possible difference" if np.isinf(max(visible)) else f"a difference of {number(max(visible))}"
     return f"{none}: {seen} would have been seen; {rest}."
 
 
@@ -308,7 +310,7 @@ def _enough(found: Contrast) -> str:
     power = found.power
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
-    text = f"It could have seen {power.visible:.3f} (with 80% power)"
+    text = f"It could have seen {number(power.visible, 3)} (with 80% power)"
     if np.isinf(power.visible):
         text = "It could not have seen any possible difference (with 80% power)"
     if found.over == OVER_PROMPTS:
@@ -339,23 +341,32 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by
     kl = arm.mean("kl")
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")
-    parts += [f"KL {kl:.2f}/sequence"] if kl is not None else []
-    parts += [f"perplexity x {perplexity / before:.2f}"] if perplexity and before and arm.trained else []
+    parts += [f"KL {number(kl)}/sequence"] if kl is not None else []
+    bits = arm.mean("bits_per_byte")
+    if arm.trained and bits is not None:
+        of_start = number(start.mean("bits_per_byte"), 3)
+        parts.append(f"{number(bits, 3)} bits per byte after its own prompts, start model {of_start}")
+    elif arm.trained and perplexity and before:
+        parts.append(f"perplexity x {number(perplexity / before)}")
     greedy = arm.mean("variant/greedy")
     if greedy is not None:
-        parts.append(f"with greedy decoding {greedy:.3f}, start model {start.mean('variant/greedy'):.3f}")
+        before = number(start.mean("variant/greedy"), 3)
+        parts.append(f"with greedy decoding {number(greedy, 3)}, start model {before}")
     worth = found.result == "better" and arm.trained and not arm.is_control
     return f"{', '.join(parts)}.{_worth(arm, evidence) if worth else ''}"
 
 
 def _worth(arm: Arm, evidence: Evidence) -> str:
     """Compares an arm with best-of-n of the start model."""
-    measure = "score" if evidence.judge is None else "judge"
-    value = arm.mean(measure)
-    if evidence.best is None or value is None:
+    if evidence.best is None:
         return ""
-    worth = evidence.best.worth(measure, value)
-    what = f"is worth best-of-{worth}" if worth else f"is above best-of-n for all n up to {evidence.best.n[-1]}"
+    measure = "score" if evidence.judge is None else "judge"
+    values = np.mean([per_prompt(results.measures[measure]) for results in arm.measured], axis=0)
+    worth = evidence.best.worth(measure, values)
+    if worth is None:
+        return ""
+    most = evidence.best.n[-1]
+    what = f"is worth best-of-{worth}" if worth <= most else f"is above best-of-n for all n up to {most}"
     return f" It {what} {evidence.by}."
 
 
@@ -380,10 +391,10 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
-    if evidence.judge is None:
+    if evidence.judge is None and evidence.score_name != "not the training reward":
         notes.append(
-            "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
-            "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
+            f"no judge: the score is {evidence.score_name}, which also rises under reward hacking. Give a reward "
+            "model that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
     notes += few_prompts(*arms[0].measured[0].scores.shape)
     overtaken = [note for arm in trained for note in _overtaken(arm, start)]

@@ -53,7 +53,7 @@ def compare_arms(
 
     asked = config.comparison
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
-    read = read_runs([models[i].run_folder for _, i in runs])
+    read = read_runs([models[i].run_folder for _, i in runs], without_scalars=True)
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name, _ in curves}
     shots = worked_examples(asked.few_shot)
@@ -64,7 +64,7 @@ def compare_arms(
     start = evaluator.evaluate_start(screen)
     measured = [evaluator.evaluate(model, screen) for model in models]
     arms = []
-    notes = equal_to_start(models)
+    notes = [*equal_to_start(models), *(remark for run in read for remark in run.remarks)]
     for group in groups:
         members = sorted(group.members, key=lambda i: models[i].run.seed if models[i].run else i)
         results = [measured[i] for i in members]
@@ -77,7 +77,7 @@ def compare_arms(
         file = lock.folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen, lock.check)
     start = Arm(START, [replace(start, more=samples)])
-    arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, screen, notes)
-    page = comparison_page(report, start, arms, curves)
+    arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, notes)
+    page = comparison_page(report, start, arms, [(name, run) for name, run in curves if run.scalars])
     page.write(lock.folder, lock.check)
     page.show(screen, lock.folder, asked.full)

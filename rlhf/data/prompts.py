@@ -176,17 +176,16 @@ def _no_prompts(
 
 
 def load_every_row(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Say) -> PromptSets:
-    """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
-    occur twice are kept. Raises UserError if no row is short enough."""
+    """Load and encode every row of the settings' data as an evaluation prompt: there is no split. Rows with the same
+    prompt are one prompt, because statistics are over independent prompts. Raises UserError if no row is short
+    enough."""
     examples = load_examples(DataSource.of(data), say=say)
-    (kept,), lengths = _encode(tokenizer, [examples], data, f"--prompts {data.prompts}", say)
-    if not kept:
-        raise UserError(
-            "no prompt left to evaluate on",
-            f"{data.prompts}, {len(examples)} rows, shortest prompt {min(lengths)} tokens",
-            "Raise --prompt-length",
-        )
-    return PromptSets([], kept, too_long=len(lengths) - len(kept), rows=len(examples))
+    sets = render_sets(tokenizer, [], examples, data, f"--prompts {data.prompts}", say)
+    if not sets.evaluation:
+        shortest = min(len(p.ids) for p in encode_all(tokenizer, examples, worked_examples(data.few_shot)))
+        where = f"{data.prompts}, {len(examples)} rows, shortest prompt {shortest} tokens"
+        raise UserError("no prompt left to evaluate on", where, "Raise --prompt-length")
+    return dataclasses.replace(sets, rows=len(examples))
 
 
 def _warn_about_lost_topics(examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Say) -> None:

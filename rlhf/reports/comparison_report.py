@@ -24,7 +24,7 @@ from rlhf.reports.evaluation_report import FOREST, with_completions
 from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import Screen, listed
+from rlhf.utils.console import listed
 from rlhf.utils.files import json_ready
 from rlhf.utils.rng import rng_for
 from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds, paired, per_prompt, share_limits
@@ -39,7 +39,6 @@ def make_comparison(
     samples: Evaluation | None,
     best_of: Sequence[int],
     eval_points: dict[str, list[list[EvalPoint]]],
-    screen: Screen,
     notes: Sequence[str] = (),
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Return the arms with the baselines, and the comparison as JSON-ready data.
@@ -75,22 +74,23 @@ def make_comparison(
         "headline": verdict.headline,
         "verdict": verdict.sentences,
         "notes": [
+            *dict.fromkeys(evaluator.screen.notes),
             *verdict.caveats,
             *copies,
             *notes,
             *changed_code(evaluator.runs, evaluator.config),
             *without_score(measured),
-            *not_compared(equal),
+            *(not_compared(equal) if eval_points else []),
             *(f"no line in the picture over KL: {reason}" for reason in undrawn.values()),
         ],
         "judges": [judge.name for judge in evaluator.judges],
-        "warnings": _warnings(arms, start, seed),
+        "warnings": [*dict.fromkeys(evaluator.screen.warnings), *_warnings(arms, start, seed)],
         "facts": dict(evaluator.facts()),
         "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
         "summary": [_summary(arm, seed) for arm in (start, *arms)],
         "figures": {"start": start.figures[0]} | {arm.name: by_seed(arm, arm.figures) for arm in arms},
         "contrasts": [asdict(c) for c in verdict.contrasts],
-        "best_of": best and asdict(best),
+        "best_of": best and {"n": best.n, "kl": best.kl, "exact": best.exact, "measures": best.measures},
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
         "undrawn": list(undrawn),

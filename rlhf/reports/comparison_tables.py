@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.verdict import Arm
 from rlhf.reports.tables import TextTable, figure_label, figure_names, figure_text, without_empty
+from rlhf.utils.console import number
 from rlhf.utils.statistics import interval_of, percent
 
 
@@ -17,7 +18,7 @@ def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> li
     return [
         *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
         contrast_table(report),
-        *([_equal_table(report)] if report["at_equal"] else []),
+        *([equal] if (equal := _equal_table(report)).rows else []),
         *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
         *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
     ]
@@ -91,8 +92,9 @@ def contrast_table(report: dict[str, Any]) -> TextTable:
 def _cells(found: dict[str, Any]) -> list[str]:
     """Return a contrast's row of CONTRASTS without its name."""
     power = found["power"]
-    forms = {"visible": "{:.3f}", "seeds": "{}", "prompts": "{:,}", "first_wins": "{:.0%}"}
-    *enough, wins = ("-" if power[name] is None else form.format(power[name]) for name, form in forms.items())
+    forms = {"visible": lambda value: number(value, 3), "seeds": str, "prompts": "{:,}".format,
+             "first_wins": "{:.0%}".format}  # fmt: skip
+    *enough, wins = ("-" if power[name] is None else form(power[name]) for name, form in forms.items())
     return [interval_of(found["difference"]), *enough, interval_of(found["win_rate"], ""), _interval_kind(found), wins]
 
 

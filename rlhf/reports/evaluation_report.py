@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlhf.analysis.audit import target_at_end, warnings, without_score
+from rlhf.analysis.audit import rated_prompts, target_at_end, warnings, without_score
 from rlhf.analysis.conditions import changed_code
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import equal_to_start
@@ -18,14 +18,14 @@ from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest
 from rlhf.reports.tables import FigureRow, TextTable, before_and_after, figure_names
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.utils.console import Screen, listed
+from rlhf.utils.console import Screen, listed, number
 from rlhf.utils.files import json_ready
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.statistics import ranks
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
 # a completion on the console
-SCORED = "{label} {score:+z.2f}: {text}"
+SCORED = "{label} {score}: {text}"
 UNSCORED = "no score: {text}"
 FOREST = "Differences, with their intervals and the smallest visible difference"
 READ_THEM = "The audit checks only figures, so read the completions, too."
@@ -41,10 +41,21 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
     models = [_entry(arm, start, seed) for arm in arms]
     unscored = [model["label"] for model in models if model["figures"]["score"] is None]
-    clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unscored]
+    enough = min(2, len(evaluator.examples))  # prompts to check whether the judge agrees with the score
+    unrated = [arm.name for arm in arms if start and rated_prompts(arm.measured[0], start.measured[0]) < enough]
+    unrated = [name for name in unrated if evaluator.judges and name not in unscored]
+    unchecked = {*unscored, *unrated}
+    clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unchecked]
     signs = "too few prompts to show signs" if few else "no signs"
-    notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *without_score(everyone)]
-    notes += changed_code(evaluator.runs, evaluator.config)
+    said = evaluator.screen
+    notes = [
+        *dict.fromkeys(said.notes),
+        *few,
+        *equal_to_start([arm.models[0] for arm in arms]),
+        *copies,
+        *without_score(everyone),
+        *changed_code(evaluator.runs, evaluator.config),
+    ]
     if start is None:
         notes.append("no start model: no comparison and no audit (give one with --baseline)")
     report = {
@@ -53,8 +64,15 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "facts": dict(evaluator.facts()),
         "judges": [judge.name for judge in evaluator.judges],
         "headline": f"{listed(clean)}: {signs} of reward hacking. {READ_THEM}" if clean else "",
-        "warnings": [f"{model['label']}: {warning}" for model in models for warning in model["warnings"]],
-        "notes": [*notes, *(f"{name}: no completion has a score, so there is no audit" for name in unscored)],
+        "warnings": [
+            *dict.fromkeys(said.warnings),
+            *(f"{model['label']}: {warning}" for model in models for warning in model["warnings"]),
+        ],
+        "notes": [
+            *notes,
+            *(f"{name}: no completion has a score, so there is no audit" for name in unscored),
+            *(f"{name}: the audit did not compare judge and score, because ratings are missing" for name in unrated),
+        ],
         "seed": seed,
         "start": start
         and {"label": start.name, "source": path_on_page(evaluator.start.source), "figures": start.figures[0]},
@@ -144,7 +162,10 @@ def show_prompts(report: dict[str, Any], screen: Screen) -> None:
     """Print a few prompts with their ranked completions."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
         cells = [
-            "\n\n".join((SCORED if c["label"] else UNSCORED).format(**c) for c in side["completions"])
+            "\n\n".join(
+                SCORED.format(**c | {"score": number(c["score"], sign="+")}) if c["label"] else UNSCORED.format(**c)
+                for c in side["completions"]
+            )
             for side in prompt["sides"]
         ]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])

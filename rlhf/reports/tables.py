@@ -6,28 +6,30 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf.utils.console import clock
+from rlhf.utils.console import clock, number
 from rlhf.utils.statistics import interval
 
-# figure -> label with unit, format
+# figure -> label with unit, decimals or another format
 LABELS = {
-    "score": ("score", "{:+z.3f}"),
-    "score_sd": ("score (standard deviation)", "{:z.3f}"),
-    "score_of_best": ("best score per prompt", "{:+z.3f}"),
-    "score_of_worst": ("worst score per prompt", "{:+z.3f}"),
-    "judge": ("judge", "{:z.3f}"),
-    "gold": ("gold quality (not used in RL training)", "{:z.3f}"),
-    "kl": ("KL (nats/sequence)", "{:z.2f}"),
-    "kl_per_token": ("KL (nats/token)", "{:z.3f}"),
-    "perplexity": ("perplexity", "{:z.2f}"),
-    "length": ("completion length (tokens)", "{:z.1f}"),
+    "score": ("score", 3),
+    "score_sd": ("score (standard deviation)", 3),
+    "score_of_best": ("best score per prompt", 3),
+    "score_of_worst": ("worst score per prompt", 3),
+    "judge": ("judge", 3),
+    "gold": ("gold quality (not used in RL training)", 3),
+    "kl": ("KL (nats/sequence)", 2),
+    "kl_per_token": ("KL (nats/token)", 3),
+    "perplexity": ("perplexity", "{:z.4g}"),
+    "bits_per_byte": ("bits per byte of that text, after the model's own prompts", "{:z.4g}"),
+    "length": ("completion length (tokens)", 1),
+    "characters": ("completion length (characters)", 1),
     "eos_rate": ("ended with EOS", "{:z.0%}"),
-    "distinct_2": ("distinct-2", "{:z.3f}"),
+    "distinct_2": ("distinct-2", 3),
     "repetition": ("repeated 4-grams", "{:z.1%}"),
-    "score_length_correlation": ("score-length correlation", "{:+z.2f}"),
+    "score_length_correlation": ("score-length correlation", 2),
     # of a run
-    "score_rise_in_start_sd": ("score change (standard deviations of the start model's scores)", "{:+z.3f}"),
-    "kl_last_10_updates": ("KL (mean of the last 10 updates)", "{:z.3f}"),
+    "score_rise_in_start_sd": ("score change (standard deviations of the start model's scores)", 3),
+    "kl_last_10_updates": ("KL (mean of the last 10 updates)", 3),
     "episodes": ("episodes", "{:,.0f}"),
     "resampled_episodes": ("of these, drawn by dynamic sampling", "{:,.0f}"),
     "updates": ("updates", "{:,.0f}"),
@@ -35,10 +37,10 @@ LABELS = {
     "completion_tokens": ("completion tokens", "{:,.0f}"),
     "seconds": ("training time (wall clock)", "clock"),
     "cpu_seconds": ("CPU time, all cores", "clock"),
-    "peak_memory_gib": ("peak memory (GiB)", "{:.2f}"),
+    "peak_memory_gib": ("peak memory (GiB)", 2),
 }
+SIGNED = ("score", "score_of_best", "score_of_worst", "score_length_correlation", "score_rise_in_start_sd")
 ENDS = ("_before", "_after")
-LARGE = 1e5  # perplexities from here on have an exponent
 
 
 class TextTable(NamedTuple):
@@ -78,11 +80,9 @@ def figure_text(figure: str, value: float | None, sign: str = "") -> str:
     for end in ENDS:
         figure = figure.removesuffix(end)
     form = LABELS.get(figure.partition("/")[0], LABELS["judge"])[1]
-    if form == "clock":
-        return clock(value)
-    if figure == "perplexity" and abs(value) >= LARGE:
-        form = "{:.2e}"
-    return form.replace("{:", f"{{:{sign}").replace("++", "+").format(value)
+    if isinstance(form, int):
+        return number(value, form, "+" if figure in SIGNED else sign)
+    return clock(value) if form == "clock" else form.replace("{:", f"{{:{sign}").format(value)
 
 
 def figure_names(models: Sequence[dict[str, float | None]]) -> list[str]:

@@ -30,9 +30,18 @@ class LearnedReward:
 
     __name__ = "reward_model"
     model: RewardModel
+    # scores of completions in evaluations, where equal ones tie: the model's rounding depends on the batch
+    known: dict[str, float] | None = None  # None: each completion is scored, as in training
 
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
-        return self.model.score(messages, [text_of(c) for c in completions], ended)
+        texts = [text_of(c) for c in completions]
+        if self.known is None:
+            return self.model.score(messages, texts, ended)
+        rows = list(zip(messages, texts, ended, strict=True))
+        new = {key: row for row in rows if (key := repr(row)) not in self.known}
+        if new:
+            self.known |= zip(new, self.model.score(*map(list, zip(*new.values(), strict=True))), strict=True)
+        return [self.known[repr(row)] for row in rows]
 
 
 class ModuleReward:

@@ -53,9 +53,10 @@ class MeasureSettings:
     judge_model: PathName | None = setting(
         None,
         "second reward model, not used in training, that also scores the completions; unset: gold quality in the "
-        "demo, otherwise none",
+        "demo; none: not that either",
         brief="second reward model, not used in training",
         needs=MEASURED,
+        none="none",
     )
     num_prompts: int | None = setting(
         None,
@@ -101,7 +102,7 @@ class MeasureSettings:
         unset="held-out prompts of the run",
         brief="evaluation prompts, all rows; unset: held-out prompts of the run",
     )
-    split: Split | None = as_in_run(DataSettings, "split", unset="as in the run, or no split of --prompts")
+    split: Split | None = or_none(DataSettings, "split", unset="as in the run, or no split of --prompts")
     dataset_config: str | None = as_in_run(DataSettings, "dataset_config", unset=OF_RUN, needs=OF_PROMPTS)
     dataset_split: str | None = as_in_run(DataSettings, "dataset_split", unset=OF_RUN, needs=OF_PROMPTS)
     columns: tuple[Renaming, ...] | None = as_in_run(DataSettings, "columns", unset=OF_RUN, needs=OF_PROMPTS)

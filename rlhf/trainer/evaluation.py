@@ -29,6 +29,9 @@ class Evaluation:
     ended: np.ndarray  # (P, K) True if the completion ends with EOS or a stop string
     kl: np.ndarray | None = None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
     perplexity: float | None = None  # at temperature 1, on the evaluator's text
+    bits_per_byte: float | None = None  # the same per UTF-8 byte of the text; None unless it is in `units`
+    # the figures that give the perplexity and the lengths, in units in which other models have them, too
+    units: tuple[str, ...] = ("perplexity", "length")
     # judge or evaluation function -> its ratings (P, K); the first one decides
     judged: dict[str, np.ndarray] = field(default_factory=dict)
     update: int = 0  # of the run, before the evaluation

@@ -129,6 +129,7 @@ class Evaluator:
     # the decoder copies the weights once
     keeps_graphs: bool = False
     text: FixedText | None = None  # for the perplexity; None: it is not computed
+    units: tuple[str, ...] = Evaluation.units
 
     def evaluate(
         self,
@@ -169,11 +170,19 @@ class Evaluator:
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
         if scores_only:
             return found
-        return replace(
-            found,
-            kl=as_array(kl, samples) if has_kl else None,
-            perplexity=None if self.text is None else perplexity(self.sampler, self.text),
+        found = replace(found, kl=as_array(kl, samples) if has_kl else None)
+        if self.text is None:
+            return found
+        per_token = perplexity(self.sampler, self.text)
+        bits = math.log2(per_token) * self._tokens_per_byte() if "bits_per_byte" in self.units else None
+        return replace(found, perplexity=per_token, bits_per_byte=bits)
+
+    def _tokens_per_byte(self) -> float:
+        """Return the tokens, EOS included, for each UTF-8 byte of the text."""
+        texts = self.tokenizer.batch_decode(
+            self.text.completions, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return sum(map(len, self.text.completions)) / sum(len(text.encode()) for text in texts)
 
     def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
         """Sample one completion for each episode. `sampling` as in `evaluate`."""
@@ -221,4 +230,5 @@ class Evaluator:
             judged={name: as_array(values, samples) for by in ratings for name, values in by.by_function.items()},
             extra={name: by_prompt(column, samples) for by in (given, *ratings) for name, column in by.extra.items()},
             functions=tuple(name for judge in self.judges if judge.kind == EVAL_FUNCTION for name in judge.names),
+            units=self.units,
         )

@@ -126,6 +126,8 @@ class Screen:
             force_jupyter=False,
             force_terminal=False if self.in_notebook else None,  # the kernel sets FORCE_COLOR
         )
+        self.warnings: list[str] = []  # printed lines of the kind, for the page
+        self.notes: list[str] = []
         self._live: Live | None = None
         self._output: Any = None  # handle of the notebook output with the progress line
         self._last_line = 0.0
@@ -138,7 +140,11 @@ class Screen:
         self.end_progress()
 
     def say(self, text: str = "") -> None:
-        """Print one line."""
+        """Print one line. Warnings and notes are also kept: a page has them, too."""
+        kind, _, line = text.partition(": ")
+        kept = {"warning": self.warnings, "note": self.notes}.get(kind)
+        if kept is not None:
+            kept.append(line)
         self.console.print(rich_text(text))
 
     def write(self, text: str) -> None:
@@ -233,9 +239,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def number(value: float) -> str:
-    """Return a number with two decimals, or in exponent form if it is 100,000 or more."""
-    return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.2e}"
+def number(value: float, decimals: int = 2, sign: str = "") -> str:
+    """Return a number with so many decimals, or with 4 significant digits if it is 100,000 or more."""
+    return f"{value:{sign}z.{decimals}f}" if abs(value) < 1e5 else f"{value:{sign}.3e}"
 
 
 def gib(size: float) -> str:

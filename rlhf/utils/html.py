@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rlhf.utils.console import number
 from rlhf.utils.errors import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -24,7 +25,7 @@ def render(template: str, **data: Any) -> str:
     """Return a template filled with `data`. Values are escaped for HTML, unless the template is Markdown.
 
     Filters: `text` for text of a model or a user (makes control and direction characters visible), `cell` for the same
-    in a Markdown table, `tojson` for data in a script element.
+    in a Markdown table, `number` for figures, `tojson` for data in a script element.
     """
     return _environment(template.endswith(".html")).get_template(template).render(**data)
 
@@ -40,7 +41,7 @@ def _environment(autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"text": visible, "cell": markdown_cell}
+    made.filters |= {"text": visible, "cell": markdown_cell, "number": number}
     made.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": True}
     return made
 

@@ -17,18 +17,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf.utils.console import number
+
 LEVEL = 0.95
 RESAMPLES = 5000
 QUANTILES = 2.80158  # 1.95996 + 0.84162, those of the normal distribution at 97.5% and 80%
 A_SHARE = (0.0, 1.0)  # range of a share or a win rate
 ROUNDING = 1e-9  # largest relative difference of values that are equal
-FEW_SCORED = ("no prompt has a score in every run", "only one prompt has a score in every run")  # no interval
 # what intervals are over
 OVER_SEEDS = "seeds and prompts"
 OVER_PROMPTS = "prompts"
 FOUND = 0.8  # power: the share of comparisons that find a difference
 MOST_SEEDS = 100  # per group
 MOST_PROMPTS = 100_000
+
+
+def few_scored(prompts: int, measure: str) -> str:
+    """Return why there is no interval: 0 or 1 `prompts` have values of the measure."""
+    which = "only one prompt has" if prompts else "no prompt has"
+    return f"{which} a {'score' if measure == 'score' else 'rating'} in every run"
 
 
 def scored(values: np.ndarray) -> np.ndarray:
@@ -111,7 +118,7 @@ def over_prompts(
     mean = float(values.mean())
     if len(values) < 2 or not np.isfinite(mean):
         return Estimate(mean)
-    if np.ptp(values) == 0:
+    if is_constant(values):
         share = ((1 - level) / 2) ** (1 / len(values))
         others = (mean, -mean) if limits is None else limits
         low, high = sorted(mean + (1 - share) * (other - mean) for other in others)
@@ -477,7 +484,7 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
     known = ~np.isnan(scores)
     scores = np.asarray(scores)[known]
     lengths = np.asarray(lengths)[known]
-    if len(scores) == 0 or np.ptp(scores) == 0 or np.ptp(lengths) == 0:
+    if len(scores) == 0 or is_constant(scores) or is_constant(lengths):
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
 
@@ -487,7 +494,7 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
 
 def interval(low: float, high: float, sign: str = "+") -> str:
     """Formats an interval."""
-    return f"{low:{sign}z.3f} to {high:{sign}z.3f}"
+    return f"{number(low, 3, sign)} to {number(high, 3, sign)}"
 
 
 def percent(level: float) -> str:
@@ -500,7 +507,7 @@ def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
     if found["value"] is None:
         return "-"
     within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
-    return f"{found['value']:{sign}z.3f}{within}"
+    return f"{number(found['value'], 3, sign)}{within}"
 
 
 # --- differences -----------------------------------------------------------------------------------------------------
@@ -533,9 +540,9 @@ class Contrast:
         high = self.difference.high
         if low is None:
             same = "the difference is 0 on every prompt, so there is no interval"
-            return same if value == 0 else FEW_SCORED[not np.isnan(value)]
+            return same if value == 0 else few_scored(int(not np.isnan(value)), self.measure)
         of = f"{percent(self.level)} confidence interval over {self.over}"
-        return f"{value:+z.3f} ({of}: {interval(low, high)})"
+        return f"{number(value, 3, '+')} ({of}: {interval(low, high)})"
 
     @property
     def result(self) -> str:
@@ -564,7 +571,7 @@ def contrast_of(
     Prompts without a scored completion in every model are left out; without any prompt the values are NaN. `one` and
     `other` are the scores or ratings (P, K) of each model; the other arguments are those of `over_seeds`.
     """
-    gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in other] for a in one]))  # (S, T, P)
+    gaps = paired(np.array([[_gaps(a, b) for b in other] for a in one]))  # (S, T, P)
     wins = paired(np.array([[win_rates(a, b) for b in other] for a in one]))
     difference = Estimate(math.nan)
     win_rate = Estimate(math.nan)
@@ -575,3 +582,11 @@ def contrast_of(
         difference, over = over_seeds(gaps, seed, trained, limits, level)
         win_rate, _ = over_seeds(wins, seed, trained, A_SHARE, level)
     return Contrast(name, measure, difference, win_rate, power_of(gaps, trained, level, limits), over, level)
+
+
+def _gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the difference of two models' means of each prompt (P,): 0 for means that are equal up to rounding, which
+    depends on the order of the completions."""
+    gaps = per_prompt(one) - per_prompt(other)
+    largest = np.fmax.reduce(np.abs(np.hstack([one, other])), axis=1)  # without NaN
+    return np.where(np.abs(gaps) <= ROUNDING * largest, 0, gaps)

@@ -27,9 +27,19 @@ def test_best_of_n_is_the_mean_over_prompts():
 def test_worth_is_the_smallest_n_that_reaches_a_value():
     found = best_of_n(np.array([[0.0, 1.0, 2.0, 3.0]]), {"judge": np.array([[3.0, 2.0, 1.0, 0.0]])})
     assert found.measures["score"] == pytest.approx([3 / 2, 7 / 3, 11 / 4, 3])
-    assert [found.worth("score", value) for value in (-1, 1.5, 1.6, 2.75, 3.1, NAN)] == [1, 1, 2, 3, None, None]
-    assert [found.worth("judge", value) for value in (1.5, 1.6)] == [1, None], "the judge falls with n"
+    values = np.array([-1, 1.5, 1.6, 2.75, 3.1, NAN])[:, None]
+    assert [found.worth("score", value) for value in values] == [1, 1, 2, 3, 5, None]
+    assert [found.worth("judge", value) for value in values[1:3]] == [1, 5], "the judge falls with n"
     assert best_of_n(np.full((2, 3), NAN), {"judge": np.zeros((2, 3))}) is None
+
+
+def test_worth_is_over_the_prompts_that_both_have_a_score_on():
+    """Prompt 1 alone has scores of both. The arm's 9 and the start model's 7 on the other ones count for neither."""
+    found = best_of_n(np.array([[7.0, 7.0, 7.0], [0.0, 1.0, 2.0], [NAN, 7.0, 7.0]]), {})
+    assert found.by_prompt["score"][1] == pytest.approx([1, 5 / 3, 2])
+    assert found.measures["score"] == pytest.approx([4, 13 / 3, 9 / 2])
+    assert [found.worth("score", np.array([NAN, value, 9.0])) for value in (1, 1.5, 2, 2.5)] == [1, 2, 3, 4]
+    assert found.worth("score", np.array([NAN, NAN, 9.0])) is None
 
 
 def test_kl_of_best_of_n_matches_hand_computed_values():

@@ -206,6 +206,15 @@ def test_run_without_logs_is_a_one_line_error(tmp_path, status, hint):
         lock.close()
 
 
+def test_a_run_that_was_copied_without_its_logs_has_logged_something(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('{"update": 1, "loss": 0.5}\n')
+    with pytest.raises(UserError) as caught:
+        read_curves(run)
+    (problem,) = caught.value.problems
+    assert "logged nothing" not in problem.fix and "event files" in problem.fix
+
+
 def test_error_reports_the_unreadable_event_file(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "logs").mkdir()

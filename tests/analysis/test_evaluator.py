@@ -9,11 +9,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf.analysis.audit import figures, warnings
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import ModelRef, find_model_ref, find_models, shared_settings
-from rlhf.analysis.verdict import Arm, contrast
+from rlhf.analysis.verdict import START, Arm, Evidence, contrast, judge_arms
 from rlhf.checkpoints.run_folder import RunLock
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
@@ -25,7 +26,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import path_on_page
-from tests.shapes import make_base_model, make_reward_model, make_start_model
+from tests.shapes import make_base_model, make_reward_model, make_start_model, smollm2_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -261,6 +262,101 @@ def test_model_with_another_tokenizer_has_a_perplexity_but_no_kl(settings, tmp_p
     assert measured.perplexity == without_start.evaluate(models[0], Screen()).perplexity
 
 
+def bits_of(folder, evaluator) -> float:
+    """Return the bits per UTF-8 byte of the chosen completions, each after its own prompt and with its EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    nats = 0.0
+    size = 0
+    for example in (prompt.example for prompt in evaluator.prompts.of_text):
+        prompt = tokenizer.apply_chat_template(list(example.messages), add_generation_prompt=True, tokenize=False)
+        before = tokenizer(prompt, add_special_tokens=False).input_ids
+        ids = [*tokenizer(example.chosen, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([before + ids])).logits[0].double().log_softmax(-1).numpy()
+        nats -= sum(logprobs[len(before) + i - 1, token] for i, token in enumerate(ids))
+        size += len(example.chosen.encode("utf-8"))
+    return np.log2(np.e) * nats / size
+
+
+def with_smaller_vocabulary(folder):
+    """Return a model whose tokenizer cuts texts into more tokens."""
+    make_start_model(folder, seed=3)
+    tokenizer = smollm2_tokenizer(300)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_another_template(start_model, folder):
+    """Return the start model with a sentence before each prompt."""
+    shutil.copytree(start_model, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ 'Answer in verse, please. ' }}" + template.read_text())
+    return folder
+
+
+def measured_figures(evaluator, models) -> list[dict]:
+    everyone = [evaluator.evaluate_start(Screen()), *(evaluator.evaluate(model, Screen()) for model in models)]
+    return [figures(found) for found in everyone]
+
+
+def test_models_with_another_tokenizer_have_no_figure_per_token(settings, start_model, tmp_path):
+    """Their perplexity is compared per byte of the text, and lengths are compared in characters."""
+    other = with_smaller_vocabulary(tmp_path / "other")
+    evaluator, models = evaluator_of([start_model, other], settings)
+    start, same, foreign = measured_figures(evaluator, models)
+    assert not {"perplexity", "length"} & {*foreign} and foreign["kl"] is None
+    for found, folder in ((start, start_model), (foreign, other)):
+        assert found["bits_per_byte"] == pytest.approx(bits_of(folder, evaluator), rel=1e-5)
+    assert (same["perplexity"], same["bits_per_byte"]) == (start["perplexity"], start["bits_per_byte"])
+    texts = evaluator.evaluate(models[1], Screen()).texts
+    assert foreign["characters"] == np.mean([len(text) for row in texts for text in row])
+    assert "other" in dict(evaluator.facts())["own prompts"], "the facts name the model"
+
+
+def test_warning_of_longer_completions_is_in_characters_for_another_tokenizer():
+    units = {"start": ("perplexity", "length", "characters"), "foreign": ("bits_per_byte", "characters")}
+    lengths = {"start": ("a b c", 3), "foreign": ("a b c d e f", 30)}
+    rows = {
+        name: Evaluation([[text] * 2] * 3, np.zeros((3, 2)), np.full((3, 2), tokens), np.ones((3, 2), bool),
+                         units=units[name])
+        for name, (text, tokens) in lengths.items()
+    }  # fmt: skip
+    (warning,) = (line for line in warnings(rows["foreign"], rows["start"], 0) if "as long" in line)
+    assert "2.2 times" in warning and "characters" in warning and "tokens" not in warning
+
+
+def test_verdict_has_no_ratio_of_unlike_perplexities(settings, start_model, tmp_path):
+    other = with_smaller_vocabulary(tmp_path / "other")
+    evaluator, models = evaluator_of([start_model, other], settings)
+    start = Arm(START, [evaluator.evaluate_start(Screen())])
+    arms = [Arm(f"arm {i}", [evaluator.evaluate(model, Screen())], [model]) for i, model in enumerate(models)]
+    sentences = " ".join(judge_arms(arms, start, 0, Evidence(None)).sentences)
+    assert "perplexity x" not in sentences and sentences.count("bits per byte") == 2
+    assert f"{arms[1].mean('bits_per_byte'):.3f} bits per byte" in sentences
+    both = Arm("both", [arm.measured[0] for arm in arms], models)
+    assert both.mean("perplexity") is None and both.mean("kl") is None, "a mean over one of two models"
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_model_with_another_chat_template_is_measured_after_its_own_prompts(settings, start_model, tmp_path, chosen):
+    """Its KL would be one to the start model after prompts that the start model does not get."""
+    if not chosen:  # the perplexity's text is then the start model's
+        (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "Name {i} cats."}}\n' for i in range(6)))
+        settings = dataclasses.replace(settings, prompts=str(tmp_path / "prompts.jsonl"))
+    other = with_another_template(start_model, tmp_path / "template")
+    evaluator, models = evaluator_of([start_model, other], settings)
+    start, same, own = measured_figures(evaluator, models)
+    assert own["kl"] is None and "perplexity" not in own and "length" in own
+    assert same["kl"] == pytest.approx(0, abs=1e-5) and same["perplexity"] == pytest.approx(start["perplexity"])
+    assert own["bits_per_byte"] != pytest.approx(start["bits_per_byte"], rel=1e-6)
+    if chosen:
+        assert own["bits_per_byte"] == pytest.approx(bits_of(other, evaluator), rel=1e-5)
+    evaluator, models = evaluator_of([start_model], settings)
+    assert "own prompts" not in dict(evaluator.facts())
+    assert "bits_per_byte" not in measured_figures(evaluator, models)[1], "all models have the same prompts"
+
+
 def test_base_model_without_chat_template_and_without_start_model(settings, tmp_path):
     """Without a start model there is no KL. The perplexity is computed on the chosen replies of the data."""
     base = make_base_model(tmp_path / "base")
@@ -339,6 +435,46 @@ def test_changed_evaluation_prompts_are_reported(runs, tmp_path, capsys, pairs_f
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[30:]))
     evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer), split=Split(45, 45, 10)))
     assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
+
+
+def test_prompts_have_not_changed_if_only_the_tokenizer_of_the_baseline_is_another(runs, tmp_path, capsys):
+    other = swap_two_tokens(make_start_model(tmp_path / "other", seed=3))
+    template = other / "chat_template.jinja"
+    template.write_text("{{ 'Hello. ' }}" + template.read_text())
+    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, baseline=str(other)))
+    assert "have changed since the run" not in capsys.readouterr().out
+
+
+def test_score_of_models_without_a_run_may_be_a_training_reward(settings, start_model):
+    evaluator, _ = evaluator_of([start_model], settings)
+    assert evaluator.score_name not in ("the training reward", "not the training reward")
+
+
+def test_a_score_that_is_not_the_training_reward_is_not_called_so():
+    scores = np.arange(8.0).reshape(4, 2)
+    one, other = (Evaluation([["a"] * 2] * 4, rows, rows + 1, rows > -1) for rows in (scores + scores % 3, scores))
+    for name, noted in (("the training reward", True), ("not the training reward", False)):
+        verdict = judge_arms([Arm("A", [one])], Arm(START, [other]), 0, Evidence(None, name))
+        assert any("no judge" in caveat for caveat in verdict.caveats) == noted
+        assert f"({name})" in verdict.sentences[0]
+
+
+def test_adapters_with_different_base_models_need_a_baseline(runs, start_model, settings, tmp_path):
+    """The base model of the first one would otherwise be the start model of both."""
+    adapters = [shutil.copytree(runs["grpo", 1], tmp_path / name) for name in ("one", "two")]
+    for adapter in adapters:
+        (adapter / "run.json").unlink()
+    facts = json.loads((adapters[1] / "adapter_config.json").read_text())
+    other = make_start_model(tmp_path / "base", seed=4)
+    (adapters[1] / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": str(other)}))
+    alone = dataclasses.replace(settings, baseline=None)
+    models = find_models([str(adapter) for adapter in adapters], alone, "--model-path")
+    with pytest.raises(UserError) as caught:
+        shared_settings(models, alone)
+    (problem,) = caught.value.problems
+    assert "--baseline" in problem.fix and str(start_model) in problem.place and str(other) in problem.place
+    assert shared_settings(models, settings).model.actor_model == str(start_model)
+    assert shared_settings(models[1:], alone).model.actor_model == str(other)
 
 
 def evaluate_start_with_seed(evaluator: ModelEvaluator, seed: int) -> Evaluation:

@@ -16,7 +16,7 @@ from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
 from rlhf.reports.tables import figure_label, figure_names
-from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.evaluation import MeasureSettings, parse_evaluation_cli
 from rlhf.utils.console import Screen
 from tests.analysis.test_verdict import group, judge_runs
 from tests.evaluations import evaluation_of
@@ -172,6 +172,29 @@ def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_pa
     assert "has_e was called" in printed
     page = (out / "evaluation.html").read_text()
     assert "pass@2, has_e" in page and note.partition(":")[0] in page
+
+
+def test_a_judge_without_ratings_leaves_the_audit_incomplete(runs, tmp_path):
+    """Then there is no line that the model shows no signs of reward hacking."""
+    (tmp_path / "judge.py").write_text("def nothing(completions, **_):\n    return [None] * len(completions)\n")
+    words = ["--model-path", runs["ppo", 1], "--num-prompts", 2, "--completions", 2, "--output", tmp_path / "out"]
+    judged = [*words, "--eval-func", f"{tmp_path / 'judge.py'}:nothing"]
+    for argv, complete in ((words, True), (judged, False)):
+        evaluate_generations.main([str(word) for word in argv])
+        report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+        assert not report["models"][0]["warnings"], "otherwise no line is expected in either case"
+        assert ("signs of reward hacking" in report["headline"]) == complete
+        assert any("did not compare" in note for note in report["notes"]) != complete
+
+
+def test_none_is_no_judge_in_the_demo_either(runs, monkeypatch):
+    monkeypatch.setattr("rlhf.analysis.judges.gold_of", lambda _: lambda *_: 0.5)
+    models = [find_model_ref(str(runs["ppo", 1]), "final", None)]
+    found = {}
+    for flags in ([], ["--judge-model", "none"]):
+        measure = parse_evaluation_cli(["--num-prompts", "2", *flags]).measure
+        found[len(flags)] = ModelEvaluator(models, measure, torch.device("cpu"), Screen()).judge_name
+    assert found == {0: "gold quality", 2: None}
 
 
 def test_the_text_of_models_without_a_record_is_set_for_judge_and_reward_model(runs, tmp_path, capsys):

@@ -113,6 +113,16 @@ def test_verdict_without_a_common_prompt():
     )
 
 
+def test_a_judge_without_ratings_has_no_scores_to_miss():
+    """The sentence and the reason at equal budgets name ratings."""
+    pair = [group("PPO", made([[1, 1]], [[NAN, NAN]])), Arm("other", [made([[0, 0]], [[NAN, NAN]])])]
+    by_judge, by_score = (contrast(*pair, measure, 1).text for measure in ("judge", "score"))
+    assert "rating" in by_judge and "score" not in by_judge and "score" in by_score
+    points = {"PPO": [[eval_point(2, 5, (1,), "a")]], "GRPO": [[eval_point(2, 5, (0,), "a")]]}
+    rows = at_equal(points, lambda rows: np.full(len(rows), NAN), seed=1)
+    assert "rating" in rows[0]["differences"][0]["missing"]
+
+
 def test_equal_budgets_leave_out_completions_without_a_score():
     ppo, grpo = (eval_point(2, 5, scores, "abc") for scores in ((1, None, 2), (0, 7, 1)))
     rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)

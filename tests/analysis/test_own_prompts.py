@@ -1,4 +1,4 @@
-"""Tests evaluations on a file of prompts: every row is used, and rows that a run trained on are reported."""
+"""Tests evaluations on a file of prompts: every prompt is used, and rows that a run trained on are reported."""
 
 from __future__ import annotations
 
@@ -70,11 +70,12 @@ def test_num_prompts_draws_from_the_file_at_random(runs, own_prompts):
     assert asked(more) == QUESTIONS and "--num-prompts 11" in more.prompts.line
 
 
-def test_rows_that_are_too_long_are_counted_and_repeated_ones_are_used(runs, own_prompts, user_error):
+def test_rows_that_are_too_long_or_repeated_are_counted_and_not_used(runs, own_prompts, user_error):
     long = "Why " + "is the table " * 100
     evaluator = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS, long, QUESTIONS[3], QUESTIONS[4]))
-    assert asked(evaluator) == [*QUESTIONS, QUESTIONS[3], QUESTIONS[4]]
-    assert all(part in evaluator.prompts.line for part in ("12 of the 13 ", " 1 longer ", "--prompt-length 100"))
+    assert sorted(asked(evaluator)) == QUESTIONS, "independent prompts"
+    line = evaluator.prompts.line
+    assert all(part in line for part in ("10 of the 13 ", " 1 longer ", "--prompt-length 100", " 2 that repeat "))
     with user_error("own.jsonl", "1 rows", "--prompt-length"):
         evaluator_of(runs["ppo", 1], own_prompts(long))
 
@@ -88,13 +89,13 @@ def test_split_of_the_command_line_selects_the_evaluation_part(runs, pairs_file)
 
 def test_prompts_that_a_run_trained_on_are_counted(runs, pairs_file, own_prompts, capsys):
     """The run's own file, a copy of some of its rows, and the same warning once for two runs with the same data."""
-    parts = [part_of(e, Split(45, 45, 10)) for e in load_examples(str(pairs_file))]
     distinct = {e.question: part_of(e, Split(45, 45, 10)) for e in load_examples(str(pairs_file))}
     evaluator = evaluator_of(runs["ppo", 1], pairs_file)
-    assert len(evaluator.examples) > len({q for q, part in distinct.items() if part == "evaluation"})
+    assert len(evaluator.examples) == len(distinct)
     (warning,) = warnings_in(capsys)
     trained, learned = ([part_of(e, Split(45, 45, 10)) for e in evaluator.examples].count(p) for p in ("rl", "reward"))
-    assert trained > 30 and learned > 30 and len(parts) == 120
+    assert trained == list(distinct.values()).count("rl") > 9
+    assert learned == list(distinct.values()).count("reward") > 9
     assert [int(number) for number in re.findall(r" (\d+) ", warning)] == [len(evaluator.examples), trained, learned]
     assert str(runs["ppo", 1]) in warning and f"--prompts {pairs_file}" in warning
     known = next(q for q, part in distinct.items() if part == "rl")
@@ -175,9 +176,9 @@ def test_a_run_with_an_evaluation_file_is_evaluated_on_it(runs, own_prompts):
     )
     settings = shared_settings([changed], MeasureSettings())
     assert settings.data.eval_dataset == file
-    chosen = choose_prompts(
-        settings, [changed], MeasureSettings(num_prompts=4), 20, load_tokenizer(model.source), print
-    )
+    tokenizer = load_tokenizer(model.source)
+    own = {model.source: tokenizer}
+    chosen = choose_prompts(settings, [changed], MeasureSettings(num_prompts=4), 20, tokenizer, own, print)
     assert {e.question for e in chosen.examples} < {q.casefold() for q in QUESTIONS} and len(chosen.examples) == 4
     assert "own.jsonl" in chosen.line and file not in chosen.line
     assert shared_settings([changed], MeasureSettings(prompts="other.jsonl")).data.eval_dataset is None

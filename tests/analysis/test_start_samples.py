@@ -49,8 +49,9 @@ def evaluator_of(name, settings, **more) -> tuple[ModelEvaluator, list]:
 
 def test_samples_are_stored_with_what_they_were_sampled_from(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"key": "key", "minutes": 0.5, "samples": SAMPLES}))
-    assert read_samples(tmp_path / "s.json", "key") == (SAMPLES, 0.5)
-    assert read_samples(tmp_path / "s.json", "other") == read_samples(tmp_path / "none.json", "key") == ([], 0.0)
+    assert read_samples(tmp_path / "s.json", "key", Screen()) == ([tuple(part) for part in SAMPLES], 0.5)
+    for name, key in (("s.json", "other"), ("none.json", "key")):
+        assert read_samples(tmp_path / name, key, Screen()) == ([], 0.0)
 
 
 def test_more_minutes_add_samples_and_keep_the_first_ones(settings, other, tmp_path):

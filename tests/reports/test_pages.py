@@ -140,7 +140,7 @@ def test_comparison_page_escapes_hostile_completions(evaluator, runs, tmp_path):
     curves = [(names[run.algorithm == "grpo"], run) for run in map(read_curves, runs.values())]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name in names}
     start = Arm(START, [with_hostile_texts(start)])
-    arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
+    arms, report = make_comparison(made, arms, start, None, [], eval_points)
     comparison_page(report, start, arms, curves).write(tmp_path)
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_all_files_of_the_report_before(evaluator, runs, tmp_
 
     def write() -> None:
         if name == "comparison.html":
-            found, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
+            found, report = make_comparison(made, arms, start, None, [], eval_points)
             comparison_page(report, start, found, curves).write(tmp_path)
         else:
             report = make_report(made, singles, start) | {"second": True}
@@ -204,7 +204,7 @@ def test_comparison_page_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     curves = [(run.algorithm.upper(), run) for run in map(read_curves, runs.values())]
     curves[3] = ("TOY", curves[3][1])
     eval_points = {arm.name: [read_eval_points(run) for of, run in curves if of == arm.name] for arm in arms}
-    arms, report = make_comparison(made, arms, start, None, [], eval_points, Screen())
+    arms, report = make_comparison(made, arms, start, None, [], eval_points)
     of_three = comparison_page(report, start, arms, curves)
     of_three.write(tmp_path)
     assert len(report["verdict"]) == 6 and len(report["notes"]) >= 3

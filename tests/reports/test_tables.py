@@ -50,6 +50,8 @@ def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left
         ("length", 2.5, "+", "+2.5"),
         ("eos_rate", -0.125, "+", "-12%"),
         ("score", 0.5, "+", "+0.500"),
+        ("score", -19_355_833.333, "", "-1.936e+07"),
+        ("length", 123_456.0, "", "1.235e+05"),
         ("seconds", 200, "", "3:20"),
         ("perplexity", 1.465, "", "1.47"),
         ("perplexity", 1234567.0, "+", "+1.23e+06"),

@@ -394,3 +394,29 @@ def test_errors_are_found_before_training(flags, learnable_pairs, monkeypatch, t
     with user_error():
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--calibration-prompt-length", 2)), Screen(), CPU)
     assert not (tmp_path / "rm").exists()
+
+
+class Rounding:
+    """A reward model whose rounding depends on the batch. It counts the completions that it scores."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, messages, completions, ended):
+        self.calls.append(len(completions))
+        return [len(m[0]["content"]) + len(text) + end + 1e-7 * i for i, (m, text, end) in
+                enumerate(zip(messages, completions, ended, strict=True))]  # fmt: skip
+
+
+def test_equal_completions_of_an_evaluation_have_one_score():
+    """Across batches, too; another prompt, or the same text that was cut off, is another completion. In training each
+    completion is scored."""
+    rows = {"messages": [[{"role": "user", "content": c}] for c in ("a", "a", "bb", "a")]}
+    given = ["yes", "yes", "yes", "yes"], [True, True, True, False]
+    once = LearnedReward(Rounding(), known={})
+    first = once(given[0], ended=given[1], **rows)
+    again = once(given[0][::-1], messages=rows["messages"][::-1], ended=given[1][::-1])
+    assert first == again[::-1] and first[0] == first[1] and len(set(first)) == 3 and once.model.calls == [3]
+    training = LearnedReward(Rounding())
+    scores = training(given[0], ended=given[1], **rows)
+    assert scores[0] != scores[1] and training.model.calls == [4]

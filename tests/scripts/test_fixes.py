@@ -279,14 +279,14 @@ def settings_of_models(argv: list[object], compares: bool = False):
 
 @pytest.mark.parametrize(("name", "stored", "left"), [
     ("reward_func", ["my.py:f"], ()), ("eval_func", ["my.py:f"], ()), ("stop", ["x"], None), ("rm_text", "eos", None),
-    ("eval_text", "a.txt", None), ("reward_weights", [2.0], None),
+    ("eval_text", "a.txt", None), ("reward_weights", [2.0], None), ("split", "10/80/10", None),
 ])  # fmt: skip
 def test_none_unsets_a_setting_of_a_run(with_settings, name, stored, left):
     run = with_settings("run", **{name: stored})
     values = lambda config: {k: v for group in vars(config).values() if hasattr(group, "__dict__")  # noqa: E731
                              for k, v in vars(group).items()}  # fmt: skip
     kept = values(settings_of_models(["--model-path", run]))[name]
-    assert kept is not None and [*kept] == [*stored] if isinstance(stored, list) else kept == stored
+    assert kept is not None and [*kept] == [*stored] if isinstance(stored, list) else str(kept) == stored
     flag = f"--{name.replace('_', '-')}"
     assert values(settings_of_models(["--model-path", run, flag, "none"]))[name] == left
     assert values(settings_of_models([run, flag, "none"], compares=True))[name] == left
@@ -300,6 +300,15 @@ def test_none_unsets_the_reward_model_of_a_run(with_settings, critic):
     assert problem.settings == ("rm_model",) and "--reward-func" in problem.fix
     argv = ["--model-path", run, "--rm-model", "none", "--reward-func", "length_penalty"]
     config = settings_of_models(argv)
+    assert config.model.rm_model is None and config.reward.reward_func == ("length_penalty",)
+
+
+def test_a_run_with_a_reward_model_is_compared_with_one_that_has_rules_only(with_settings):
+    rules = with_settings("rules", rm_model=None, reward_func=["length_penalty"])
+    learned = with_settings("learned")
+    argv = [rules, learned, "--reward-func", "length_penalty"]
+    assert "rm_model" in problem_of(lambda: settings_of_models(argv, compares=True)).what
+    config = settings_of_models([*argv, "--rm-model", "none"], compares=True)
     assert config.model.rm_model is None and config.reward.reward_func == ("length_penalty",)
 
 
@@ -366,7 +375,8 @@ def test_a_model_without_a_run_is_evaluated_by_a_rule(start_model, tmp_path):
     assert "length_penalty" in json.dumps(report)
     words = [*argv[2:-2], "--arm", f"A={start_model}", "--baseline", str(start_model), "--rm-model", "none"]
     compare_runs.main([*words, "--limit-minutes", "0", "--output", str(tmp_path / "compared")])
-    assert (tmp_path / "compared" / "comparison.json").is_file()
+    notes = " ".join(json.loads((tmp_path / "compared" / "comparison.json").read_text())["notes"])
+    assert "a run has no stored evaluations" not in notes, "no arm is a run"
 
 
 def test_no_reward_names_the_flags(start_model, tmp_path):

@@ -127,6 +127,26 @@ def test_equal_values_have_the_exact_binomial_interval():
     assert over_prompts([-1.0] * 8, 1) == Estimate(-1.0, -1.0, pytest.approx(0.3694 - 0.6306, abs=1e-4))
 
 
+def test_equal_values_up_to_rounding_are_equal():
+    """Thirds of 0/1 scores: 1 - 2/3 and 2/3 - 1/3 differ in the last bit. That is no interval without width."""
+    one = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    other = np.array([[0, 0, 0], [1, 1, 0], [0, 1, 0]])
+    found = contrast_of("", "score", [one], [other], 1)
+    assert len(set((one.mean(axis=1) - other.mean(axis=1)).tolist())) > 1
+    exact = over_prompts([1 / 3] * 3, 1, (-1, 1))
+    assert found.result == "equal" and found.difference.low == pytest.approx(exact.low) and exact.low < 0
+    assert over_prompts([1 / 3, 1 / 3 + 1e-16, 1 / 3], 1) == over_prompts([1 / 3] * 3, 1)
+    assert correlation(np.array([0.3, 0.1 + 0.2, 0.3]), np.array([1, 2, 3])) is None
+
+
+def test_means_that_differ_only_by_rounding_are_equal():
+    """The same scores in another order: their sums differ in the last bit, which is no difference."""
+    scores = np.array([[0.1, 0.2, 0.3], [0.3, 0.7, 1.1], [0.5, 0.6, 0.1]])
+    found = contrast_of("", "score", [scores], [scores[:, ::-1]], 1)
+    assert (per_prompt(scores) != per_prompt(scores[:, ::-1])).any()
+    assert found.difference == Estimate(0.0) and found.power == Power(None, None, None), "as of equal means"
+
+
 def test_equal_values_within_limits_are_no_certainty():
     """15 prompts without a change of a score of 0 or 1: at least 0.025^(1/15) = 0.7820 of all prompts do not change,
     and the others can change by 1 in either direction. Win rates of 1/2 likewise: by 1/2."""

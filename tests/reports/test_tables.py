@@ -54,7 +54,7 @@ def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left
         ("length", 123_456.0, "", "1.235e+05"),
         ("seconds", 200, "", "3:20"),
         ("perplexity", 1.465, "", "1.47"),
-        ("perplexity", 1234567.0, "+", "+1.23e+06"),
+        ("perplexity", 1234567.0, "+", "+1.235e+06"),
         ("gold_after", 0.5, "", "0.500"),
         ("eval/right/pass_at_4_before", 0.5, "", "0.500"),
         ("kl", float("inf"), "", "not finite"),

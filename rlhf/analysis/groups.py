@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that do not separate runs of an algorithm
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
-NAMED = 3  # settings in a label, if they are enough to tell the groups apart
+NAMED = 3  # settings in a label
 LONGEST_VALUE = 32  # characters of a setting's value in a label
 # identities of models and prompts in a run's data -> the settings that explain a difference
 OF_PROMPTS = frozenset({"actor_model", *vars(DataSettings())})
@@ -104,8 +104,10 @@ def _texts(algorithms: Sequence[str], flat: Sequence[dict[str, Any]]) -> list[di
 
 
 def _labels(title: str, settings: Sequence[dict[str, str]]) -> list[str]:
-    """Return the title with the settings of each group: the first three, or all of them if these are not enough."""
-    for most in (NAMED, None):
+    """Return the title with the settings of each group: up to three. Of more settings, the fewest first ones that tell
+    the groups apart, because sentences repeat the names."""
+    many = max(map(len, settings)) > NAMED
+    for most in (*range(1, NAMED if many else 1), NAMED, None):
         labels = []
         for values in settings:
             words = [f"{setting} {value}" for setting, value in list(values.items())[:most]]

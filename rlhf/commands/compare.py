@@ -54,6 +54,8 @@ def compare_arms(
     asked = config.comparison
     runs = [(group.label, i) for group in groups for i in group.members if models[i].run is not None]
     read = read_runs([models[i].run_folder for _, i in runs], without_scalars=True)
+    for remark in [remark for run in read for remark in run.remarks]:
+        screen.say(f"note: {remark}")
     curves = [(name, run) for (name, _), run in zip(runs, read, strict=True)]
     eval_points = {name: [read_eval_points(run) for of, run in curves if of == name] for name, _ in curves}
     shots = worked_examples(asked.few_shot)
@@ -75,7 +77,7 @@ def compare_arms(
         file = lock.folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen, lock.check)
     start = Arm(START, [replace(start, more=samples)])
-    notes = [*equal_to_start(models), *(remark for run in read for remark in run.remarks)]
+    notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, notes)
     page = comparison_page(report, start, arms, [(name, run) for name, run in curves if run.scalars])
     page.write(lock.folder, lock.check)

@@ -36,7 +36,7 @@ def report_bad_rows(problems: list[Problem], rows: int, source: DataSource, say:
         needed = -(-1000 * count // rows) / 10  # percent, rounded up; the flag accepts less than 100
         skip = f"To skip all bad rows ({count} of {rows:,}), add --skip-bad-rows {needed:g}"
         raise UserError([_with_more(problems[0], skip), *problems[1:]] if needed < 100 else problems)
-    say(f"skipped {count} of {rows:,} rows because they cannot be used: {source.name}")
+    say(f"note: skipped {count} of {rows:,} rows because they cannot be used: {source.name}")
     for problem in problems[:MAX_PRINTED]:
         say(f"  {problem}")
     if count > MAX_PRINTED:

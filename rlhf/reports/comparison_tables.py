@@ -14,14 +14,15 @@ from rlhf.utils.statistics import interval_of, percent
 
 
 def folded_tables(report: dict[str, Any], start: Arm, arms: Sequence[Arm]) -> list[TextTable]:
-    """Return the tables that a page shows when a reader asks for them."""
-    return [
+    """Return the tables that a page shows when a reader asks for them, those with rows."""
+    tables = [
         *_in_parts(lambda part: figure_table([start, *part], report["judges"]), arms),
         contrast_table(report),
-        *([equal] if (equal := _equal_table(report)).rows else []),
+        _equal_table(report),
         *_in_parts(lambda part: _spent_table(report, part), [arm for arm in arms if arm.runs]),
         *_in_parts(_settings_table, [arm for arm in arms if arm.settings]),
     ]
+    return [table for table in tables if table.rows]
 
 
 def summary_table(report: dict[str, Any]) -> TextTable:

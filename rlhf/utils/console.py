@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.utils.errors import RLHFWarning, print_line, visible, visible_line
+from rlhf.utils.paths import text_on_page
 from rlhf.utils.processes import is_first, process_prefix, size
 from rlhf.utils.system import keep_ctrl_c
 
@@ -144,7 +145,7 @@ class Screen:
         kind, _, line = text.partition(": ")
         kept = {"warning": self.warnings, "note": self.notes}.get(kind)
         if kept is not None:
-            kept.append(line)
+            kept.append(text_on_page(line))
         self.console.print(rich_text(text))
 
     def write(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,6 +77,11 @@ def local_path(name: str | os.PathLike[str]) -> str:
 def path_on_page(name: str) -> str:
     """Return a path or a name for a page that others read: of an absolute path only its last two parts."""
     return str(Path(*Path(name).parts[-2:])) if os.path.isabs(name) else name
+
+
+def text_on_page(text: str) -> str:
+    """Return a text with its absolute paths as `path_on_page`. A path ends at a space or a mark of punctuation."""
+    return re.sub(r"(?<![^\s(=\"'])([A-Za-z]:)?[/\\][^\s:,;()\"']+", lambda found: path_on_page(found[0]), text)
 
 
 def resolve_path(name: str) -> Path:

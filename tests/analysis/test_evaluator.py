@@ -20,6 +20,7 @@ from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
 from rlhf.reports.comparison_tables import figure_table
+from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
@@ -27,7 +28,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import path_on_page
-from tests.shapes import make_base_model, make_reward_model, make_start_model, smollm2_tokenizer
+from tests.shapes import change_first_weight, make_base_model, make_reward_model, make_start_model, smollm2_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -514,3 +515,24 @@ def test_models_with_the_same_end_of_their_paths_have_separate_names(start_model
     found = find_models([str(place) for place in places], settings, "--model-path")
     assert [model.label for model in found] == [str(place) for place in places]
     assert find_models([str(places[0])], settings, "--model-path")[0].label == "ppo/seed1"
+
+
+def test_equal_completions_of_two_models_have_one_score(settings, start_model, reward_folder, tmp_path, monkeypatch):
+    """Across evaluations, whose batches have other shapes. The judge's ratings, too."""
+    judge = shutil.copytree(reward_folder, tmp_path / "judge")
+    change_first_weight(judge / "model.safetensors")
+    settings = dataclasses.replace(settings, judge_model=str(judge))
+    evaluator, _ = evaluator_of([start_model], settings)
+    given = RewardModel.score
+    monkeypatch.setattr(
+        RewardModel, "score", lambda *args: [s + 1e-7 * i for i, s in enumerate(given(*args))]
+    )  # rounding by the place in the batch
+    policy, prompts = evaluator.reference.copy, evaluator.encoded(evaluator.tokenizer)
+    one, other = [[5, 6], [7, 8]], [[7, 8], [5, 6]]
+    first, second = (
+        evaluator.evaluator(policy, evaluator.tokenizer).rate(prompts[:1] * 2, ids, [True, True], 2)
+        for ids in (one, other)
+    )
+    assert first.texts[0] == second.texts[0][::-1] and first.texts[0][0] != first.texts[0][1]
+    for measure in ("score", "judge"):
+        assert first.measures[measure].tolist() == second.measures[measure][:, ::-1].tolist()

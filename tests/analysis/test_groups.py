@@ -83,9 +83,17 @@ def test_the_same_planned_episodes_are_no_difference_however_the_length_was_set(
     assert smaller == ["PPO batch_size 64", "PPO batch_size 32"]
 
 
-def test_a_name_has_three_settings_unless_more_are_needed():
+def test_a_name_has_up_to_three_settings_or_the_fewest_of_more():
     first = {"learning_rate": 1e-5, "gamma": 0.9, "lam": 0.9, "temperature": 0.9}
-    assert labels(run(), run(**first))[1] == "PPO gamma 0.9, lam 0.9, learning_rate 1e-05, 1 more settings"
+    three = {name: first[name] for name in ("learning_rate", "gamma", "lam")}
+    assert labels(run(), run(**three))[1] == "PPO gamma 0.9, lam 0.9, learning_rate 1e-05"
+    assert labels(run(), run(**first))[1] == "PPO gamma 0.9, 3 more settings"
+    ones = [{**first, "lam": 0.8}, first, {**first, "gamma": 0.8, "learning_rate": 2e-5, "temperature": 0.8}]
+    assert labels(*(run(**one) for one in ones)) == [
+        "PPO gamma 0.9, lam 0.8, 2 more settings",
+        "PPO gamma 0.9, lam 0.9, 2 more settings",
+        "PPO gamma 0.8, lam 0.9, 2 more settings",
+    ]
     assert labels(run(), run(**first), run(**{**first, "temperature": 0.8}))[2] == (
         "PPO gamma 0.9, lam 0.9, learning_rate 1e-05, temperature 0.8"
     )

@@ -268,7 +268,7 @@ def test_rows_in_python(user_error):
     said = []
     columns = (Renaming("prompt=ask"),)
     (example,) = examples_of(rows, False, columns, 50.0, said.append)
-    assert example.columns == {"prompt": "a", "n": 1} and said[0].startswith("skipped 1 of 2 rows")
+    assert example.columns == {"prompt": "a", "n": 1} and said[0].startswith("note: skipped 1 of 2 rows")
     with user_error("2"):
         examples_of(rows, columns=columns)
     assert [e.messages for e in examples_of(["b", {"ask": "a"}], columns=columns)] == [

@@ -22,7 +22,7 @@ from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.settings.types import PathName
 from rlhf.utils.files import check_folder
-from rlhf.utils.paths import local_path
+from rlhf.utils.paths import local_path, text_on_page
 from tests.test_structure import PACKAGE, module_of
 
 COMMANDS = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
@@ -118,3 +118,15 @@ def test_one_function_expands_the_home_folder(path):
     of_a_variable = "rlhf.checkpoints.gguf"  # HF_HOME, as transformers reads it
     uses = "expanduser" in path.read_text(encoding="utf-8")
     assert not uses or module_of(path) in ("rlhf.utils.paths", of_a_variable)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the data of /home/me/work/run and /home/me/x.json: gone", "the data of work/run and me/x.json: gone"),
+        ("KL 0.2/sequence, owner/name/x, a / b, ./here/is/it", "KL 0.2/sequence, owner/name/x, a / b, ./here/is/it"),
+        ("warning (--prompts '/home/me/a/b.jsonl')", "warning (--prompts 'a/b.jsonl')"),
+    ],
+)
+def test_a_text_on_a_page_has_no_path_of_this_machine(text, shown):
+    assert text_on_page(text) == shown

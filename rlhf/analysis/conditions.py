@@ -44,8 +44,8 @@ class Conditions:
         words = []
         for name, difference in conditions.items():
             mine, its = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Mapping):
-                mine, its = ({name: of[name] for name in self.judges.keys() & other.judges} for of in (mine, its))
+            if name == "judges":
+                mine, its = ({key: of[key] for key in self.judges.keys() & other.judges} for of in (mine, its))
             if mine != its:
                 words.append(difference.format(mine, its))
         return ", ".join(words)
@@ -87,11 +87,10 @@ def unlike(
 
 def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
     """Return one sentence for each function whose file is not the one that a run recorded."""
-    now = {rule: code_print(rule) for rule in config.reward.functions}
     return [
         f"the file of {rule} has changed since a run, and its new code gives the values here"
-        for rule in now
-        if any(run.data.get("rules", now).get(rule, now[rule]) != now[rule] for run in runs)
+        for rule in config.reward.functions
+        if any(run.data.get("rules", {}).get(rule) not in (None, code_print(rule)) for run in runs)
     ]
 
 

@@ -92,6 +92,13 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
     return sorted(groups, key=lambda group: (order.index(group.algorithm), group.label))  # a control after its arm
 
 
+def mixed(group: SettingsGroup, runs: Sequence[RunRecord]) -> list[str]:
+    """Return a sentence if the runs of a group are not seeds of one arm: the user gave them one name."""
+    settings = [_compared(run) | {"the algorithm": run.algorithm} for run in runs]
+    names = differing_settings([run.algorithm for run in runs], settings)
+    return [f"{group.label} is the mean of runs that differ in {', '.join(names)}"] if names else []
+
+
 def _texts(algorithms: Sequence[str], flat: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the settings in which groups differ, as text, of each group; without those that it does not read. Models
     and prompts are told apart by their settings, not also by their hashes."""

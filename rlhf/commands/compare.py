@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhf.analysis.arms import find_arms
-from rlhf.analysis.groups import SettingsGroup
+from rlhf.analysis.groups import SettingsGroup, mixed
 from rlhf.analysis.models import ModelRef, equal_to_start, require_trusted_code
 from rlhf.checkpoints.run_folder import RUN_AGAIN, RunLock
 from rlhf.distributed.join import leave_others
@@ -66,10 +66,12 @@ def compare_arms(
     start = evaluator.evaluate_start(screen)
     measured = [evaluator.evaluate(model, screen) for model in models]
     arms = []
+    notes = equal_to_start(models)
     for group in groups:
         members = sorted(group.members, key=lambda i: models[i].run.seed if models[i].run else i)
         results = [measured[i] for i in members]
         arms.append(Arm(group.label, results, [models[i] for i in members], group.settings))
+        notes += mixed(group, arms[-1].runs)
     best_of = list(dict.fromkeys(arm.best_of for arm in asked.arm if arm.best_of))
     samples = None
     if best_of or asked.limit_minutes:
@@ -77,7 +79,6 @@ def compare_arms(
         file = lock.folder / "start_samples.json"
         samples = sample_start(evaluator, asked.limit_minutes, least, file, screen, lock.check)
     start = Arm(START, [replace(start, more=samples)])
-    notes = equal_to_start(models)
     arms, report = make_comparison(evaluator, arms, start, samples, best_of, eval_points, notes)
     page = comparison_page(report, start, arms, [(name, run) for name, run in curves if run.scalars])
     page.write(lock.folder, lock.check)

@@ -60,9 +60,8 @@ def make_comparison(
     arms = [*arms, *(best_of_arm(samples, n, best) for n in best_of)]
     pairs = [(one.name, other.name) for one, other in compared_pairs(arms)]
     stored = SAMPLED if judge else SCORED  # the judge rates stored completions again
-    runs = {arm.name: arm.runs for arm in arms}
     *apart, undrawn = (
-        unlike(runs, evaluator.config, evaluator.settings, conditions)
+        unlike({arm.name: arm.runs for arm in arms}, evaluator.config, evaluator.settings, conditions)
         for conditions in (stored, stored | KL, SCORED | RATED | KL)
     )
     equal = at_equal(eval_points, evaluator.rate if judge else None, seed, pairs, apart)

@@ -89,7 +89,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)
         if not apart:
             _draw_evaluations(axes, chart, panel, group)
-    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, chart, panel)
+    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, groups, panel)
     values = [curve.values for group in groups for _, curve in group.with_tag(panel.tag)]
     missing = [group.name for group in groups if len(group.with_tag(panel.tag)) < len(group.runs)]
     notes += [f"not logged by {listed(missing)}"] if missing else []
@@ -190,10 +190,10 @@ def _draw_targets(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     return band
 
 
-def _draw_published(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+def _draw_published(axes: Axes, groups: Sequence[Group], panel: Panel) -> list[np.ndarray]:
     """Draws the values that the runs' recipes report from others: the start at the left edge of the panel, the end at
     the right edge. Returns them."""
-    recipes = dict.fromkeys(run.config.recipe for run in chart.runs)
+    recipes = dict.fromkeys(run.config.recipe for group in groups for run in group.runs)
     every = filter(None, map(published_values, recipes))
     found = [known for known in every if known.metric in (panel.tag, panel.evaluation)]
     for known in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import struct
 import time
 from pathlib import Path
@@ -233,6 +234,14 @@ def test_error_lists_every_unreadable_run(tmp_path):
         problem[: len(start)] for problem, start in zip(map(str, caught.value.problems), starts, strict=True)
     ] == starts
     assert str(empty) in str(caught.value.problems[0]) and "nowhere" in str(caught.value.problems[1])
+
+
+def test_a_copy_of_a_run_is_not_a_second_run(tmp_path, user_error):
+    run = make_run(tmp_path / "run")
+    write_events(run / "logs", "1", 0, losses(1, [1.0], 0))
+    shutil.copytree(run, tmp_path / "copy")
+    with user_error("the same run", "copy"):
+        read_runs([run, tmp_path / "copy"])
 
 
 def test_run_json_without_a_plan_is_a_one_line_error(tmp_path):

@@ -11,7 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf.analysis.equal_budget import EvalPoint, _values, at_equal, at_equal_kl, at_kl, common_kls, result_over
+from rlhf.analysis.equal_budget import (
+    NOT_RATED,
+    EvalPoint,
+    _values,
+    at_equal,
+    at_equal_kl,
+    at_kl,
+    common_kls,
+    result_over,
+)
 from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.reports.comparison_report import not_compared
 from rlhf.rewards.find import EVAL_FUNCTION
@@ -185,6 +194,25 @@ def test_equal_kl_is_rated_by_the_judge_once_per_evaluation():
     assert [row["differences"][0]["by"] for row in rows] == ["judge"] * 5
     assert rows[4]["differences"][0]["value"] == 20
     assert len(rated) == len(set(rated)) == 6
+
+
+def test_evaluations_that_the_judge_cannot_rate_are_not_compared_by_score():
+    """The judge decides the verdict, and a score has another unit."""
+    groups = {"PPO": [rising(0, 1, 4)], "GRPO": [rising(0, 1, 4)]}
+    rows = at_equal(groups, lambda rows: None, seed=1)
+    assert {found["missing"] for row in rows for found in row["differences"]} == {NOT_RATED}
+    assert equal_kl_result(rows, "PPO - GRPO") == "unknown"
+
+
+def test_groups_under_other_conditions_are_missing():
+    """At equal KL there are more conditions. The other pairs are compared."""
+    groups = {"PPO": [rising(0, 1, 4)], "GRPO": [rising(0, 1, 4)], "RLOO": [rising(0, 1, 4)]}
+    rows = at_equal(groups, None, seed=1, unlike=({"RLOO": "other rewards"}, {"RLOO": "other rewards", "PPO": "KL"}))
+    of = {name: [found for row in rows for found in row["differences"] if found["name"] == name] for name in
+          ("PPO - GRPO", "PPO - RLOO", "GRPO - RLOO")}  # fmt: skip
+    assert ["missing" in found for found in of["PPO - GRPO"]] == [False, False, True]
+    assert [found["missing"] for found in of["GRPO - RLOO"]] == ["other rewards"] * 3
+    assert of["PPO - RLOO"][2]["missing"] == "KL; other rewards"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,17 @@ def test_run_has_the_limit_of_its_rewards(build, kind, ratio):
     assert (f" {PERPLEXITY_GATE} x" in why) == (ratio is not None)
 
 
+@pytest.mark.parametrize(("temperature", "limited"), [(0.7, True), (0.3, False), (0, False)])
+def test_kl_of_evaluations_that_do_not_sample_as_training_is_no_limit(build, temperature, limited):
+    """Their KL is not that of the policy."""
+    trainer = build("--eval-every", 9, "--temperature", 0.7, "--eval-temperature", temperature)
+    run_log = attach(trainer)
+    trainer.train()
+    best = json.loads((run_log.folder / RUN_FILE).read_text())["best"]
+    assert all((one["target"] is not None) is limited for one in best["evaluations"])
+    assert (" 1.5 x" in best["why"]) is limited
+
+
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,29 @@ def test_panel_reports_runs_that_did_not_log_its_scalar(logged_run):
     assert two[2].get_title() == "Mean reward\nnot logged by PPO" and len(two[2].lines) == 1
 
 
+def test_mean_rewards_of_different_functions_have_different_panels(logged_run):
+    """Equal weights are equal rewards, however they were given."""
+    other = {"rm_model": None, "reward_func": ["length_penalty"]}
+    runs = [
+        logged_run("a", 3), logged_run("b", 3, seed=7, reward_weights=[1.0]),
+        logged_run("c", 3, evaluations={0: 1.0, 3: 2.0}, algorithm="grpo", **other),
+    ]  # fmt: skip
+    first, second, kl = panels(*runs)[2:]
+    assert first.get_title().startswith("Mean reward, PPO ") and second.get_title() == "Mean reward, GRPO"
+    assert [len(axes.lines) for axes in (first, second)] == [2, 2], "two groups; one group with evaluations"
+    assert len([found for found in kl.lines if ", seed " in found.get_label()]) == 3, "all groups"
+    assert len(panels(*runs[:2])[2:]) == 2, "one panel for the rewards"
+
+
+def test_evaluations_under_other_conditions_are_not_drawn(logged_run):
+    """The reward of training is drawn: its temperature is a setting of the run."""
+    of = {"evaluations": {0: 1.0, 3: 2.0}}
+    runs = [logged_run("a", 3, **of), logged_run("b", 3, **of, algorithm="grpo", eval_temperature=0.0)]
+    reward = panels(*runs)[2]
+    assert [found.get_label() for found in reward.lines].count("evaluation on held-out prompts") == 1
+    assert "GRPO" in reward.get_title() and "top-k 1" in reward.get_title() and len(reward.lines) == 3
+
+
 def test_extreme_value_is_drawn_at_the_edge(logged_run):
     """0, 0.1, ..., 9.8, and 1e6. Without 2% at each end 0.1 to 9.8 remain. The axis has 30% more."""
     values = [*np.arange(99) / 10, 1e6]

@@ -193,11 +193,13 @@ class ModelEvaluator:
         """The name of the score: the runs' own reward, or another one. It is unknown for models without runs."""
         if not self.runs:
             return "perhaps the training reward"
-        same = all(
+        same = [
             of_run(config_of_run(run), run).rewards == of_comparison(self.config, self.settings, run).rewards
             for run in self.runs
-        )
-        return "the training reward" if same else "not the training reward"
+        ]
+        if any(same):
+            return "the training reward" if all(same) else "the training reward of some runs"
+        return "not the training reward"
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Return the text for the perplexity, encoded with `tokenizer`.

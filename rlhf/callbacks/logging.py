@@ -99,7 +99,7 @@ class ProgressLine(Callback):
         kl = metrics[target.metric]
         aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
         topic = self.trainer.sampler.topic_of(update)
-        score = f"score {metrics['rewards/mean']:+.2f}" if "rewards/mean" in metrics else "no score"
+        score = f"score {number(metrics['rewards/mean'], sign='+')}" if "rewards/mean" in metrics else "no score"
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "
         signs = "".join(f"{field} | " for field in short_fields(metrics, self.trainer.config.sampling))
         self.screen.progress(
@@ -120,7 +120,7 @@ class ProgressLine(Callback):
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
         self.screen.say(
-            f"evaluation after update {evaluation.update}: score {metrics['eval/score']:+.2f}, "
+            f"evaluation after update {evaluation.update}: score {number(metrics['eval/score'], sign='+')}, "
             f"KL {kl_text(metrics['eval/kl_divergence'], 'sequence')}, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
             f"length {metrics['eval/length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"

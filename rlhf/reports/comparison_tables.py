@@ -53,7 +53,9 @@ def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> TextTable:
     several = any(arm.seeds[1:] for arm in arms)
     caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
     columns = [f"{arm.name} ({len(arm.seeds)} seeds)" if arm.seeds[1:] else arm.name for arm in arms]
-    return _over_seeds(caption, columns, [arm.figures for arm in arms], judges)
+    # a figure that only some models of an arm have, such as a KL, is not the arm's
+    whole = [[{n: found[n] for n in found if arm.mean(n) is not None} for found in arm.figures] for arm in arms]
+    return _over_seeds(caption, columns, whole, judges)
 
 
 def _over_seeds(

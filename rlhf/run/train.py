@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from rlhf.checkpoints.run_record import environment
+from rlhf.demo.parts import gold_of
 from rlhf.distributed.group import agree, in_turn, require_equal
 from rlhf.models.device import start_device
 from rlhf.run.session import RunSession
@@ -34,7 +36,7 @@ def load_trainer(config: Config, screen: Screen) -> OnPolicyLoop:
     inputs = load_inputs(config, screen)
     config = settle(config, inputs, device, screen)
     predicted = show_plan(config, inputs, device, screen)
-    components = load_models(config, inputs, device, screen)
+    components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
     trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
     trainer.progress.predicted = predicted
     trainer.progress.spend("start", began)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.prompts import PromptSets
 from rlhf.demo import ready
-from rlhf.demo.parts import gold_of, prepare_parts
+from rlhf.demo.parts import prepare_parts
 from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
@@ -56,7 +56,7 @@ class Components:
     policy: torch.nn.Module
     memory_before: int  # bytes in use before any of this was loaded
     eval_functions: Rewards | None = None  # evaluation functions; None: there are none
-    gold: Gold | None = None  # the demo's judge; None: the run has other prompts
+    gold: Gold | None = None  # the demo's judge; None: the run has other prompts, or is of a program
     date: str | None = None  # as in StartModel
 
 
@@ -95,7 +95,7 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
         limit_s = config.reward.reward_timeout
         unused = [0.0] * len(watched)  # weights: their sum means nothing
         evaluated = Rewards(list(watched.values()), unused, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
-    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, gold_of(config), start.date)
+    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:

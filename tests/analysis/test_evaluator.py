@@ -19,6 +19,7 @@ from rlhf.checkpoints.run_folder import RunLock
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
+from rlhf.reports.comparison_tables import figure_table
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
@@ -27,13 +28,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import path_on_page
-from tests.shapes import (
-    change_first_weight,
-    make_base_model,
-    make_reward_model,
-    make_start_model,
-    smollm2_tokenizer,
-)
+from tests.shapes import change_first_weight, make_base_model, make_reward_model, make_start_model, smollm2_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -343,6 +338,8 @@ def test_verdict_has_no_ratio_of_unlike_perplexities(settings, start_model, tmp_
     assert f"{arms[1].mean('bits_per_byte'):.3f} bits per byte" in sentences
     both = Arm("both", [arm.measured[0] for arm in arms], models)
     assert both.mean("perplexity") is None and both.mean("kl") is None, "a mean over one of two models"
+    rows = {row[0]: row[1:] for row in figure_table([start, both], []).rows}
+    assert rows["perplexity"][1] == "-" and rows["completion length (characters)"][1] != "-"
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -455,6 +452,16 @@ def test_prompts_have_not_changed_if_only_the_tokenizer_of_the_baseline_is_anoth
 def test_score_of_models_without_a_run_may_be_a_training_reward(settings, start_model):
     evaluator, _ = evaluator_of([start_model], settings)
     assert evaluator.score_name not in ("the training reward", "not the training reward")
+
+
+def test_score_that_only_some_runs_were_trained_with(runs):
+    evaluator, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
+    (run,) = evaluator.runs
+    reward = {**run.settings["reward"], "reward_func": ["length_penalty"]}
+    evaluator.runs.append(dataclasses.replace(run, settings={**run.settings, "reward": reward}))
+    assert evaluator.score_name not in ("the training reward", "not the training reward")
+    del evaluator.runs[0]
+    assert evaluator.score_name == "not the training reward"
 
 
 def test_a_score_that_is_not_the_training_reward_is_not_called_so():

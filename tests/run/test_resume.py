@@ -558,13 +558,11 @@ def test_full_disk_during_a_save_keeps_the_older_checkpoints(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_outside_a_save_is_one_error_line(words, tmp_path, monkeypatch, capsys):
-    from rlhf.callbacks.samples import Samples
-
-    def write(self, name, rows):
+    def write(file, rows):
         with Path("/dev/full").open("w") as file:
             file.write("x")
 
-    monkeypatch.setattr(Samples, "_write", write)
+    monkeypatch.setattr("rlhf.callbacks.samples.write_jsonl", write)
     with pytest.raises(SystemExit) as raised:
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(tmp_path / "run")]))
     err = capsys.readouterr().err

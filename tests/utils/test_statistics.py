@@ -21,6 +21,7 @@ from rlhf.utils.statistics import (
     attempts,
     contrast_of,
     correlation,
+    interval_of,
     learning_signal,
     level_of_each,
     no_difference,
@@ -137,6 +138,14 @@ def test_equal_values_up_to_rounding_are_equal():
     assert found.result == "equal" and found.difference.low == pytest.approx(exact.low) and exact.low < 0
     assert over_prompts([1 / 3, 1 / 3 + 1e-16, 1 / 3], 1) == over_prompts([1 / 3] * 3, 1)
     assert correlation(np.array([0.3, 0.1 + 0.2, 0.3]), np.array([1, 2, 3])) is None
+
+
+def test_large_differences_are_printed_with_four_digits():
+    one = np.array([[2.0e7], [1.9e7], [2.1e7], [19_355_833.333]])
+    found = contrast_of("", "score", [one], [np.zeros((4, 1))], 1)
+    assert found.text.startswith("+1.984e+07 (95%") and found.text.count("e+07") == 3
+    assert interval_of({"value": -19_355_833.333, "low": None, "high": None}) == "-1.936e+07"
+    assert interval_of({"value": 99_999.4, "low": None, "high": None}) == "+99999.400"
 
 
 def test_means_that_differ_only_by_rounding_are_equal():

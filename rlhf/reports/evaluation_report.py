@@ -43,8 +43,8 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     unscored = [model["label"] for model in models if model["figures"]["score"] is None]
     clean = [model["label"] for model in models if start and not model["warnings"] and model["label"] not in unscored]
     signs = "too few prompts to show signs" if few else "no signs"
-    notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *without_score(everyone)]
-    notes += changed_code(evaluator.runs, evaluator.config)
+    changed = changed_code(evaluator.runs, evaluator.config)
+    notes = [*few, *equal_to_start([arm.models[0] for arm in arms]), *copies, *changed, *without_score(everyone)]
     if start is None:
         notes.append("no start model: no comparison and no audit (give one with --baseline)")
     report = {

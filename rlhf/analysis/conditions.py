@@ -16,8 +16,7 @@ from rlhf.settings.training import Config, SamplingSettings, function_name
 
 # conditions of completions -> words for a difference; of their scores, of the ratings that a run stored, of the KL
 SAMPLED = {
-    "prompts": "other prompts or another chat template",
-    "few_shot": "other worked examples",
+    "prompts": "other prompts, worked examples or chat template",
     "sampling": "other sampling ({}, not {})",
 }
 SCORED = {**SAMPLED, "rewards": "other rewards"}
@@ -30,15 +29,14 @@ class Conditions:
     """The conditions of evaluations: of those during a run, or of a comparison. Models and functions are compared by
     hashes of their files."""
 
-    prompts: str | None
-    few_shot: Any
+    prompts: Any
     sampling: SamplingSettings
     rewards: str
     judges: Mapping[str, tuple]  # name of an evaluation function -> its code
     start_model: Any
     kl_temperature: float  # of the log-probabilities; if `sampling` has another one, the KL is not the policy's
 
-    def difference(self, other: Conditions, conditions: Mapping[str, str] = SCORED) -> str:
+    def difference(self, other: Conditions, conditions: Mapping[str, str]) -> str:
         """Return in words those of the conditions that `other` does not share; "" if it shares all. An evaluation
         function that only one of the two has is no difference."""
         words = []
@@ -97,17 +95,15 @@ def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
 def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, Any]) -> Conditions:
     """Return the conditions with these settings. `data` has hashes of files as in run.json."""
     model, reward = config.model, config.reward
-    hashes = data.get("rules", {})
     code = {
-        rule: (function_name(rule), hash) if (hash := hashes.get(rule)) else (rule, reward.keywords)
+        rule: (function_name(rule), hash) if (hash := data.get("rules", {}).get(rule)) else (rule, reward.keywords)
         for rule in reward.functions
     }
     sources = [code[rule] for rule in reward.reward_func]
     if model.rm_model is not None:
         sources.insert(0, (data.get("reward_model_files") or model.rm_model, model.rm_text))
     return Conditions(
-        prompts=data.get("evaluation_sha256"),
-        few_shot=data.get("few_shot") or config.data.few_shot,
+        prompts=(data.get("evaluation_sha256"), data.get("few_shot") or config.data.few_shot),
         sampling=sampling,
         rewards=str((sources, reward.reward_weights or (1.0,) * len(sources))),
         judges={function_name(rule): code[rule] for rule in reward.eval_func},

@@ -104,8 +104,7 @@ def read_runs(folders: Sequence[Path], without_scalars: bool = False) -> list[Ru
         try:
             run = read_curves(folder, without_scalars)
             if run.run.id in seen:
-                fix = "Give each run once: a copy is not a second run"
-                raise UserError("the same run is given twice", folder, fix)
+                raise UserError("the same run is given twice", folder, "Give each run once, and no copy of it")
             seen.add(run.run.id)
             runs.append(run)
         except UserError as error:

@@ -150,7 +150,7 @@ def at_equal(
 
 
 def _reason(pair: Sequence[str], unlike: Mapping[str, str]) -> str:
-    return "; ".join(unlike[name] for name in pair if name in unlike)
+    return "; ".join(filter(None, map(unlike.get, pair)))
 
 
 def _at_last(eval_points: Runs, of: str, show: Callable[[Any], str]) -> tuple[dict[str, Any], Groups]:

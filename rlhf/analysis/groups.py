@@ -94,8 +94,9 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
 
 def mixed(group: SettingsGroup, runs: Sequence[RunRecord]) -> list[str]:
     """Return a sentence if the runs of a group are not seeds of one arm: the user gave them one name."""
-    settings = [_compared(run) | {"the algorithm": run.algorithm} for run in runs]
-    names = differing_settings([run.algorithm for run in runs], settings)
+    names = differing_settings(
+        [run.algorithm for run in runs], [_compared(run) | {"the algorithm": run.algorithm} for run in runs]
+    )
     return [f"{group.label} is the mean of runs that differ in {', '.join(names)}"] if names else []
 
 

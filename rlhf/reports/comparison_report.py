@@ -81,7 +81,7 @@ def make_comparison(
             *changed_code(evaluator.runs, evaluator.config),
             *without_score(measured),
             *(not_compared(equal) if eval_points else []),
-            *(f"no line in the picture over KL: {reason}" for reason in undrawn.values()),
+            *map("no line in the picture over KL: {}".format, undrawn.values()),
         ],
         "judges": [judge.name for judge in evaluator.judges],
         "warnings": [*dict.fromkeys(evaluator.screen.warnings), *_warnings(arms, start, seed)],
@@ -93,7 +93,7 @@ def make_comparison(
         "best_of": best and {"n": best.n, "kl": best.kl, "exact": best.exact, "measures": best.measures},
         "spent": {arm.name: by_seed(arm, [_costs(m.run) if m.run else {} for m in arm.models]) for arm in arms},
         "at_equal": equal,
-        "undrawn": list(undrawn),
+        "undrawn": undrawn,
         "samples": with_completions(evaluator.examples, drawn, (start, *arms)),
     }
     return arms, json_ready(report)

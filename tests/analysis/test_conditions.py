@@ -72,7 +72,7 @@ PAIRS = {
     # prompts
     "all on other prompts": Pair({"seed": 7}, flags={"prompts": "mine.jsonl"}, arms=1, budget="prompts"),
     "worked examples": Pair({"few_shot": "others.jsonl"}, refused="few_shot"),
-    "worked examples at the same path": Pair(data={"few_shot": [{"role": "user", "content": "x"}]}, budget="few_shot"),
+    "worked examples at the same path": Pair(data={"few_shot": [{"role": "user", "content": "x"}]}, budget="prompts"),
     "plain prompts": Pair({"plain_prompts": True}, refused="plain_prompts"),
     "data": Pair({"prompts": "others.jsonl"}, refused="prompts"),
     # sampling

@@ -26,7 +26,6 @@ from rlhf.reports.comparison_report import by_seed, make_comparison
 from rlhf.rewards.find import code_print
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import StopText
-from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.analysis.test_equal_budget import rising
 from tests.evaluations import evaluation_of
@@ -168,7 +167,7 @@ def compared(runs: list[RunRecord], pair: Pair) -> dict[str, Any]:
     )
     points = {"A": [rising(0, 1, 4)], "B": [rising(0, 1, 4, scores=(0, 0, 0))]}
     start = Arm(START, [arms[0].measured[0]])
-    return make_comparison(evaluator, arms, start, None, [], points, Screen())[1]
+    return make_comparison(evaluator, arms, start, None, [], points)[1]
 
 
 def words_of(condition: str) -> str:

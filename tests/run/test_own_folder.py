@@ -16,6 +16,7 @@ from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_folder import RunLock
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.run import export, resume, session, summary
+from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils import system
 from rlhf.utils.errors import run_command
@@ -139,7 +140,7 @@ def test_the_error_of_the_run_is_reported_with_that_of_the_folder(run_flags, run
     (tmp_path / "mine.py").write_text(code)  # six evaluation prompts
     takeover = Takeover(tmp_path / "run", runs["ppo", 2])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        before_call(patch, OnPolicyLoop, "update_step", takeover)
+        before_call(patch, RolloutCollector, "collect", takeover)
         flags = run_flags("--rm-model", "none", "--reward-func", f"{tmp_path / 'mine.py'}:broken", *FAST)
         run_command(lambda: train_ppo.main(flags))
     err = capsys.readouterr().err

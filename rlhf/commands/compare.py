@@ -66,7 +66,7 @@ def compare_arms(
     start = evaluator.evaluate_start(screen)
     measured = [evaluator.evaluate(model, screen) for model in models]
     arms = []
-    notes = [*equal_to_start(models), *(remark for run in read for remark in run.remarks)]
+    notes = equal_to_start(models)
     for group in groups:
         members = sorted(group.members, key=lambda i: models[i].run.seed if models[i].run else i)
         results = [measured[i] for i in members]

@@ -106,8 +106,15 @@ def test_a_record_without_its_evaluation_prompts_has_a_warning(runs, part):
     (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "RUN")
     lost = replace(model, run=replace(model.run, data={n: v for n, v in model.run.data.items() if n != part}))
     said = []
+    tokenizer = load_tokenizer(model.source)
     choose_prompts(
-        config_of_run(lost.run), [lost], MeasureSettings(num_prompts=3), 3, load_tokenizer(model.source), said.append
+        config_of_run(lost.run),
+        [lost],
+        MeasureSettings(num_prompts=3),
+        3,
+        tokenizer,
+        {model.source: tokenizer},
+        said.append,
     )
     (line,) = [line for line in said if RUN_FILE in line]
     assert line.startswith("warning: ") and model.name in line

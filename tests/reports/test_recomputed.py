@@ -12,8 +12,10 @@ from scipy import stats
 
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.verdict import START, Arm
+from rlhf.config import config_of_run
 from rlhf.data.row import Example
 from rlhf.reports.comparison_report import make_comparison
+from rlhf.settings.evaluation import MeasureSettings
 from tests.evaluations import evaluation_of
 from tests.records import record_of
 
@@ -24,7 +26,9 @@ NAN = float("nan")
 def evaluator_of(prompts: int, judge: str | None) -> SimpleNamespace:
     """Return what a comparison reads of an evaluator, without models."""
     return SimpleNamespace(
-        settings=SimpleNamespace(seed=SEED),
+        settings=MeasureSettings(seed=SEED),
+        config=config_of_run(record_of()),
+        runs=[],
         screen=SimpleNamespace(warnings=["the prompts are odd"], notes=["one row is bad", "one row is bad"]),
         examples=[Example(({"role": "user", "content": f"{i}?"},)) for i in range(prompts)],
         judges=[SimpleNamespace(name=judge, independent=True)] if judge else [],

@@ -135,15 +135,13 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
 def check_rules(rules: Sequence[str], flag: str) -> None:
     """Raise UserError for the first reward function that does not exist, without importing torch or TRL.
 
-    Files of the user are executed, as in training, which uses the instances of their classes. Of functions of
-    trl.rewards only the form is checked.
+    Files of the user are executed, as in training. Of functions of trl.rewards only the form is checked.
     """
     for rule in rules:
         if rule.startswith(FROM_TRL):
             _parsed(rule, flag)
         elif rule not in BUILT_IN:
-            found = find_rule(rule, flag=flag)
-            _checked[type(found)] = found
+            find_rule(rule, flag=flag)
 
 
 # --- functions of trl.rewards ----------------------------------------------------------------------------------------
@@ -207,8 +205,6 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
         nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
         raise UserError(f"no {attribute!r} in {path!r}", f"{flag} {name}", nearest)
     rule = getattr(found, attribute)
-    if inspect.isclass(rule) and rule in _checked:
-        return _checked.pop(rule)
     if inspect.isclass(rule):
         with _users_code(f"{attribute}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
             rule = rule()
@@ -264,7 +260,6 @@ def code_print(rule: str) -> str | None:
     return hashlib.sha256(f"{file.name} {len(content)}\n".encode() + content).hexdigest()
 
 
-_checked: dict[type, Any] = {}  # class -> the instance that `check_rules` has made: a constructor may load a model
 _loaded: dict[tuple, Any] = {}  # (path, SHA-256) -> module
 
 

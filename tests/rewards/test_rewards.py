@@ -15,7 +15,7 @@ from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.rewards.find import check_rules, find_rule
+from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty
 from rlhf.rewards.rewards import Rewards
 from rlhf.trainer.evaluation import flat
@@ -201,18 +201,6 @@ def test_a_changed_file_of_the_same_size_and_time_is_executed_again(score, tmp_p
     file.write_text(file.read_text().replace("1.0", "2.0"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert score(find_rule(f"{file}:f", ())) == [2.0, 2.0]
-
-
-def test_the_check_and_the_first_run_of_a_command_make_one_instance_of_a_class(tmp_path):
-    """Its constructor may load a model. Each later run, such as that of the next seed, has a new instance."""
-    file = tmp_path / "judge.py"
-    file.write_text(
-        "class Judge:\n    made = 0\n    def __init__(self):\n        Judge.made += 1\n"
-        "    def __call__(self, completions, **_):\n        return [1.0] * len(completions)\n"
-    )
-    check_rules([f"{file}:Judge"], "--reward-func")
-    first, second = find_rule(f"{file}:Judge"), find_rule(f"{file}:Judge")
-    assert type(first) is type(second) and first is not second and type(first).made == 2
 
 
 def test_missing_rules_are_refused(tmp_path, user_error):

@@ -52,7 +52,7 @@ def load_examples(
 def load_pairs(data: RewardDataSettings, say: Say = print_line) -> list[Example]:
     """Return the preference pairs of the settings, read as `read_once`. Raises UserError as `load_examples`."""
     source = DataSource.of(data)
-    return read_once(data, [source], lambda: load_examples(source, pairs=True, say=say))
+    return read_once((data, say), [source], lambda: load_examples(source, pairs=True, say=say))
 
 
 def worked_examples(file: str | None, say: Say = lambda _: None) -> list[dict[str, str]]:

@@ -102,7 +102,7 @@ def select_examples(data: DataSettings, say: Say = print_line, evaluation_alone:
     sources = [DataSource.of(data)]
     if data.eval_dataset is not None:
         sources = [DataSource.of_evaluation(data)] + ([] if evaluation_alone else sources)
-    return read_once((data, evaluation_alone), sources, lambda: _selected(data, say, evaluation_alone))
+    return read_once((data, evaluation_alone, say), sources, lambda: _selected(data, say, evaluation_alone))
 
 
 def _selected(data: DataSettings, say: Say, evaluation_alone: bool) -> Selection:

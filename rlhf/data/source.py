@@ -81,7 +81,8 @@ _last_read: dict[Hashable, Any] = {}  # one entry: data may be large
 def read_once(settings: Hashable, sources: Sequence[DataSource], read: Callable[[], T]) -> T:
     """Return `read()`, or its result of the last call if that had the same settings, and no file has changed since:
     a command reads and checks its data before it imports torch, prints the notes, and uses the rows for every seed.
-    Data on the hub is always read."""
+    What prints the notes belongs to the settings, so that each screen of a program has them. Data on the hub is
+    always read."""
     if not all(source.is_local for source in sources):
         return read()
     key = (settings, *(file_state(file) for source in sources for file in source.files))

@@ -61,9 +61,13 @@ class DemoParts:
     def are_complete(self) -> bool:
         """Return True if all parts exist and were made by this version."""
         files = (*self.made, *(f"start_model/{file.name}" for file in self.start_model_files))
+        records = [self.folder / file for file in self.made if file.endswith(".json")]
         try:
-            written = json.loads((self.folder / STAMP_FILE).read_text(encoding="utf-8"))
-            return written == self.stamp() and all((self.folder / file).stat().st_size for file in files)
+            stamp, *read = (
+                json.loads(file.read_text(encoding="utf-8")) for file in (self.folder / STAMP_FILE, *records)
+            )
+            are_whole = all(isinstance(found, dict) for found in read)
+            return are_whole and stamp == self.stamp() and all((self.folder / file).stat().st_size for file in files)
         except (OSError, ValueError):
             return False
 

@@ -163,9 +163,11 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 def is_raised_by_all(error: BaseException | None) -> bool:
     """True if RaisedByAll is among the causes of an error."""
-    while error is not None and not isinstance(error, RaisedByAll):
+    seen = []  # an error can be its own cause
+    while error is not None and error not in seen and not isinstance(error, RaisedByAll):
+        seen.append(error)
         error = error.__cause__
-    return error is not None
+    return isinstance(error, RaisedByAll)
 
 
 def first_line(error: BaseException, otherwise: str = "no message") -> str:
@@ -230,7 +232,10 @@ def naming(output: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        raise WriteError(error.errno, error.strerror, error.filename or str(output)) from error
+        kind = type(error)
+        # a program can catch it as before
+        kind = type("WriteError", (WriteError, kind), {}) if kind.__module__ == "builtins" else WriteError
+        raise kind(error.errno, error.strerror, error.filename or str(output)) from error
 
 
 REDUCE_MEMORY = "Try a smaller model, close other programs, or train with --micro-batch-size 1 --use-lora --lora-r 8"

@@ -260,6 +260,9 @@ def test_rows_are_read_once_until_a_file_changes(tmp_path):
     first = select_examples(DataSettings(str(folder)), said.append)
     assert select_examples(DataSettings(str(folder)), said.append) is first
     assert [line.startswith("warning: 40 of 80 rows are duplicates") for line in said] == [True]
+    others: list[str] = []  # of another trainer of a program
+    select_examples(DataSettings(str(folder)), others.append)
+    assert others == said
     write(folder / "b.jsonl", {"prompt": "another?"})
     second = select_examples(DataSettings(str(folder)), said.append)
     assert (len(first.examples), len(second.examples)) == (80, 81)

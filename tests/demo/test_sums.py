@@ -123,3 +123,13 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
     monkeypatch.setattr(ready, "SUMS_PER_TOPIC", {"train": 4, "evaluation": 2})
     assert not ready.is_ready("smollm2-sums")
     assert capsys.readouterr().out.count("smollm2-sums: wrote") == 2
+
+
+@pytest.mark.parametrize("text", ["", '{"accuracy": 0.', "null"])
+def test_parts_with_a_damaged_record_are_not_complete(tmp_path, text):
+    made = ready.DemoParts("demo", tmp_path, ("metrics.json",), (), ())
+    (tmp_path / ready.STAMP_FILE).write_text(json.dumps(made.stamp()))
+    (tmp_path / "metrics.json").write_text('{"accuracy": 0.9}')
+    assert made.are_complete()
+    (tmp_path / "metrics.json").write_text(text)
+    assert not made.are_complete()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.utils import errors
-from rlhf.utils.errors import as_os_error, first_line, naming, os_advice, run_command
+from rlhf.utils.errors import WriteError, as_os_error, first_line, is_raised_by_all, naming, os_advice, run_command
 
 FIXES = {errno.EACCES: "permission", errno.EPERM: "permission", errno.EROFS: "read-only", errno.ENOSPC: "Free disk",
          errno.EDQUOT: "quota", errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n", errno.ENFILE: "open",
@@ -82,3 +82,16 @@ def test_error_whose_text_fails_has_a_line(capsys, tmp_path, monkeypatch):
     assert first_line(Odd(), "none") == "none"
     line, status = line_of(raise_odd, capsys)
     assert status == 1 and "Odd" in line
+
+
+def test_a_program_catches_an_error_of_writing_by_its_class(tmp_path):
+    for kind, number in ((PermissionError, errno.EACCES), (OSError, errno.ENOSPC)):
+        with pytest.raises(kind) as found, naming(tmp_path / "output"):
+            raise OSError(number, "no")
+        assert isinstance(found.value, WriteError) and found.value.filename == str(tmp_path / "output")
+
+
+def test_an_error_that_is_its_own_cause_ends():
+    error = ValueError("no")
+    error.__cause__ = error
+    assert not is_raised_by_all(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ PAIRS = {
     "nothing": Pair(arms=1),
     "seed": Pair({"seed": 7}, arms=1),
     "folder": Pair({"output": "./elsewhere", "save_every": 3}, arms=1),
-    "path of the same reward code": Pair({"reward_func": ("copy/rw.py:binary",)}, flags=GIVEN, arms=1),
+    "path of the same reward code": Pair({"reward_func": ("copy/rw.py:binary",)}, arms=1),
     # identity: they are two arms, which are evaluated alike
     "algorithm": Pair(algorithm="grpo"),
     "learning rate": Pair({"learning_rate": 1e-6}),
@@ -95,7 +96,7 @@ PAIRS = {
     "reward function": Pair({"reward_func": ("length_penalty",)}, refused="reward_func"),
     "reward function, with a flag": Pair({"reward_func": ("length_penalty",)}, flags=GIVEN, budget="rewards"),
     "weights": Pair({"reward_weights": (1.0, 5.0)}, flags={"reward_weights": (1.0, 1.0)}, budget="rewards"),
-    "weights that are all 1": Pair({"reward_weights": (1.0, 1.0)}, flags={"reward_weights": (1.0, 1.0)}),
+    "weights that are all 1": Pair({"reward_weights": (1.0, 1.0)}, arms=1),
     "reward model": Pair({"rm_model": "other_rm"}, flags={"rm_model": "rm"}, budget="rewards"),
     "reward model at the same path": Pair(data={"reward_model_files": {"model.safetensors": OTHER}}, budget="rewards"),
     "text that the reward model scores": Pair({"rm_text": "eos"}, flags={"rm_text": "template"}, budget="rewards"),
@@ -130,6 +131,7 @@ def trained(settings: dict[str, Any], data: dict[str, Any], algorithm: str = "pp
     usual |= {"few_shot": "shots.jsonl", "stop": ("\\n\\n",), "temperature": 1.0, "rm_text": "template"}
     config = make_config("demo", algorithm, **{**usual, **settings})
     recorded = {
+        "date": None,
         "evaluation_prompts": 6,
         "evaluation_sha256": "e" * 64,
         "train_sha256": "t" * 64,
@@ -231,6 +233,9 @@ def test_runs_of_one_name_that_are_not_seeds_of_one_arm_are_named():
     others = [trained({}, {"rules": {CODE: OTHER}}), trained({"learning_rate": 1e-6}, {}), trained({}, {}, "grpo")]
     (group,) = group_runs([*runs, *others], ["X"] * 5)
     assert mixed(group, runs) == []
+    twice = [trained({"episodes": 100}, {}), trained({"seed": 7, "epochs": 2}, {})]
+    recipe = replace(twice[1], settings=twice[1].settings | {"recipe": "mine.yaml"})
+    assert mixed(group, [twice[0], recipe]) == [], "the same plan"
     for other, difference in zip(others, ("reward_func", "learning_rate", "algorithm"), strict=True):
         (line,) = mixed(group, [*runs, other])
         assert line.startswith("X ") and difference in line

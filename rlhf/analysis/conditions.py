@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoints.model_folder import model_files
@@ -56,17 +57,16 @@ def of_run(config: Config, run: RunRecord) -> Conditions:
 
 def of_comparison(config: Config, measure: MeasureSettings, run: RunRecord) -> Conditions:
     """Return the conditions under which a comparison evaluates a run, with today's files, if the run recorded hashes
-    of its own. The prompts are the run's own ones, or held out from the same data, unless --prompts is given."""
+    of its own. The prompts are the run's own ones, or held out from the same data, unless others are chosen."""
     today = {
         "few_shot": worked_examples(config.data.few_shot),
         "reward_model_files": model_files(config.model.rm_model),
         "rules": {rule: code_print(rule) for rule in config.reward.functions},
     }
-    if measure.prompts is not None:
-        today["evaluation_sha256"] = measure.prompts
     if measure.baseline is not None:  # without it, the start model is the recorded one
         today |= {"start_model_files": model_files(measure.baseline), "start_model_gguf": None}
     recorded = {name: value for name, value in today.items() if run.data.get(name) is not None}
+    recorded["evaluation_sha256"] = measure.chosen_prompts or run.data.get("evaluation_sha256")
     return _conditions(config, config.sampling, run.data | recorded)
 
 
@@ -74,21 +74,25 @@ def unlike(
     arms: Mapping[str, Sequence[RunRecord]], config: Config, measure: MeasureSettings, conditions: Mapping[str, str]
 ) -> dict[str, str]:
     """Return name of an arm -> how the evaluations during its training differ from those of a comparison, for each arm
-    with a difference."""
-    return {
-        name: f"{name} was evaluated during training with {difference}"
-        for name, runs in arms.items()
-        for run in runs
-        if (difference := of_run(config_of_run(run), run).difference(of_comparison(config, measure, run), conditions))
-    }
+    with a difference. A judge that the comparison does not have must be that of the first run with it."""
+    found = {}
+    judges = {}
+    for name, runs in arms.items():
+        for run in runs:
+            trained, today = of_run(config_of_run(run), run), of_comparison(config, measure, run)
+            judges = {**trained.judges, **judges, **today.judges}
+            if difference := trained.difference(replace(today, judges=judges), conditions):
+                found[name] = f"{name} was evaluated during training with {difference}"
+    return found
 
 
 def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
     """Return one sentence for each function whose file is not the one that a run recorded."""
+    codes = [(Path(rule).name, code) for run in runs for rule, code in run.data.get("rules", {}).items() if code]
     return [
-        f"the file of {rule} has changed since a run, and its new code gives the values here"
+        f"the file of {rule} is not that of a run, and its code gives the values here"
         for rule in config.reward.functions
-        if any(run.data.get("rules", {}).get(rule) not in (None, code_print(rule)) for run in runs)
+        if any(name == Path(rule).name and code != code_print(rule) for name, code in codes)
     ]
 
 
@@ -96,7 +100,9 @@ def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, A
     """Return the conditions with these settings. `data` has hashes of files as in run.json."""
     model, reward = config.model, config.reward
     code = {
-        rule: (function_name(rule), hash) if (hash := data.get("rules", {}).get(rule)) else (rule, reward.keywords)
+        rule: (function_name(rule), hash)
+        if (hash := data.get("rules", {}).get(rule))
+        else (rule, rule == "keyword_bonus" and reward.keywords)
         for rule in reward.functions
     }
     sources = [code[rule] for rule in reward.reward_func]

@@ -22,11 +22,12 @@ MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that 
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label
 LONGEST_VALUE = 32  # characters of a setting's value in a label
+HASHES_OF_IDS = ("train_sha256", "evaluation_sha256")
 # identities of models and prompts in a run's data -> the settings that explain a difference
 OF_PROMPTS = frozenset({"actor_model", *vars(DataSettings())})
 IDENTITIES = {
     **dict.fromkeys(("start_model_gguf", "start_model_files"), frozenset({"actor_model"})),
-    **dict.fromkeys(("train_sha256", "evaluation_sha256", "topics_sha256"), OF_PROMPTS),
+    **dict.fromkeys((*HASHES_OF_IDS, "topics_sha256"), OF_PROMPTS),
     "reward_model_files": frozenset({"rm_model"}),
     "few_shot": frozenset(),
 }
@@ -94,9 +95,9 @@ def group_runs(runs: Sequence[RunRecord | None], names: Sequence[str | None] = (
 
 def mixed(group: SettingsGroup, runs: Sequence[RunRecord]) -> list[str]:
     """Return a sentence if the runs of a group are not seeds of one arm: the user gave them one name."""
-    names = differing_settings(
-        [run.algorithm for run in runs], [_compared(run) | {"the algorithm": run.algorithm} for run in runs]
-    )
+    runs = in_one_spelling(runs)
+    compared = [settings_compared(run) | {"the algorithm": run.algorithm} for run in runs]
+    names = [name for name in differing_settings([run.algorithm for run in runs], compared) if name != "recipe"]
     return [f"{group.label} is the mean of runs that differ in {', '.join(names)}"] if names else []
 
 
@@ -153,22 +154,25 @@ def _members(runs: Sequence[RunRecord | None], names: Sequence[str | None]) -> l
 
 def _same_group(one: RunRecord, other: RunRecord) -> bool:
     aside = {*MAY_DIFFER, *unread(one.algorithm), "recipe"}  # the name of a recipe with equal settings
-    return one.algorithm == other.algorithm and not differences(_compared(one), _compared(other), aside)
+    return one.algorithm == other.algorithm and not differences(
+        settings_compared(one), settings_compared(other), aside
+    )
 
 
 def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the settings of a group: name -> value."""
     merged: dict[str, Any] = {}
     for run in reversed(runs):
-        merged |= _compared(run)
+        merged |= settings_compared(run)
     return merged
 
 
-def _compared(run: RunRecord) -> dict[str, Any]:
+def settings_compared(run: RunRecord) -> dict[str, Any]:
     """Return the settings of a run: name -> value, and hashes of its models and data, if it recorded them: one path
-    can have had two contents. A reward function in a file has the hash of its code instead of its path. A run of a
-    version without --control is no control."""
-    hashes = {name: _short_hash(str(run.data[name])) for name in IDENTITIES if run.data.get(name)}
+    can have had two contents. A reward function in a file has the hash of its code instead of its path. Weights that
+    are all 1 are unset. A run of a version without --control is no control."""
+    aside = () if "date" in run.data else HASHES_OF_IDS  # of older versions: they can depend on the day of the run
+    hashes = {n: _short_hash(str(run.data[n])) for n in IDENTITIES if run.data.get(n) and n not in aside}
     settings = run.flat_settings | {CONTROL: control_of(run)} | hashes
     if settings.get("keep_pass_rate"):  # of older versions: the seeds kept different prompts
         settings.pop("train_sha256", None)
@@ -177,7 +181,8 @@ def _compared(run: RunRecord) -> dict[str, Any]:
         f"{function_name(rule)} {codes[rule][:8]}" if codes.get(rule) else rule
         for rule in settings.get("reward_func") or ()
     ]
-    return settings | {"reward_func": rules}
+    weights = settings.get("reward_weights") or ()
+    return settings | {"reward_func": rules, "reward_weights": weights if set(weights) - {1} else None}
 
 
 def _short_hash(text: str) -> str:

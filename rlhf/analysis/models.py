@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhf.analysis.groups import settings_compared
 from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.model_folder import (
     ADAPTER_CONFIG,
@@ -186,7 +187,9 @@ def _check_same_settings(runs: Sequence[ModelRef], given: Container[str]) -> Non
     here = first.run.flat_settings
     for other in runs[1:]:
         there = other.run.flat_settings
-        for name in set(MEASURED_WITH).intersection(differences(first.run.settings, other.run.settings, given)):
+        by_value = differences(first.run.settings, other.run.settings, given)
+        by_code = differences(settings_compared(first.run), settings_compared(other.run))
+        for name in set(MEASURED_WITH).intersection(by_value, by_code):
             flag = "baseline" if name == "actor_model" else name
             fix = (
                 f"Set it with {flag_of(flag)}"

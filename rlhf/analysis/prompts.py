@@ -72,7 +72,7 @@ def choose_prompts(
             error.problems.insert(0, Problem("the data of the runs gives no evaluation prompts", data.prompts, fix))
             raise
         count = settings.num_prompts or usual
-        pool, unseen = _unused(sets.evaluation, models, count, own, say)
+        pool, unseen = _unused(sets.evaluation, () if settings.chosen_prompts else models, count, own, say)
         of_text = sets.evaluation[: config.data.eval_prompts]  # that of the runs: their own evaluation prompts
         of = f"{len(pool)} held-out prompts{unseen} ({path_on_page(data.eval_dataset or data.prompts)})"
     order = rng_for(settings.seed, 0, "prompts").permutation(len(pool))

@@ -29,7 +29,7 @@ class Panel:
     unit: str  # label of the y axis
     tag: str
     smoothed: bool = True
-    evaluation: str | None = None  # tag that evaluations log, drawn as markers
+    evaluation: str = ""  # tag that evaluations log, drawn as markers
     groups: Sequence[Group] = ()  # drawn in it; empty: all
 
 
@@ -48,10 +48,11 @@ class Group:
             return f"{self.name}, seed {self.runs[0].run.seed}"
         return f"{self.name}, mean of {len(self.runs)} runs"
 
-    @property
-    def conditions(self) -> Conditions:
-        """The conditions of its evaluations: those of its first run."""
-        return of_run(self.runs[0].config, self.runs[0].run)
+    def conditions(self, tag: str) -> list[Conditions]:
+        """Return the conditions of each run with this tag. Of the judges, they have the one that logged it."""
+        judge = tag.removeprefix("eval/")
+        found = [of_run(run.config, run.run) for run, _ in self.with_tag(tag)]
+        return [replace(one, judges={judge: one.judges.get(judge)}) for one in found]
 
     def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
@@ -117,7 +118,8 @@ class Chart:
         panel = Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score")
         same: dict[str, list[Group]] = {}
         for group in self.groups:
-            same.setdefault(group.conditions.rewards, []).append(group)
+            first = group.runs[0]
+            same.setdefault(of_run(first.config, first.run).rewards, []).append(group)
         if len(same) == 1:
             return [panel]
         return [

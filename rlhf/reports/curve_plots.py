@@ -78,8 +78,12 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     axes.set(title=panel.title, ylabel=panel.unit)
     groups = panel.groups or chart.groups
     notes = []
+    evaluated = [one for group in groups for one in group.conditions(panel.evaluation)]
     for number, group in enumerate(groups):
-        apart = panel.evaluation and group.conditions.difference(groups[0].conditions, RATED)
+        if panel.tag == "rewards/mean" and len({one.rewards for one in group.conditions(panel.tag)}) > 1:
+            notes.append(f"{group.name} is not drawn: its runs have other rewards")
+            continue
+        apart = max((one.difference(evaluated[0], RATED) for one in group.conditions(panel.evaluation)), default="")
         if apart:
             notes.append(f"the evaluations of {group.name} are not drawn: {apart}")
             if panel.evaluation == panel.tag:

@@ -54,7 +54,6 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         *equal_to_start([arm.models[0] for arm in arms]),
         *copies,
         *without_score(everyone),
-        *changed_code(evaluator.runs, evaluator.config),
     ]
     if start is None:
         notes.append("no start model: no comparison and no audit (give one with --baseline)")
@@ -66,6 +65,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
         "headline": f"{listed(clean)}: {signs} of reward hacking. {READ_THEM}" if clean else "",
         "warnings": [
             *dict.fromkeys(said.warnings),
+            *changed_code(evaluator.runs, evaluator.config),
             *(f"{model['label']}: {warning}" for model in models for warning in model["warnings"]),
         ],
         "notes": [

@@ -145,6 +145,11 @@ class MeasureSettings:
         needs=MEASURED,
     )
 
+    @property
+    def chosen_prompts(self) -> tuple:
+        """The settings that choose other evaluation prompts than those of the runs; empty if none is given."""
+        return tuple(filter(None, (self.prompts, self.split, self.prompt_length)))
+
 
 @dataclass(frozen=True)
 class EvaluationSettings:

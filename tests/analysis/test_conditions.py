@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rlhf.analysis.conditions import KL, RATED, SCORED, changed_code
+from rlhf.analysis.conditions import KL, RATED, SAMPLED, SCORED, changed_code, of_run, unlike
 from rlhf.analysis.groups import group_runs, mixed
 from rlhf.analysis.models import ModelRef, shared_settings
 from rlhf.analysis.verdict import START, Arm
 from rlhf.checkpoints.model_folder import model_files
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.config import make_config
+from rlhf.config import config_of_run, make_config
 from rlhf.data.examples import worked_examples
 from rlhf.reports.comparison_report import by_seed, make_comparison
 from rlhf.rewards.find import code_print
@@ -60,7 +61,7 @@ PAIRS = {
     "nothing": Pair(arms=1),
     "seed": Pair({"seed": 7}, arms=1),
     "folder": Pair({"output": "./elsewhere", "save_every": 3}, arms=1),
-    "path of the same reward code": Pair({"reward_func": ("copy/rw.py:binary",)}, flags=GIVEN, arms=1),
+    "path of the same reward code": Pair({"reward_func": ("copy/rw.py:binary",)}, arms=1),
     # identity: they are two arms, which are evaluated alike
     "algorithm": Pair(algorithm="grpo"),
     "learning rate": Pair({"learning_rate": 1e-6}),
@@ -70,6 +71,8 @@ PAIRS = {
     "evaluation prompts at the same path": Pair(data={"evaluation_sha256": OTHER}),
     # prompts
     "all on other prompts": Pair({"seed": 7}, flags={"prompts": "mine.jsonl"}, arms=1, budget="prompts"),
+    "all on other parts of their data": Pair({"seed": 7}, flags={"split": "0/0/100"}, arms=1, budget="prompts"),
+    "all on longer prompts": Pair({"seed": 7}, flags={"prompt_length": 999}, arms=1, budget="prompts"),
     "worked examples": Pair({"few_shot": "others.jsonl"}, refused="few_shot"),
     "worked examples at the same path": Pair(data={"few_shot": [{"role": "user", "content": "x"}]}, budget="prompts"),
     "plain prompts": Pair({"plain_prompts": True}, refused="plain_prompts"),
@@ -95,7 +98,7 @@ PAIRS = {
     "reward function": Pair({"reward_func": ("length_penalty",)}, refused="reward_func"),
     "reward function, with a flag": Pair({"reward_func": ("length_penalty",)}, flags=GIVEN, budget="rewards"),
     "weights": Pair({"reward_weights": (1.0, 5.0)}, flags={"reward_weights": (1.0, 1.0)}, budget="rewards"),
-    "weights that are all 1": Pair({"reward_weights": (1.0, 1.0)}, flags={"reward_weights": (1.0, 1.0)}),
+    "weights that are all 1": Pair({"reward_weights": (1.0, 1.0)}, arms=1),
     "reward model": Pair({"rm_model": "other_rm"}, flags={"rm_model": "rm"}, budget="rewards"),
     "reward model at the same path": Pair(data={"reward_model_files": {"model.safetensors": OTHER}}, budget="rewards"),
     "text that the reward model scores": Pair({"rm_text": "eos"}, flags={"rm_text": "template"}, budget="rewards"),
@@ -130,6 +133,7 @@ def trained(settings: dict[str, Any], data: dict[str, Any], algorithm: str = "pp
     usual |= {"few_shot": "shots.jsonl", "stop": ("\\n\\n",), "temperature": 1.0, "rm_text": "template"}
     config = make_config("demo", algorithm, **{**usual, **settings})
     recorded = {
+        "date": None,
         "evaluation_prompts": 6,
         "evaluation_sha256": "e" * 64,
         "train_sha256": "t" * 64,
@@ -222,7 +226,40 @@ def test_reward_code_that_changed_after_a_run_is_reported():
     Path("rw.py").write_text("def binary(completions, **_):\n    return [0.0] * len(completions)\n")
     (line,) = changed_code([run], config)
     assert CODE in line and JUDGE not in line
-    assert line in compared([run, trained({"seed": 7}, {})], Pair())["notes"]
+    assert line in compared([run, trained({"seed": 7}, {})], Pair())["warnings"]
+    assert not changed_code([trained({}, {})], config)
+
+
+@pytest.mark.parametrize("rule", ["./rw.py:binary", "copy/rw.py:binary"])
+def test_changed_code_is_found_at_another_spelling_of_its_path(rule):
+    run = trained({}, {"rules": {CODE: OTHER}})
+    config = shared_settings([ModelRef("A", "A", run=run)], MeasureSettings(reward_func=(rule,)))
+    assert len(changed_code([run], config)) == 1
+    assert changed_code([trained({}, {})], config) == [], "the file has the same code"
+
+
+def test_prompts_differ_from_those_of_a_run_that_recorded_none():
+    run = trained({}, {"evaluation_sha256": None})
+    models = [ModelRef("A", "A", run=run)]
+    for measure, differ in ((MeasureSettings(), False), (MeasureSettings(prompts="mine.jsonl"), True)):
+        assert bool(unlike({"A": [run]}, shared_settings(models, measure), measure, SAMPLED)) == differ
+
+
+def test_keywords_are_a_condition_only_of_the_function_that_reads_them():
+    for rule, differ in (("length_penalty", False), ("keyword_bonus", True)):
+        runs = [trained({"reward_func": (rule,), "keywords": (word,)}, {}) for word in "ab"]
+        one, other = (of_run(config_of_run(run), run) for run in runs)
+        assert bool(one.difference(other, SCORED)) == differ
+
+
+def test_judges_of_runs_are_compared_with_each_other():
+    """The comparison has no judge. The picture draws the ratings that the runs stored."""
+    measure = MeasureSettings(eval_func=())
+    runs = [trained({"eval_func": ()}, {}), trained({}, {}), trained({}, {"rules": {JUDGE: OTHER}}), trained({}, {})]
+    config = shared_settings([ModelRef(name, name, run=run) for name, run in zip("ABCD", runs, strict=True)], measure)
+    arms = {name: [run] for name, run in zip("ABCD", runs, strict=True)}
+    (name,) = unlike(arms, config, measure, RATED)
+    assert name == "C" and not unlike(arms, config, measure, SCORED)
 
 
 def test_runs_of_one_name_that_are_not_seeds_of_one_arm_are_named():
@@ -231,6 +268,9 @@ def test_runs_of_one_name_that_are_not_seeds_of_one_arm_are_named():
     others = [trained({}, {"rules": {CODE: OTHER}}), trained({"learning_rate": 1e-6}, {}), trained({}, {}, "grpo")]
     (group,) = group_runs([*runs, *others], ["X"] * 5)
     assert mixed(group, runs) == []
+    twice = [trained({"episodes": 100}, {}), trained({"seed": 7, "epochs": 2}, {})]
+    recipe = replace(twice[1], settings=twice[1].settings | {"recipe": "mine.yaml"})
+    assert mixed(group, [twice[0], recipe]) == [], "the same plan"
     for other, difference in zip(others, ("reward_func", "learning_rate", "algorithm"), strict=True):
         (line,) = mixed(group, [*runs, other])
         assert line.startswith("X ") and difference in line

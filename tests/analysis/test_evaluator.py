@@ -434,11 +434,18 @@ def test_runs_with_different_numbers_of_evaluation_prompts(runs):
     assert count[0] - count[1] == 2, "one run used 6 prompts, the other 8"
 
 
-def test_changed_evaluation_prompts_are_reported(runs, tmp_path, capsys, pairs_file):
-    fewer = tmp_path / "fewer.jsonl"
-    fewer.write_text("\n".join(pairs_file.read_text().splitlines()[30:]))
-    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer), split=Split(45, 45, 10)))
-    assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
+def test_changed_evaluation_prompts_are_reported(runs, capsys):
+    """Other prompts that the user chose are no change."""
+    model = find_model_ref(str(runs["ppo", 1]), "final", None)
+    changed = dataclasses.replace(model.run, data=model.run.data | {"evaluation_sha256": "another"})
+    for run, more, reported in (
+        (changed, {}, True),
+        (model.run, {}, False),
+        (model.run, {"split": Split(45, 45, 10)}, False),
+        (model.run, {"prompt_length": 42}, False),
+    ):
+        ModelEvaluator([dataclasses.replace(model, run=run)], MeasureSettings(num_prompts=3, **more), CPU, Screen())
+        assert ("the evaluation prompts have changed since the run" in capsys.readouterr().out) == reported
 
 
 def test_prompts_have_not_changed_if_only_the_tokenizer_of_the_baseline_is_another(runs, tmp_path, capsys):

@@ -134,7 +134,7 @@ def test_two_groups_with_one_name(user_error):
 def in_python(train: str, evaluation: str, **settings) -> RunRecord:
     """Return a run with prompts that were given in Python, by their hashes."""
     config = replaced(make_config("demo", **settings), prompts=IN_PYTHON)
-    return record_of(config, 20, data={"train_sha256": train, "evaluation_sha256": evaluation})
+    return record_of(config, 20, data={"date": None, "train_sha256": train, "evaluation_sha256": evaluation})
 
 
 def test_runs_with_other_prompts_from_python_are_another_group():
@@ -149,6 +149,19 @@ def test_runs_with_other_prompts_from_python_are_another_group():
     for run in filtered:
         run.settings["data"]["keep_pass_rate"] = [0.1, 0.9]
     assert len(group_runs(filtered)) == 1, "of an older version: the seeds kept different prompts"
+
+
+def test_hashes_of_prompts_of_versions_that_hashed_the_date_do_not_separate_runs():
+    seeds = [in_python(day, day, seed=number) for number, day in enumerate("ab")]
+    for seed in seeds:
+        del seed.data["date"]
+    assert labels(*seeds) == ["PPO"]
+
+
+def test_weights_that_are_all_1_are_those_of_unset_weights():
+    functions = {"rm_model": None, "reward_func": ["length_penalty", "keyword_bonus"], "keywords": ["a"]}
+    runs = [run(**functions, reward_weights=weights) for weights in (None, [1.0, 1.0], [1.0, 2.0])]
+    assert [group.members for group in group_runs(runs)] == [(0, 1), (2,)]
 
 
 def test_runs_with_other_evaluation_prompts_from_python_are_not_evaluated_together():

@@ -112,7 +112,7 @@ def test_mean_rewards_of_different_functions_have_different_panels(logged_run):
     """Equal weights are equal rewards, however they were given."""
     other = {"rm_model": None, "reward_func": ["length_penalty"]}
     runs = [
-        logged_run("a", 3), logged_run("b", 3, seed=7, reward_weights=[1.0]),
+        logged_run("a", 3), logged_run("b", 3, learning_rate=1e-6, reward_weights=[1.0]),
         logged_run("c", 3, evaluations={0: 1.0, 3: 2.0}, algorithm="grpo", **other),
     ]  # fmt: skip
     first, second, kl = panels(*runs)[2:]
@@ -129,6 +129,42 @@ def test_evaluations_under_other_conditions_are_not_drawn(logged_run):
     reward = panels(*runs)[2]
     assert [found.get_label() for found in reward.lines].count("evaluation on held-out prompts") == 1
     assert "GRPO" in reward.get_title() and "top-k 1" in reward.get_title() and len(reward.lines) == 3
+
+
+def evaluated(panel) -> int:
+    """Return the number of groups with evaluations in a panel."""
+    return [found.get_label() for found in panel.lines].count(EVALUATION)
+
+
+def test_evaluations_are_compared_with_the_first_group_that_has_them(logged_run, tmp_path):
+    """The first group has no q. The judge r of the last two groups has other code, which matters only for r."""
+    facts = {}
+    for name, rules in (("a", ""), ("b", "qr"), ("c", "qr"), ("d", "qr")):
+        curves = {"loss": [1.0, 2.0], **{f"eval/{rule}": [0.0, 1.0] for rule in rules}}
+        run = logged_run(name, 2, curves, learning_rate=ord(name) / 1e6, eval_func=[f"{r}.py:{r}" for r in rules])
+        facts[name] = json.loads((run / "run.json").read_text())
+        facts[name]["data"]["rules"] = {f"{rule}.py:{rule}": f"{rule}1" for rule in rules}
+    facts["d"]["data"]["rules"]["q.py:q"] = "q2"
+    facts["c"]["data"]["rules"]["r.py:r"] = facts["d"]["data"]["rules"]["r.py:r"] = "r2"
+    for name, of in facts.items():
+        (tmp_path / name / "run.json").write_text(json.dumps(of))
+    _, _, _, q, r, _ = panels(*(tmp_path / name for name in facts))
+    assert q.get_title().count("other code") == 1 and evaluated(q) == 2
+    assert r.get_title().count("other code") == 2 and evaluated(r) == 1
+
+
+def test_evaluations_of_a_group_are_not_averaged_if_their_conditions_differ(logged_run):
+    """Two seeds of one arm. The reward of their training is drawn."""
+    of = {"evaluations": {0: 1.0, 3: 2.0}}
+    seeds = [logged_run("a", 3, **of), logged_run("b", 3, **of, seed=7, eval_temperature=0.0)]
+    reward = panels(*seeds)[2]
+    assert evaluated(reward) == 0 and "top-k 1" in reward.get_title() and len(reward.lines) == 1
+
+
+def test_rewards_of_a_named_group_are_not_averaged_if_they_differ(logged_run):
+    runs = [logged_run("a", 3), logged_run("b", 3, rm_model=None, reward_func=["length_penalty"])]
+    reward = draw(Chart(read_runs(runs), "updates", 1, ["X", "X"])).axes[0]
+    assert not reward.lines and "other rewards" in reward.get_title()
 
 
 def test_extreme_value_is_drawn_at_the_edge(logged_run):

@@ -362,3 +362,15 @@ def test_comparison_without_any_score_has_an_unknown_kl_of_best_of_n():
     assert arm.measured[0].kl is None
     verdict = judge_runs([group("PPO", completions(1.0)), arm], nothing, None, 1)
     assert set(results(verdict).values()) == {"unknown"}
+
+
+@pytest.mark.parametrize("which", ["arm", "start"])
+def test_greedy_decoding_is_shown_if_both_sides_have_it(which):
+    """A model has it only if all values are 0 or 1, and that of the other side may have a 0.5."""
+    greedy = {"greedy": 0.75}
+    start = replace(START, variants=greedy if which == "start" else {})
+    arm = group("PPO", replace(completions(1.0, 1.0), variants=greedy if which == "arm" else {}))
+    assert "greedy" not in judge_runs([arm], start, "gold quality", 1).sentences[0]
+    both = group("PPO", replace(completions(1.0, 1.0), variants=greedy))
+    (sentence,) = judge_runs([both], replace(START, variants={"greedy": 0.25}), "gold quality", 1).sentences
+    assert "greedy decoding 0.750, start model 0.250" in sentence

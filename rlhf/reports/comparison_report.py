@@ -84,7 +84,7 @@ def make_comparison(
             *map("no line in the picture over KL: {}".format, undrawn.values()),
         ],
         "judges": [judge.name for judge in evaluator.judges],
-        "warnings": [*dict.fromkeys(evaluator.screen.warnings), *_warnings(arms, start, seed)],
+        "warnings": [*dict.fromkeys(evaluator.screen.warnings), *_warnings(arms, start, evaluator)],
         "facts": dict(evaluator.facts()),
         "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
         "summary": [_summary(arm, seed) for arm in (start, *arms)],
@@ -133,12 +133,12 @@ def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
+def _warnings(arms: Sequence[Arm], start: Arm, evaluator: ModelEvaluator) -> list[str]:
     return [
         f"{arm.name}, {number if model.run is None else f'seed {number}'}: {warning}"
         for arm in arms
         for model, number, results in zip(arm.models, arm.seeds, arm.measured, strict=False)
-        for warning in warnings(results, start.measured[0], seed, target_at_end(model))
+        for warning in warnings(results, start.measured[0], evaluator.settings.seed, target_at_end(model, evaluator))
     ]
 
 

@@ -46,7 +46,12 @@ def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left
 @pytest.mark.parametrize(
     ("figure", "value", "sign", "text"),
     [
-        ("score", -0.0001, "", "+0.000"),
+        ("score", -1e-17, "", "+0.000"),
+        ("score", 0.0, "", "+0.000"),
+        ("score", -0.0001, "", "-1.000e-04"),
+        ("score", 1.234e-5, "", "+1.234e-05"),
+        ("score", 0.0005, "", "+0.001"),
+        ("perplexity", 0.004, "+", "+4.000e-03"),
         ("length", 2.5, "+", "+2.5"),
         ("eos_rate", -0.125, "+", "-12%"),
         ("score", 0.5, "+", "+0.500"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlhf.reports.page import Page
@@ -91,3 +93,15 @@ def test_console_and_page_have_the_same_cells(tmp_path, capsys):
         name, *cells = row
         assert f"<td>{name}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells) in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.html", "table.json"]
+
+
+def test_warnings_and_notes_of_the_console_are_printed_once(capsys):
+    """The page has all of them."""
+    screen = Screen()
+    screen.say("warning: from /a/b/model")
+    screen.say("note: first")
+    report = {"headline": "", "warnings": [*screen.warnings, "second"], "notes": [*screen.notes, "third"]}
+    Page("page", "title", report, []).show(screen, Path("folder"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ["warning: from /a/b/model", "note: first", "warning: second", "note: third"]
+    assert len(lines) == 5

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
+from rlhf.analysis.conditions import of_comparison, of_run
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.texts import distinct, repetition
 from rlhf.config import config_of_run
@@ -23,6 +25,9 @@ from rlhf.utils.statistics import (
     per_prompt,
     scored,
 )
+
+if TYPE_CHECKING:
+    from rlhf.analysis.evaluator import ModelEvaluator
 
 # thresholds of the audit, relative to the start model
 LONGER = 1.5  # ratio of mean completion lengths
@@ -116,11 +121,15 @@ def without_score(everyone: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
-def target_at_end(model: ModelRef) -> tuple[float, str] | None:
-    """Return the last KL target of a model's run as (nats, "sequence" or "token"); None if beta was not adapted, or
-    the model does not belong to a run."""
-    kl = config_of_run(model.run).kl if model.run is not None else None
-    return (kl.targets[-1].nats, kl.targets[-1].per) if kl is not None and kl.steered else None
+def target_at_end(model: ModelRef, evaluator: ModelEvaluator) -> tuple[float, str] | None:
+    """Return the last KL target of a model's run as (nats, "sequence" or "token"); None if beta was not adapted, the
+    model does not belong to a run, or the evaluator measures another KL than that of training."""
+    if model.run is None:
+        return None
+    config = config_of_run(model.run)
+    here = of_comparison(evaluator.config, evaluator.settings, model.run)
+    same = here.sampling == config.sampling and here.start_model == of_run(config, model.run).start_model
+    return (config.kl.targets[-1].nats, config.kl.targets[-1].per) if same and config.kl.steered else None
 
 
 def warnings(

@@ -35,7 +35,7 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
-from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.functions import NetworkReward
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import function_name
@@ -131,7 +131,7 @@ class ModelEvaluator:
         updates = max((run.plan.updates for run in self.runs), default=1)  # of the longest run
         for rewards in (self.rewards, *(judge.rewards for judge in self.judges)):
             rewards.trainer_state = TrainerState(global_step=updates, max_steps=updates)
-            for model in (f for f in rewards.functions if isinstance(f, LearnedReward)):
+            for model in (f for f in rewards.functions if isinstance(f, NetworkReward)):
                 model.known = {}
 
     def _find_rewards(self) -> RewardSources:

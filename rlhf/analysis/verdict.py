@@ -348,10 +348,9 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by
         parts.append(f"{number(bits, 3)} bits per byte after its own prompts, start model {of_start}")
     elif arm.trained and perplexity and before:
         parts.append(f"perplexity x {number(perplexity / before)}")
-    greedy = arm.mean("variant/greedy")
-    if greedy is not None:
-        before = number(start.mean("variant/greedy"), 3)
-        parts.append(f"with greedy decoding {number(greedy, 3)}, start model {before}")
+    greedy = [side.mean("variant/greedy") for side in (arm, start)]
+    if None not in greedy:  # only a model whose values are all 0 or 1 has it
+        parts.append("with greedy decoding {}, start model {}".format(*(number(value, 3) for value in greedy)))
     worth = found.result == "better" and arm.trained and not arm.is_control
     return f"{', '.join(parts)}.{_worth(arm, evidence) if worth else ''}"
 

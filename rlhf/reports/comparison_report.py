@@ -86,7 +86,7 @@ def make_comparison(
         "warnings": [
             *dict.fromkeys(evaluator.screen.warnings),
             *changed_code(evaluator.runs, evaluator.config),
-            *_warnings(arms, start, seed),
+            *_warnings(arms, start, evaluator),
         ],
         "facts": dict(evaluator.facts()),
         "arms": {arm.name: {"algorithm": arm.algorithm, "settings": arm.settings} for arm in arms},
@@ -136,12 +136,12 @@ def not_compared(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _warnings(arms: Sequence[Arm], start: Arm, seed: int) -> list[str]:
+def _warnings(arms: Sequence[Arm], start: Arm, evaluator: ModelEvaluator) -> list[str]:
     return [
         f"{arm.name}, {number if model.run is None else f'seed {number}'}: {warning}"
         for arm in arms
         for model, number, results in zip(arm.models, arm.seeds, arm.measured, strict=False)
-        for warning in warnings(results, start.measured[0], seed, target_at_end(model))
+        for warning in warnings(results, start.measured[0], evaluator.settings.seed, target_at_end(model, evaluator))
     ]
 
 

@@ -39,7 +39,7 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     copies = evaluator.drop_copies(everyone)
     few = few_prompts(*everyone[0].scores.shape)
     contrasts = [contrast(arm, start, measure, seed) for measure in everyone[0].measures for arm in arms if start]
-    models = [_entry(arm, start, seed) for arm in arms]
+    models = [_entry(arm, start, evaluator) for arm in arms]
     unscored = [model["label"] for model in models if model["figures"]["score"] is None]
     enough = min(2, len(evaluator.examples))  # prompts to check whether the judge agrees with the score
     unrated = [arm.name for arm in arms if start and rated_prompts(arm.measured[0], start.measured[0]) < enough]
@@ -83,10 +83,11 @@ def make_report(evaluator: ModelEvaluator, arms: Sequence[Arm], start: Arm | Non
     return json_ready(report)
 
 
-def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
+def _entry(arm: Arm, start: Arm | None, evaluator: ModelEvaluator) -> dict[str, Any]:
     """Return one model's part of the report."""
     (model,) = arm.models
     (results,) = arm.measured
+    seed = evaluator.settings.seed
     return {
         "label": arm.name,
         "source": path_on_page(model.source),
@@ -94,7 +95,9 @@ def _entry(arm: Arm, start: Arm | None, seed: int) -> dict[str, Any]:
         "which": model.which or None,
         "algorithm": arm.algorithm or None,
         "figures": arm.figures[0],
-        "warnings": warnings(results, start.measured[0], seed, target_at_end(model)) if start is not None else [],
+        "warnings": warnings(results, start.measured[0], seed, target_at_end(model, evaluator))
+        if start is not None
+        else [],
     }
 
 

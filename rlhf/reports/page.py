@@ -51,14 +51,16 @@ class Page(NamedTuple):
         update_dir_atomically(folder, write, check)
 
     def show(self, screen: Screen, folder: Path, full: bool = False) -> None:
-        """Print the page without pictures and completions, and where it is; with `full`, also what is folded."""
+        """Print what is new on the page, without pictures and completions, and where it is; with `full`, also what is
+        folded."""
         report = self.report
         if report["headline"]:
             screen.say(f"verdict: {report['headline']}")
         for table in [*self.blocks, *(self.folded if full else [])]:
             if isinstance(table, TextTable):
                 screen.table(*table, lines=False)
-        lines = [*(f"warning: {line}" for line in report["warnings"]), *(f"note: {line}" for line in report["notes"])]
+        kept = {"warning": screen.warnings, "note": screen.notes}  # printed before
+        lines = [f"{kind}: {line}" for kind in kept for line in report[f"{kind}s"] if line not in kept[kind]]
         for line in [*lines, *(report.get("verdict", []) if full else [])]:
             screen.say(line)
         screen.say(f"saved: {folder / self.name}.html and {folder / self.name}.json")

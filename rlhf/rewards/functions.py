@@ -24,27 +24,35 @@ if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
 
 
-@dataclass
-class LearnedReward:
-    """A reward model as a reward function: one calibrated score per completion."""
+class NetworkReward:
+    """A neural network as a reward function. Subclasses have `score(messages, texts, ended)`."""
 
-    __name__ = "reward_model"
-    model: RewardModel
-    # scores of completions in evaluations, where equal ones tie: the model's rounding depends on the batch
+    # scores of completions in evaluations, where equal ones tie: the network's rounding depends on the batch
     known: dict[str, float] | None = None  # None: each completion is scored, as in training
 
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
         texts = [text_of(c) for c in completions]
         if self.known is None:
-            return self.model.score(messages, texts, ended)
+            return self.score(messages, texts, ended)
         rows = list(zip(messages, texts, ended, strict=True))
         new = {key: row for row in rows if (key := repr(row)) not in self.known}
         if new:
-            self.known |= zip(new, self.model.score(*map(list, zip(*new.values(), strict=True))), strict=True)
+            self.known |= zip(new, self.score(*map(list, zip(*new.values(), strict=True))), strict=True)
         return [self.known[repr(row)] for row in rows]
 
 
-class ModuleReward:
+@dataclass
+class LearnedReward(NetworkReward):
+    """A reward model as a reward function: one calibrated score per completion."""
+
+    __name__ = "reward_model"
+    model: RewardModel
+
+    def score(self, messages, texts: Sequence[str], ended: Sequence[bool]) -> list[float]:
+        return self.model.score(messages, texts, ended)
+
+
+class ModuleReward(NetworkReward):
     """An `nn.Module` as a reward function: it receives prompt and completion as ids and returns one score per row.
 
     The ids are those of the whole chat, as the tokenizer's chat template renders it. Called as
@@ -59,10 +67,9 @@ class ModuleReward:
         self.__name__ = type(module).__name__
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
+    def score(self, messages, texts: Sequence[str], ended: Sequence[bool]) -> list[float]:
         rows = [
-            encode_whole(self.tokenizer, m, text_of(completion), end)
-            for m, completion, end in zip(messages, completions, ended, strict=True)
+            encode_whole(self.tokenizer, m, text, end) for m, text, end in zip(messages, texts, ended, strict=True)
         ]
         weights = next(self.module.parameters(), None)
         device = weights.device if weights is not None else torch.device("cpu")

@@ -26,7 +26,7 @@ from rlhf.rewards.arguments import (
     weighted_sum,
 )
 from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
-from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
+from rlhf.rewards.functions import LearnedReward, ModuleReward, NetworkReward, RewardFunction
 from rlhf.rewards.scores import Scores
 from rlhf.utils.errors import UserError
 
@@ -82,7 +82,7 @@ class Rewards:
     @property
     def has_model(self) -> bool:
         """True if a reward model or a module gives scores, and not only functions."""
-        return any(isinstance(f, LearnedReward | ModuleReward) for f in self.functions)
+        return any(isinstance(f, NetworkReward) for f in self.functions)
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]

@@ -241,8 +241,10 @@ def clock(seconds: float) -> str:
 
 
 def number(value: float, decimals: int = 2, sign: str = "") -> str:
-    """Return a number with so many decimals, or with 4 significant digits if it is 100,000 or more."""
-    return f"{value:{sign}z.{decimals}f}" if abs(value) < 1e5 else f"{value:{sign}.3e}"
+    """Return a number with so many decimals, or with 4 significant digits if it is 100,000 or more, or would be 0 and
+    is not the rounding error of a 0."""
+    exponent = abs(value) >= 1e5 or 1e-12 < abs(value) < 0.5 * 10**-decimals
+    return f"{value:{sign}.3e}" if exponent else f"{value:{sign}z.{decimals}f}"
 
 
 def gib(size: float) -> str:

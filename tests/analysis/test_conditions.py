@@ -218,6 +218,25 @@ def test_the_table_has_enough_pairs():
     assert len(PAIRS) >= 20 and {pair.budget for pair in PAIRS.values()} == {EQUAL, *SCORED}
 
 
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        ({}, True),
+        ({"baseline": "copy/start", "prompts": "mine.jsonl"}, True),
+        ({"baseline": "other_start"}, False),
+        ({"temperature": 0.3}, False),
+        ({"top_k": 5}, False),
+        ({"top_p": 0.5}, False),
+    ],
+)
+def test_a_kl_is_compared_with_the_target_only_if_it_is_that_of_training(flags, same):
+    """Another sampling or start model has another KL, so the target says nothing about it."""
+    steered = {"kl_schedule": "adaptive", "kl_target": "0.1/sequence"}  # the completions have a KL of 0.5
+    runs = [trained(steered, {}), trained({**steered, "seed": 7}, {})]
+    above = [line for line in compared(runs, Pair(flags=flags))["warnings"] if "KL target (0.15/sequence)" in line]
+    assert len(above) == (2 if same else 0)
+
+
 def test_reward_code_that_changed_after_a_run_is_reported():
     """Only functions that the comparison uses count."""
     run = trained({}, {})

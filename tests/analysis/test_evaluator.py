@@ -361,6 +361,26 @@ def test_model_with_another_chat_template_is_measured_after_its_own_prompts(sett
     assert "bits_per_byte" not in measured_figures(evaluator, models)[1], "all models have the same prompts"
 
 
+def test_equal_completions_have_one_score_of_a_module(settings, start_model, tmp_path):
+    """As reward and as judge, whose rounding depends on the batch; the same text that was cut off is another one."""
+    file = tmp_path / "scores.py"
+    file.write_text(
+        "import torch\n\n\nclass Rounding(torch.nn.Module):\n    def forward(self, input_ids, attention_mask):\n"
+        "        return attention_mask.sum(1).float() + torch.arange(len(input_ids)) / 1e3\n"
+    )
+    names = (f"{file}:Rounding",)
+    settings = dataclasses.replace(settings, rm_model="none", reward_func=names, eval_func=names)
+    evaluator, _ = evaluator_of([start_model], settings)
+    functions = [rewards.functions[0] for rewards in (evaluator.rewards, evaluator.judges[0].rewards)]
+    chat = [[{"role": "user", "content": "Why?"}]] * 3
+    for function in functions:
+        once = function(["No.", "No.", "No."], messages=chat, ended=[True, True, False])
+        assert once[0] == once[1] != once[2]
+        assert (
+            once == function(["Yes, yes.", "No.", "No."], messages=chat, ended=[True, True, False])[1:2] * 2 + once[2:]
+        )
+
+
 def test_base_model_without_chat_template_and_without_start_model(settings, tmp_path):
     """Without a start model there is no KL. The perplexity is computed on the chosen replies of the data."""
     base = make_base_model(tmp_path / "base")

@@ -152,9 +152,9 @@ def test_a_perfect_separation_is_significant_with_any_number_of_seeds():
         assert found == [("better", 1), ("equal", 0), ("better", 1)]
 
 
-def test_a_difference_that_rounds_to_zero_has_no_sign():
+def test_a_rounding_error_of_zero_has_no_sign():
     zero = replace(START, scores=np.zeros((64, 4)), judged={})
-    little = replace(zero, scores=np.where(np.arange(256).reshape(64, 4) == 0, -1e-3, 0.0))
+    little = replace(zero, scores=np.where(np.arange(256).reshape(64, 4) == 0, -1e-13, 0.0))
     sentence = judge_runs([group("PPO", little)], zero, None, 1).sentences[0]
     assert sentence.count("+0.000") == 3 and "-0.000" not in sentence, sentence
 
@@ -362,3 +362,21 @@ def test_comparison_without_any_score_has_an_unknown_kl_of_best_of_n():
     assert arm.measured[0].kl is None
     verdict = judge_runs([group("PPO", completions(1.0)), arm], nothing, None, 1)
     assert set(results(verdict).values()) == {"unknown"}
+
+
+@pytest.mark.parametrize("which", ["arm", "start"])
+def test_greedy_decoding_is_shown_if_both_sides_have_it(which):
+    """A model has it only if all values are 0 or 1, and that of the other side may have a 0.5."""
+    greedy = {"greedy": 0.75}
+    start = replace(START, variants=greedy if which == "start" else {})
+    arm = group("PPO", replace(completions(1.0, 1.0), variants=greedy if which == "arm" else {}))
+    assert "greedy" not in judge_runs([arm], start, "gold quality", 1).sentences[0]
+    both = group("PPO", replace(completions(1.0, 1.0), variants=greedy))
+    (sentence,) = judge_runs([both], replace(START, variants={"greedy": 0.25}), "gold quality", 1).sentences
+    assert "greedy decoding 0.750, start model 0.250" in sentence
+
+
+def test_a_difference_of_small_scores_is_readable():
+    arm, start = ([replace(found, scores=found.scores * 1e-5) for found in some] for some in (three(1.0), [START]))
+    (sentence,) = judge_runs([group("PPO", *arm)], replace(start[0], judged={}), None, 1).sentences
+    assert "better" in sentence and sentence.count("e-0") == 3 and "+0.000" not in sentence

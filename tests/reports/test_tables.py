@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlhf.reports.page import Page
@@ -46,7 +48,12 @@ def test_a_figure_that_one_model_lacks_has_no_change_and_an_empty_column_is_left
 @pytest.mark.parametrize(
     ("figure", "value", "sign", "text"),
     [
-        ("score", -0.0001, "", "+0.000"),
+        ("score", -1e-17, "", "+0.000"),
+        ("score", 0.0, "", "+0.000"),
+        ("score", -0.0001, "", "-1.000e-04"),
+        ("score", 1.234e-5, "", "+1.234e-05"),
+        ("score", 0.0005, "", "+0.001"),
+        ("perplexity", 0.004, "+", "+4.000e-03"),
         ("length", 2.5, "+", "+2.5"),
         ("eos_rate", -0.125, "+", "-12%"),
         ("score", 0.5, "+", "+0.500"),
@@ -86,3 +93,15 @@ def test_console_and_page_have_the_same_cells(tmp_path, capsys):
         name, *cells = row
         assert f"<td>{name}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells) in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.html", "table.json"]
+
+
+def test_warnings_and_notes_of_the_console_are_printed_once(capsys):
+    """The page has all of them."""
+    screen = Screen()
+    screen.say("warning: from /a/b/model")
+    screen.say("note: first")
+    report = {"headline": "", "warnings": [*screen.warnings, "second"], "notes": [*screen.notes, "third"]}
+    Page("page", "title", report, []).show(screen, Path("folder"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ["warning: from /a/b/model", "note: first", "warning: second", "note: third"]
+    assert len(lines) == 5

@@ -413,7 +413,8 @@ def test_equal_completions_of_an_evaluation_have_one_score():
     completion is scored."""
     rows = {"messages": [[{"role": "user", "content": c}] for c in ("a", "a", "bb", "a")]}
     given = ["yes", "yes", "yes", "yes"], [True, True, True, False]
-    once = LearnedReward(Rounding(), known={})
+    once = LearnedReward(Rounding())
+    once.known = {}
     first = once(given[0], ended=given[1], **rows)
     again = once(given[0][::-1], messages=rows["messages"][::-1], ended=given[1][::-1])
     assert first == again[::-1] and first[0] == first[1] and len(set(first)) == 3 and once.model.calls == [3]

@@ -75,6 +75,7 @@ def test_completions_without_a_score_are_left_out_of_means_topics_and_samples():
     rows = list(result.rows(prompts(4)))
     assert [row["score"] for row in rows] == [1.0, None, 3.0, None]
     assert "metrics" not in rows[0], "there are no evaluation functions"
+    assert "topic" not in rows[0] and [r["topic"] for r in result.rows(prompts(4, topic="x"))] == ["x"] * 4
 
 
 def test_lone_surrogates_in_logged_columns_are_written_as_json_writes_them(tmp_path):

@@ -70,6 +70,11 @@ class Arm:
         return [f"model {m.short}" if m.run is None else str(m.run.seed) for m in self.models]
 
     @property
+    def unit(self) -> str:
+        """What its models are: seeds, or models if at least one does not belong to a run."""
+        return "seed" if len(self.runs) == len(self.models) else "model"
+
+    @property
     def episodes(self) -> list[int]:
         """Trained before the evaluated weights were saved, of each run."""
         return [episodes_of(model) for model in self.models if model.run is not None]
@@ -384,11 +389,11 @@ def _caveats(arms: Sequence[Arm], start: Arm, between: dict[str, list[Contrast]]
             "not corrected"
         )
     trained = [arm for arm in arms if arm.trained]
-    alone = [f"{arm.name}: {arm.seeds[0]}" for arm in trained if len(arm.models) == 1]
+    alone = [f"{arm.name}: {'seed ' if arm.runs else ''}{arm.seeds[0]}" for arm in trained if len(arm.models) == 1]
     if alone:
         notes.append(
-            f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
-            "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
+            f"one model ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are "
+            "over prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
     if evidence.judge is None and evidence.score_name != "not the training reward":
         notes.append(

@@ -51,8 +51,8 @@ def _in_parts(table: Callable[[Sequence[Arm]], TextTable], arms: Sequence[Arm]) 
 def figure_table(arms: Sequence[Arm], judges: Sequence[str]) -> TextTable:
     """Return the table of figures, one column per arm. `judges` are the names of the judges."""
     several = any(arm.seeds[1:] for arm in arms)
-    caption = f"Figures on the same prompts{': mean over seeds (lowest to highest seed)' if several else ''}"
-    columns = [f"{arm.name} ({len(arm.seeds)} seeds)" if arm.seeds[1:] else arm.name for arm in arms]
+    caption = f"Figures on the same prompts{': mean (lowest to highest)' if several else ''}"
+    columns = [f"{arm.name} ({len(arm.seeds)} {arm.unit}s)" if arm.seeds[1:] else arm.name for arm in arms]
     # a figure that only some models of an arm have, such as a KL, is not the arm's
     whole = [[{n: found[n] for n in found if arm.mean(n) is not None} for found in arm.figures] for arm in arms]
     return _over_seeds(caption, columns, whole, judges)

@@ -13,6 +13,7 @@ from rlhf.analysis.verdict import START as START_NAME
 from rlhf.analysis.verdict import Arm, Evidence, Verdict, best_of_arm, contrast, judge_arms
 from rlhf.checkpoints.run_record import Plan
 from rlhf.config import make_config
+from rlhf.reports.comparison_tables import figure_table
 from rlhf.settings.training import Config
 from rlhf.trainer.evaluation import Evaluation
 from tests.evaluations import LENGTH, evaluation_of
@@ -171,7 +172,7 @@ def test_caveats_depend_on_the_number_of_seeds():
     grpo = group("GRPO", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
     of_one, of_two = (judge_runs([seeds, grpo], start, "judge x", 1).caveats for seeds in (one, two))
-    assert [len(of_one), of_two] == [1, []] and "(PPO: 0)" in of_one[0]
+    assert [len(of_one), of_two] == [1, []] and "(PPO: seed 0)" in of_one[0]
     without_judge = judge_runs([two, grpo], start, None, 1).caveats
     assert len(without_judge) == 1 and "--judge-model" in without_judge[0]
     first = judge_runs([one, grpo], start, None, 1)
@@ -380,3 +381,13 @@ def test_a_difference_of_small_scores_is_readable():
     arm, start = ([replace(found, scores=found.scores * 1e-5) for found in some] for some in (three(1.0), [START]))
     (sentence,) = judge_runs([group("PPO", *arm)], replace(start[0], judged={}), None, 1).sentences
     assert "better" in sentence and sentence.count("e-0") == 3 and "+0.000" not in sentence
+
+
+def test_models_without_a_run_are_not_seeds():
+    dpo = [ModelRef(name, name) for name in ("a", "b")]
+    arms = [group("PPO", *three(1.0)), Arm("DPO", three(0.5)[:2], dpo)]
+    start = Arm(START_NAME, [completions(0.0)])
+    assert figure_table([start, *arms], []).columns == ["", START_NAME, "PPO (3 seeds)", "DPO (2 models)"]
+    arms = [group("PPO", completions(1.0)), Arm("DPO", [completions(0.5)], dpo[:1])]
+    (line,) = (line for line in judge_arms(arms, start, 1, Evidence(None)).caveats if "depends on the seed" in line)
+    assert "(PPO: seed 0, DPO: model a)" in line and "one seed" not in line

@@ -164,7 +164,7 @@ def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
     report, facts = comparison(runs["ppo", 1], runs["grpo", 2], full=False)
     assert report["headline"] in facts and not any(sentence in facts for sentence in report["verdict"])
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
-    assert "one seed (PPO: 1, GRPO: 2) does not show how much the result depends on the seed" in facts
+    assert "one model (PPO: seed 1, GRPO: seed 2) does not show how much the result depends on the seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
 
 

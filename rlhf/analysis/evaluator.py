@@ -234,13 +234,16 @@ class ModelEvaluator:
 
     def evaluator(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
         """Return the evaluator of a model. If its prompts are not the start model's, it computes no KL, because that
-        is a KL between two models after the same prompt, and the perplexity is that after the model's own prompts."""
+        is a KL between two models after the same prompt, and the perplexity is that after the model's own prompts. A
+        file has no prompts: its perplexity is compared within a vocabulary only."""
         config = self.config
         engine = config.speed.own_engine
         same = self._encodes_as_start(tokenizer)
         reference = self.reference if same else None
-        units = [*(["perplexity"] if same else []), *(["length"] if self._same_vocabulary(tokenizer) else [])]
-        units += ["bits_per_byte", "characters"] if self.unlike else []
+        own = self._same_vocabulary(tokenizer)
+        in_file = config.data.eval_text is not None  # a prompt is the first token, so the bytes differ by vocabulary
+        units = [*(["perplexity"] if same or (own and in_file) else []), *(["length"] if own else [])]
+        units += [*([] if in_file else ["bits_per_byte"]), "characters"] if self.unlike else []
         return Evaluator(
             Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
             ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),

@@ -174,15 +174,16 @@ class Evaluator:
         if self.text is None:
             return found
         per_token = perplexity(self.sampler, self.text)
-        bits = math.log2(per_token) * self._tokens_per_byte() if "bits_per_byte" in self.units else None
+        bits = self._bits_per_byte(per_token) if "bits_per_byte" in self.units else None
         return replace(found, perplexity=per_token, bits_per_byte=bits)
 
-    def _tokens_per_byte(self) -> float:
-        """Return the tokens, EOS included, for each UTF-8 byte of the text."""
+    def _bits_per_byte(self, per_token: float) -> float | None:
+        """Return the bits, those of EOS included, for each UTF-8 byte of the text; None if it has only EOS."""
         texts = self.tokenizer.batch_decode(
             self.text.completions, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return sum(map(len, self.text.completions)) / sum(len(text.encode()) for text in texts)
+        size = sum(len(text.encode()) for text in texts)
+        return math.log2(per_token) * sum(map(len, self.text.completions)) / size if size else None
 
     def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
         """Sample one completion for each episode. `sampling` as in `evaluate`."""

@@ -361,6 +361,26 @@ def test_model_with_another_chat_template_is_measured_after_its_own_prompts(sett
     assert "bits_per_byte" not in measured_figures(evaluator, models)[1], "all models have the same prompts"
 
 
+def test_a_file_is_compared_within_one_vocabulary(settings, start_model, tmp_path):
+    """The first token of a paragraph is its prompt, so another vocabulary predicts other bytes; a template does not
+    matter."""
+    (tmp_path / "text.txt").write_text("The cat sat on the mat.\n\nInternational trains run on Sundays.")
+    settings = dataclasses.replace(settings, eval_text=str(tmp_path / "text.txt"))
+    others = with_smaller_vocabulary(tmp_path / "other"), with_another_template(start_model, tmp_path / "template")
+    evaluator, models = evaluator_of(others, settings)
+    start, foreign, own = measured_figures(evaluator, models)
+    assert not any("bits_per_byte" in found for found in (start, foreign, own)) and "perplexity" not in foreign
+    assert own["perplexity"] == pytest.approx(start["perplexity"]) and own["kl"] is None
+
+
+def test_a_text_of_eos_only_has_no_bits_per_byte(settings, start_model, tmp_path):
+    evaluator, _ = evaluator_of([with_another_template(start_model, tmp_path / "template")], settings)
+    eos = [[evaluator.tokenizer.eos_token_id]] * len(evaluator.text.completions)
+    evaluator.text = dataclasses.replace(evaluator.text, completions=eos)
+    found = evaluator.evaluate_start(Screen())
+    assert found.bits_per_byte is None and found.perplexity > 1
+
+
 def test_equal_completions_have_one_score_of_a_module(settings, start_model, tmp_path):
     """As reward and as judge, whose rounding depends on the batch; the same text that was cut off is another one."""
     file = tmp_path / "scores.py"

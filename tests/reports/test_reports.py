@@ -177,6 +177,8 @@ def copy_with_settings(run, folder, **settings):
         group = next(g for g in facts["settings"].values() if isinstance(g, dict) and name in g)
         group[name] = value
     facts["seed"] = settings.get("seed", facts["seed"])
+    if settings:  # otherwise it is a copy of the run
+        facts["id"] += folder.name
     (folder / "run.json").write_text(json.dumps(facts))
     return folder
 

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.analysis.conditions import RATED
+from rlhf.analysis.conditions import KL, RATED
 from rlhf.analysis.curves import running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import COLOURS, WIDTH, finish, new_figure, style
@@ -88,6 +88,10 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
             notes.append(f"the evaluations of {group.name} are not drawn: {apart}")
             if panel.evaluation == panel.tag:
                 continue
+        if panel.tag.startswith("kl_"):  # a KL to another model is another quantity
+            kls = [one for of in groups for one in of.conditions(panel.tag)]
+            other = max((one.difference(kls[0], KL) for one in group.conditions(panel.tag)), default="")
+            notes += [f"the KL of {group.name} has {other}"] if other else []
         # the learning rates are often equal: lines that are drawn first are thicker, so that all remain visible
         later = max(0, min(len(chart.groups), FEW) - 1 - number) if panel.tag == "learning_rate" else 0
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)

@@ -167,6 +167,16 @@ def test_rewards_of_a_named_group_are_not_averaged_if_they_differ(logged_run):
     assert not reward.lines and "other rewards" in reward.get_title()
 
 
+def test_a_kl_to_another_start_model_is_named(logged_run):
+    runs = [logged_run(name, 3, learning_rate=rate) for name, rate in (("a", 1e-5), ("b", 2e-5), ("c", 3e-5))]
+    for run, files in zip(runs, ("one", "one", "other"), strict=True):
+        facts = json.loads((run / "run.json").read_text())
+        facts["data"]["start_model_files"] = {"model.safetensors": files}
+        (run / "run.json").write_text(json.dumps(facts))
+    kl = next(panel for panel in panels(*runs) if "KL" in panel.get_title())
+    assert kl.get_title().count("another start model") == 1 and len(kl.lines) >= 3
+
+
 def test_extreme_value_is_drawn_at_the_edge(logged_run):
     """0, 0.1, ..., 9.8, and 1e6. Without 2% at each end 0.1 to 9.8 remain. The axis has 30% more."""
     values = [*np.arange(99) / 10, 1e6]

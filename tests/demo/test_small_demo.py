@@ -111,4 +111,5 @@ def test_the_output_of_trl_dpo_is_an_arm(small, monkeypatch):
     assert compare[4:] == ["--arm", "DPO=./dpo_model", "best-of-4"]
     compare_runs.main([RUNS[0], "--arm", "DPO=./dpo_model", "best-of-2", "--num-prompts", "8", "--limit-minutes", "0"])
     report = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))
-    assert list(report["arms"]) == ["PPO", "DPO", "best-of-2"] and report["figures"]["DPO"]["1"]["kl"] is not None
+    (figures,) = report["figures"]["DPO"].values()
+    assert list(report["arms"]) == ["PPO", "DPO", "best-of-2"] and figures["kl"] is not None

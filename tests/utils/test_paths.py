@@ -123,9 +123,9 @@ def test_one_function_expands_the_home_folder(path):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("the data of /home/me/work/run and /home/me/x.json: gone", "the data of work/run and me/x.json: gone"),
+        ("the data of /disk/user/runs/one and /disk/x.json: gone", "the data of runs/one and disk/x.json: gone"),
         ("KL 0.2/sequence, owner/name/x, a / b, ./here/is/it", "KL 0.2/sequence, owner/name/x, a / b, ./here/is/it"),
-        ("warning (--prompts '/home/me/a/b.jsonl')", "warning (--prompts 'a/b.jsonl')"),
+        ("warning (--prompts '/disk/user/a/b.jsonl')", "warning (--prompts 'a/b.jsonl')"),
     ],
 )
 def test_a_text_on_a_page_has_no_path_of_this_machine(text, shown):

@@ -42,7 +42,8 @@ class Conditions:
         function that only one of the two has is no difference."""
         words = []
         for name, difference in conditions.items():
-            mine, its = getattr(self, name), getattr(other, name)
+            mine = getattr(self, name)
+            its = getattr(other, name)
             if name == "judges":
                 mine, its = ({key: of[key] for key in self.judges.keys() & other.judges} for of in (mine, its))
             if mine != its:
@@ -79,7 +80,8 @@ def unlike(
     judges = {}
     for name, runs in arms.items():
         for run in runs:
-            trained, today = of_run(config_of_run(run), run), of_comparison(config, measure, run)
+            trained = of_run(config_of_run(run), run)
+            today = of_comparison(config, measure, run)
             judges = {**trained.judges, **judges, **today.judges}
             if difference := trained.difference(replace(today, judges=judges), conditions):
                 found[name] = f"{name} was evaluated during training with {difference}"
@@ -98,13 +100,9 @@ def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
 
 def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, Any]) -> Conditions:
     """Return the conditions with these settings. `data` has hashes of files as in run.json."""
-    model, reward = config.model, config.reward
-    code = {
-        rule: (function_name(rule), hash)
-        if (hash := data.get("rules", {}).get(rule))
-        else (rule, rule == "keyword_bonus" and reward.keywords)
-        for rule in reward.functions
-    }
+    model = config.model
+    reward = config.reward
+    code = {rule: _code(rule, reward.keywords, data) for rule in reward.functions}
     sources = [code[rule] for rule in reward.reward_func]
     if model.rm_model is not None:
         sources.insert(0, (data.get("reward_model_files") or model.rm_model, model.rm_text))
@@ -116,3 +114,12 @@ def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, A
         start_model=data.get("start_model_gguf") or data.get("start_model_files") or model.actor_model,
         kl_temperature=config.sampling.temperature,
     )
+
+
+def _code(rule: str, keywords: Any, data: Mapping[str, Any]) -> tuple:
+    """Return what identifies a function: its name with the hash of its file, or for a function of this project its
+    name with the keywords that it reads."""
+    stored = data.get("rules", {}).get(rule)
+    if stored:
+        return function_name(rule), stored
+    return rule, keywords if rule == "keyword_bonus" else None

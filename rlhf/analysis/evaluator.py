@@ -114,7 +114,8 @@ class ModelEvaluator:
             in_4bit = all(in_4_bit(model) for model in models)
             start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
-        self.unlike = [m for m in models if not self._encodes_as_start(self.tokenizers[m.source])]
+        self.alike = self._encode_as_start()
+        self.unlike = [model for model in models if self.tokenizers[model.source] not in self.alike]
         self.text = None
         self.text = self._text(self.tokenizer)
 
@@ -226,11 +227,12 @@ class ModelEvaluator:
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def _encodes_as_start(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """True if the prompts have the ids that the start model gets: a tokenizer with neither another vocabulary nor
-        another chat template."""
-        mine, of_start = ([p.ids for p in self.encoded(of)] for of in (tokenizer, self.tokenizer))
-        return self._same_vocabulary(tokenizer) and mine == of_start
+    def _encode_as_start(self) -> list[PreTrainedTokenizerBase]:
+        """Return the tokenizers that give the prompts the start model's ids: those with neither another vocabulary
+        nor another chat template."""
+        ids = [prompt.ids for prompt in self.encoded(self.tokenizer)]
+        others = [one for one in self.tokenizers.values() if one is not self.tokenizer and self._same_vocabulary(one)]
+        return [self.tokenizer, *(one for one in others if [prompt.ids for prompt in self.encoded(one)] == ids)]
 
     def evaluator(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
         """Return the evaluator of a model. If its prompts are not the start model's, it computes no KL, because that
@@ -238,7 +240,7 @@ class ModelEvaluator:
         file has no prompts: its perplexity is compared within a vocabulary only."""
         config = self.config
         engine = config.speed.own_engine
-        same = self._encodes_as_start(tokenizer)
+        same = tokenizer in self.alike
         reference = self.reference if same else None
         own = self._same_vocabulary(tokenizer)
         in_file = config.data.eval_text is not None  # a prompt is the first token, so the bytes differ by vocabulary

@@ -346,11 +346,10 @@ def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by
     kl = arm.mean("kl")
     perplexity = arm.mean("perplexity")
     before = start.mean("perplexity")
-    parts += [f"KL {number(kl)}/sequence"] if kl is not None else []
-    bits = arm.mean("bits_per_byte")
-    if arm.trained and bits is not None:
-        of_start = number(start.mean("bits_per_byte"), 3)
-        parts.append(f"{number(bits, 3)} bits per byte after its own prompts, start model {of_start}")
+    parts += [f"KL {number(kl, small=False)}/sequence"] if kl is not None else []
+    bits = [side.mean("bits_per_byte") for side in (arm, start)]
+    if arm.trained and None not in bits:
+        parts.append("{:.4g} bits per byte after its own prompts, start model {:.4g}".format(*bits))
     elif arm.trained and perplexity and before:
         parts.append(f"perplexity x {number(perplexity / before)}")
     greedy = [side.mean("variant/greedy") for side in (arm, start)]

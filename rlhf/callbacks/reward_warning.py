@@ -26,7 +26,8 @@ class RewardWarning(Callback):
     screen: Screen
 
     def on_evaluation(self, evaluation):
-        trainer, (seconds, completions) = self.trainer, self.trainer.rewards.last_call
+        trainer = self.trainer
+        seconds, completions = trainer.rewards.last_call
         if evaluation.update or FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS:
             return
         given = trainer.rewards, trainer.train_prompts, trainer.processing_class, FEW

@@ -78,7 +78,9 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     axes.set(title=panel.title, ylabel=panel.unit)
     groups = panel.groups or chart.groups
     notes = []
+    is_kl = panel.tag.startswith("kl_")
     evaluated = [one for group in groups for one in group.conditions(panel.evaluation)]
+    kls = [one for group in groups for one in group.conditions(panel.tag)] if is_kl else []
     for number, group in enumerate(groups):
         if panel.tag == "rewards/mean" and len({one.rewards for one in group.conditions(panel.tag)}) > 1:
             notes.append(f"{group.name} is not drawn: its runs have other rewards")
@@ -88,8 +90,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
             notes.append(f"the evaluations of {group.name} are not drawn: {apart}")
             if panel.evaluation == panel.tag:
                 continue
-        if panel.tag.startswith("kl_"):  # a KL to another model is another quantity
-            kls = [one for of in groups for one in of.conditions(panel.tag)]
+        if kls:  # a KL to another model is another quantity
             other = max((one.difference(kls[0], KL) for one in group.conditions(panel.tag)), default="")
             notes += [f"the KL of {group.name} has {other}"] if other else []
         # the learning rates are often equal: lines that are drawn first are thicker, so that all remain visible
@@ -97,7 +98,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         _draw_group(axes, chart, panel, group, THIN + THICKER * later)
         if not apart:
             _draw_evaluations(axes, chart, panel, group)
-    kept = _draw_targets(axes, chart, panel) if panel.tag.startswith("kl_") else _draw_published(axes, groups, panel)
+    kept = _draw_targets(axes, chart, panel) if is_kl else _draw_published(axes, groups, panel)
     values = [curve.values for group in groups for _, curve in group.with_tag(panel.tag)]
     missing = [group.name for group in groups if len(group.with_tag(panel.tag)) < len(group.runs)]
     notes += [f"not logged by {listed(missing)}"] if missing else []

@@ -20,7 +20,7 @@ LABELS = {
     "kl": ("KL (nats/sequence)", 2),
     "kl_per_token": ("KL (nats/token)", 3),
     "perplexity": ("perplexity", 2),
-    "bits_per_byte": ("bits per byte of that text, after the model's own prompts", "{:z.4g}"),
+    "bits_per_byte": ("bits per byte of the same text, after the model's own prompts", "{:z.4g}"),
     "length": ("completion length (tokens)", 1),
     "characters": ("completion length (characters)", 1),
     "eos_rate": ("ended with EOS", "{:z.0%}"),
@@ -39,6 +39,7 @@ LABELS = {
     "cpu_seconds": ("CPU time, all cores", "clock"),
     "peak_memory_gib": ("peak memory (GiB)", 2),
 }
+SCORES = ("score", "score_sd", "score_of_best", "score_of_worst", "judge", "gold")
 SIGNED = ("score", "score_of_best", "score_of_worst", "score_length_correlation", "score_rise_in_start_sd")
 ENDS = ("_before", "_after")
 
@@ -79,9 +80,10 @@ def figure_text(figure: str, value: float | None, sign: str = "") -> str:
         return "not finite"
     for end in ENDS:
         figure = figure.removesuffix(end)
-    form = LABELS.get(figure.partition("/")[0], LABELS["judge"])[1]
+    kind = figure.partition("/")[0]
+    form = LABELS.get(kind, LABELS["judge"])[1]
     if isinstance(form, int):
-        return number(value, form, "+" if figure in SIGNED else sign)
+        return number(value, form, "+" if figure in SIGNED else sign, small=kind in SCORES or kind not in LABELS)
     return clock(value) if form == "clock" else form.replace("{:", f"{{:{sign}").format(value)
 
 

@@ -240,11 +240,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def number(value: float, decimals: int = 2, sign: str = "") -> str:
-    """Return a number with so many decimals, or with 4 significant digits if it is 100,000 or more, or would be 0 and
-    is not the rounding error of a 0."""
-    exponent = abs(value) >= 1e5 or 1e-12 < abs(value) < 0.5 * 10**-decimals
-    return f"{value:{sign}.3e}" if exponent else f"{value:{sign}z.{decimals}f}"
+def number(value: float, decimals: int = 2, sign: str = "", small: bool = True) -> str:
+    """Return a number with so many decimals, or with 4 significant digits if it is 100,000 or more. With `small`, for
+    scores, whose unit can have any size, also if it would be 0 and is not the rounding error of a 0."""
+    would_be_0 = small and 1e-12 < abs(value) < 0.5 * 10**-decimals
+    return f"{value:{sign}.3e}" if would_be_0 or abs(value) >= 1e5 else f"{value:{sign}z.{decimals}f}"
 
 
 def gib(size: float) -> str:

@@ -57,8 +57,9 @@ def of_run(config: Config, run: RunRecord) -> Conditions:
 
 
 def of_comparison(config: Config, measure: MeasureSettings, run: RunRecord) -> Conditions:
-    """Return the conditions under which a comparison evaluates a run, with today's files, if the run recorded hashes
-    of its own. The prompts are the run's own ones, or held out from the same data, unless others are chosen."""
+    """Return the conditions under which a comparison evaluates a run. Files are those of today, if the run recorded
+    hashes of the files that it used. The prompts are those of the run, or held out from the same data, unless others
+    are chosen."""
     today = {
         "few_shot": worked_examples(config.data.few_shot),
         "reward_model_files": model_files(config.model.rm_model),

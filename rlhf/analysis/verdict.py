@@ -311,7 +311,7 @@ def unlike_kl(one: Arm, other: Arm) -> bool:
 
 
 def _enough(found: Contrast) -> str:
-    """Tells what the comparison could have seen, and how many seeds a decision needs."""
+    """Return what the comparison could have seen, and how many seeds a decision needs, in words."""
     power = found.power
     if power.visible is None:
         return "The smallest difference that it could have seen is not known."
@@ -339,7 +339,7 @@ def _budget(arms: Sequence[Arm]) -> str:
 
 def _against_start(arm: Arm, found: Contrast, start: Arm, evidence: Evidence, by: str) -> str:
     """The sentence on an arm and the start model: the difference, KL, perplexity, the means of greedy decoding, and
-    for a better arm what best-of-n tells about it."""
+    for a better arm the best-of-n that it is worth."""
     name = f"Without the signal, {arm.name}" if arm.is_control else arm.name
     where = found.where if arm.trained else ""  # a baseline has no runs
     parts = [f"{where}{name} {_to_start(found)} {by}: {found.text}"]

@@ -43,9 +43,11 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def rename_synced(staging: Path, path: Path) -> Path | None:
-    """Give a complete file or folder the name `path`, which is new or old after a kill or a power failure: what was
-    written is synced to the disk, then renamed. A folder with files that has the name is moved aside first, to
-    `numbered_name`. Returns its new path. If the second rename fails, the first is undone and `staging` is unchanged.
+    """Sync a complete file or folder to the disk, then rename it to `path`. After a kill or a power failure, `path`
+    has the whole old content or the whole new one.
+
+    If a folder with files has the name, it is moved to `numbered_name` first. Returns its new path. If the second
+    rename fails, the first is undone and `staging` is unchanged.
     """
     system.sync_tree(staging)  # otherwise a power failure can leave empty files under the new name
     older = None

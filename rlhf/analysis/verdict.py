@@ -222,7 +222,8 @@ def headline(
         return f"{found.where}{arms[0].name} {_to_start(found)} {by}{figures}."
     count = len(decision.winners)
     unlike = decision.unlike
-    here = next((found.where for found in between if found.where), "")
+    with_where = bool(decision.winners) or len(arms) > ALL_PAIRS  # sentences that begin with a difference between arms
+    here = next((found.where for found in between if with_where and found.where), "")
     rest = _than_the_start(arms, decision, against_start, not here)
     if decision.best is not None:
         others = [arm for arm in arms if arm is not decision.best]

@@ -114,8 +114,9 @@ def test_headline_of_long_names_stays_short():
 
 
 def test_headline_without_seeds_holds_for_these_runs():
-    for scores in ((1.0, 0.2), (1.0, 1.0)):
-        arms = [group(name, completions(score)) for name, score in zip(("PPO", "GRPO"), scores, strict=True)]
+    """Also if the two arms differ only at unlike KL."""
+    for ppo, grpo, kl in ((1.0, 0.2, 2.0), (1.0, 1.0, 2.0), (1.0, 0.2, 9.0)):
+        arms = [group("PPO", completions(ppo, kl=kl)), group("GRPO", completions(grpo))]
         verdict = judge_runs(arms, completions(0.0, kl=0.0), None, 1)
         where = next(found.where for found in verdict.contrasts if found.where)
         assert where.strip().lower() in verdict.headline.lower()

@@ -15,15 +15,15 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
 from rlhf.config import usual_config
-from rlhf.distributed.group import from_first, on_first
+from rlhf.distributed.group import from_first, gather, on_first
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
-from rlhf.settings.training import Config
+from rlhf.settings.training import SAVE_SECONDS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, os_advice
-from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.files import hardlink_dir, saved_state, update_dir_atomically
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
@@ -36,6 +36,16 @@ class BestCheckpoint(Callback):
     log: RunLog
     candidates: list[Candidate] = field(default_factory=list)
     costs: list[dict[str, float]] = field(default_factory=list)  # of evaluations: episodes so far, peak memory in GiB
+    saved: tuple = ()  # the `state` of the latest save
+
+    @property
+    def folder(self) -> Path:
+        return self.log.folder / BEST_FOLDER
+
+    def state(self) -> tuple:
+        """Return what differs after the weights of the trainer or those in `best/` have changed."""
+        files = sorted(self.folder.glob("*.safetensors"))
+        return self.trainer.weights_version, *map(saved_state, files)
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
@@ -61,8 +71,8 @@ class BestCheckpoint(Callback):
         best, why = choose(self.candidates, run.best_rule, unlimited)
         if best == len(self.candidates) - 1:
             require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
-            folder = self.log.folder / BEST_FOLDER
-            on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
+            on_first(lambda: update_dir_atomically(self.folder, self.trainer.save_model, self.log.check_place))
+            self.saved = self.state()
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -94,23 +104,33 @@ class Checkpoints(Callback):
     log: RunLog
     screen: Screen
     stop: GracefulStop
+    best: BestCheckpoint
     overdue: bool = False  # a save was due after a skipped update
+    latest: float = 0.0  # time of `perf_counter` at the start of the training, or after the latest save
 
     @property
     def folder(self) -> Path:
         return Path(self.config.run.output)
 
-    def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
-        """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""
+    def on_train_begin(self, trainer):
+        self.latest = perf_counter()
+
+    def save_if_due(self, update: int, last: bool) -> Signals | None:
+        """Save a checkpoint: every `save_every` updates, or if it is unset when the first process has trained for
+        SAVE_SECONDS since the latest save; after the last update; and after a stop signal. Returns the signal."""
+        every = self.config.run.save_every
+        found = gather((self.stop.by, perf_counter() - self.latest >= SAVE_SECONDS))
+        signal = next((by for by, _ in found if by is not None), None)
         skipped = self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(
                 f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"
             )
-        due = self.overdue or signal is not None or update % self.config.run.save_every == 0
+        due = self.overdue or signal is not None or (found[0][1] if every is None else update % every == 0)
         self.overdue = due and skipped
         if last or (due and not skipped):
             self.save(update)
+        return signal
 
     def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
         """Return the error that ends a run which a signal stopped after an update."""
@@ -153,6 +173,7 @@ class Checkpoints(Callback):
         on_first(lambda: self.write(update))
         self.trainer.events.call("on_save", update)
         self.trainer.progress.spend("checkpoints", began)
+        self.latest = perf_counter()
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""
@@ -170,9 +191,10 @@ class Checkpoints(Callback):
             ) from None
 
     def fill(self, folder: Path) -> None:
-        save_trainer_state(self.trainer, folder)
-        if (self.folder / BEST_FOLDER).is_dir():
-            hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+        best = self.best.folder
+        save_trainer_state(self.trainer, folder, best if self.best.saved == self.best.state() else None)
+        if best.is_dir():
+            hardlink_dir(best, folder / BEST_FOLDER)
         self.log.check_place()  # saving a model creates folders that are missing
 
     def resume_hint(self) -> str:

@@ -23,7 +23,7 @@ from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
-from rlhf.distributed.group import agree, gather, on_first, require_equal
+from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.run.export import export_run
 from rlhf.run.figures import compare
@@ -103,8 +103,9 @@ class RunSession(Session):
             found += [ProgressLine(trainer, self.screen)] if self.progress else []
             found += [FindingsWarning(trainer, self.screen), RewardWarning(trainer, self.screen)]
         if self.folder is not None:
-            self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
-            found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]
+            best = BestCheckpoint(trainer, self.config, self.log)
+            self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop, best)
+            found += [best, self.checkpoints]
         return found
 
     def _writers(self, trainer: OnPolicyLoop) -> list[Callback]:
@@ -155,13 +156,8 @@ class RunSession(Session):
     def say(self, line: str) -> None:
         self.screen.say(line)
 
-    def save(self, update: int, last: bool, signal: Signals | None) -> None:
-        if self.checkpoints is not None:
-            self.checkpoints.save_if_due(update, last, signal)
-
-    def stop_signal(self) -> Signals | None:
-        found = gather(self.checkpoints.stop.by) if self.checkpoints is not None else []
-        return next((by for by in found if by is not None), None)
+    def save(self, update: int, last: bool) -> Signals | None:
+        return None if self.checkpoints is None else self.checkpoints.save_if_due(update, last)
 
     def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
         return self.checkpoints.interrupted(update, signal)

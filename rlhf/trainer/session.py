@@ -24,11 +24,9 @@ class Session:
         """Print a line."""
         print_line(line)
 
-    def save(self, update: int, last: bool, signal: Signals | None) -> None:
-        """Save a checkpoint after an update, if one is due. `last`: no update follows; `signal`: it stops the run."""
-
-    def stop_signal(self) -> Signals | None:
-        """Return the signal that stops the run after this update, the same in all processes; None: there is none."""
+    def save(self, update: int, last: bool) -> Signals | None:
+        """Save a checkpoint after an update, if one is due. Returns the signal that stops the run, the same in all
+        processes; None: there is none. `last`: no update follows."""
         return None
 
     def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:

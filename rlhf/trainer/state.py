@@ -24,16 +24,20 @@ from rlhf.trainer.evaluator import FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import saving_tensors
+from rlhf.utils.files import hardlink_dir, saving_tensors
 from rlhf.utils.user_code import generators
 
 TENSORS_FILE = "training.safetensors"
 STATE_FILE = "training.json"
 
 
-def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder."""
-    trainer.save_model(folder)
+def save_trainer_state(trainer: OnPolicyLoop, folder: Path, saved: Path | None = None) -> None:
+    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder.
+    `saved`: a folder that has the weights already, whose files become hard links."""
+    if saved is None:
+        trainer.save_model(folder)
+    else:
+        hardlink_dir(saved, folder)
     optimizer = trainer.host.optimizer.state_dict()
     normalizer = trainer.collector.normalizer
     tensors = {

@@ -35,6 +35,14 @@ def test_what_remains_after_an_update(update, updates, evaluations, checkpoints)
     assert found == {"start": 0, "updates": updates, "evaluations": evaluations, "checkpoints": checkpoints}
 
 
+@pytest.mark.parametrize(("update", "seconds", "checkpoints"), [(1, 2, 1), (1, 200, 7), (9, 200, 1), (10, 200, 1)])
+def test_checkpoints_by_time_follow_from_the_seconds_of_the_rest(update, seconds, checkpoints):
+    """9 updates of 200 s and 3 evaluations take 1,830 s: one checkpoint each 300 s, and one at the end."""
+    run = SimpleNamespace(eval_every=4, save_every=None)
+    found = Progress(seconds={**SECONDS, "updates": [seconds]}).left(run, 10, update)
+    assert found["checkpoints"] == 100 * checkpoints
+
+
 def test_a_run_that_begins_has_one_more_evaluation():
     assert Progress(seconds={"updates": [2.0], "evaluations": [10.0]}).left(RUN, 10, 0) == {
         "updates": 20,

@@ -25,6 +25,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, os_advice
 from rlhf.utils.files import hardlink_dir, saved_state, update_dir_atomically
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.timing import timed
 
 
 @dataclass
@@ -70,9 +71,10 @@ class BestCheckpoint(Callback):
         unlimited = why_no_perplexity_limit(learned, by_start, kl_limited)
         best, why = choose(self.candidates, run.best_rule, unlimited)
         if best == len(self.candidates) - 1:
-            require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
-            on_first(lambda: update_dir_atomically(self.folder, self.trainer.save_model, self.log.check_place))
-            self.saved = self.state()
+            with timed("best"):
+                require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
+                on_first(lambda: update_dir_atomically(self.folder, self.trainer.save_model, self.log.check_place))
+                self.saved = self.state()
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -166,6 +168,7 @@ class Checkpoints(Callback):
             return "the checkpoints cannot be read"
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
+    @timed("checkpoints")
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
         began = perf_counter()
@@ -224,11 +227,12 @@ class Checkpoints(Callback):
         return f"Renamed to *.suspect, because no optimizer step from these weights succeeded: {', '.join(names)}. "
 
     def state_dict(self) -> dict[str, float]:
-        return {"seconds": self.log.seconds(), "cpu_seconds": self.log.cpu_seconds()}
+        return {"seconds": self.log.seconds(), "cpu_seconds": self.log.cpu_seconds(), "time": self.log.time()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.log.seconds_before = state["seconds"]
         self.log.cpu_before = state["cpu_seconds"]
+        self.log.time_before = state.get("time", {})  # older checkpoints have none
 
 
 def smaller_rate(config: Config) -> float:

@@ -18,6 +18,7 @@ from rlhf.utils.files import write_json
 from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.streams import lost_streams
 from rlhf.utils.system import cpu_seconds
+from rlhf.utils.timing import timed
 
 
 class RunLog:
@@ -51,6 +52,7 @@ class RunLog:
         self.seconds_before = 0.0
         self.cpu_at_start = cpu_seconds()
         self.cpu_before = 0.0
+        self.time_before: dict[str, float] = {}
 
     def add(self, **facts: Any) -> None:
         """Set fields of the record and write it. Raises FolderMoved as `check_place`."""
@@ -77,6 +79,11 @@ class RunLog:
         """Return the CPU seconds of this process and of its ended children, in this session and those before it."""
         return self.cpu_before + cpu_seconds() - self.cpu_at_start
 
+    def time(self) -> dict[str, float]:
+        """Return the seconds of each part of the command, in this session and those before it."""
+        now = timed.seconds()
+        return {part: self.time_before.get(part, 0.0) + now.get(part, 0.0) for part in {**self.time_before, **now}}
+
     def __enter__(self) -> RunLog:
         return self
 
@@ -94,14 +101,14 @@ class RunLog:
                 first = error.problems if isinstance(error, UserError) else []
                 raise FolderMoved(dict.fromkeys([*first, *moved.problems])) from error
             if error is None:
-                return self.add(status="finished", ended=now())
+                return self.add(status="finished", ended=now(), time=self.time())
             if isinstance(error, RunError) and error.inputs is not None:
                 error.append(f"; {self._save_inputs(error.inputs)}")
             with contextlib.suppress(Exception):  # the disk may be full: report the error that ended the run instead
                 if self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
                     return self._found.write(self.folder)  # nothing was trained in this session: restore the record
                 status = "stopped" if isinstance(error, TrainingInterrupted) else "failed"
-                self.add(status=status, ended=now(), reason=f"{type(error).__name__}: {error}")
+                self.add(status=status, ended=now(), time=self.time(), reason=f"{type(error).__name__}: {error}")
             if isinstance(error, OSError):
                 raise error  # the lock raises it as WriteError
 

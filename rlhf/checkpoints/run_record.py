@@ -104,6 +104,7 @@ class RunRecord:
     best: Best | None = None
     figures: dict | None = None  # results of a finished run: name -> value; None for a value that is not finite
     spent: Spent | None = None
+    time: dict | None = None  # part of the command -> seconds; inner parts as `outer/inner`
     merged: Merged | None = None
     ended: str | None = None  # UTC
     reason: str | None = None  # why the run stopped or failed

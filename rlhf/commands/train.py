@@ -14,6 +14,7 @@ from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.libraries import check_libraries, check_trackers, import_libraries
+from rlhf.utils.timing import timed
 
 INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  # printed after Ctrl-C
 
@@ -34,7 +35,8 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         from rlhf.data.parts import write_parts
 
         return None if misses_parts(config, screen) else write_parts(config.data, config.run.write_parts, screen.say)
-    check_before_imports(config, screen)
+    with timed("checks"):
+        check_before_imports(config, screen)
     if config.run.dry_run and misses_parts(config, screen):
         return None
     check_libraries()
@@ -42,9 +44,10 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         quiet_libraries()
         from rlhf.run.looks import look as one_run
     else:
-        import_libraries(screen)
-        from rlhf.distributed.join import join
-        from rlhf.run.train import train as one_run
+        with timed("imports"):
+            import_libraries(screen)
+            from rlhf.distributed.join import join
+            from rlhf.run.train import train as one_run
 
         join(config.run.ddp_timeout)
     from rlhf.run.seeds import for_each_seed

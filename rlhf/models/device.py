@@ -17,6 +17,7 @@ from rlhf.utils.command_lines import command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RLHFWarning, UserError
 from rlhf.utils.system import available_cores, cap_gpu_memory, gpu_memory_margin, reset_resident_peak, resident_peak
+from rlhf.utils.timing import timed
 
 OWN_THREADS = torch.get_num_threads()  # before `set_threads` changes it
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
@@ -99,7 +100,16 @@ def start_device(screen: Screen, deterministic: bool = False, timeout_s: float =
         screen.say(hint)
     device = selected_device()
     cap_gpu_memory()
+    if device.type == "cuda":
+        timed.record = recorded_event
     return device
+
+
+def recorded_event() -> torch.cuda.Event:
+    """Return an event in the GPU's stream. It has a time when the GPU has done all work before it."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def selected_device() -> torch.device:

@@ -22,6 +22,7 @@ from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
+from rlhf.utils.timing import timed
 
 SHOWN = ("score_rise_in_start_sd", "kl_last_10_updates", "peak_memory_gib", "seconds")  # beside before and after
 
@@ -55,6 +56,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         finally:
             release(folder)
         free_models()
+        timed.restart()
     if not config.run.only_looks and is_first():
         end_seeds(config, configs, screen)
 

@@ -44,6 +44,7 @@ from rlhf.utils.files import json_ready, write_jsonl
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.streams import guarded_streams
+from rlhf.utils.timing import timed
 
 
 @dataclass
@@ -76,13 +77,16 @@ class RunSession(Session):
         """Open the session around the training: files, callbacks, signals. Ends them also after an error."""
         self.trainer = trainer
         config = self.config
+        if config.in_python:
+            timed.restart()
         stop = None
         with ExitStack() as stack:
             stack.enter_context(guarded_streams())
             stack.enter_context(self.screen)
             if self.folder is not None:
                 stop = stack.enter_context(GracefulStop(self.screen.say))  # until run.json is written
-                started = start_run(config, self.components, trainer.updates, self.screen)
+                with timed("checks"):
+                    started = start_run(config, self.components, trainer.updates, self.screen)
                 self.log = stack.enter_context(started)
             run_id = self.log and self.log.record.id
             trackers = stack.enter_context(Trackers(config, self.screen, run_id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from rlhf.trainer.progress import parts_text
 from rlhf.utils.command_lines import command, script_command
 from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically
+from rlhf.utils.timing import timed
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
@@ -109,7 +110,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         completion_tokens=trainer.progress.completion_tokens,
         resampled_episodes=trainer.progress.resampled_episodes,
     )
-    update_dir_atomically(log.folder, trainer.save_model, log.check_place)
+    with timed("final save"):
+        update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in history)
@@ -117,8 +119,17 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     spent = {part: sum(each) for part, each in trainer.progress.seconds.items()}
     times = trainer.progress.predicted | {"time": spent}
     screen.facts([(name, parts_text(parts)) for name, parts in times.items()])
+    show_time(log.time(), screen)
     if config.reward.control != "none":
         screen.say(f"{config.title}: {CONTROL_MEANS}, so the reward did not cause these changes")
+
+
+def show_time(seconds: Mapping[str, float], screen: Screen) -> None:
+    """Print how the time of a command divides among its parts."""
+    whole = sum(seconds.values())
+    rows = [[part, f"{passed:.1f}", f"{passed / whole:.1%}"] for part, passed in sorted(seconds.items())]
+    screen.say("where the time went:")
+    screen.columns([["", "seconds", "share"], *rows, ["together", f"{whole:.1f}", ""]])
 
 
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:

@@ -19,6 +19,7 @@ from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.plan import show_plan
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
+from rlhf.utils.timing import timed
 
 
 def train(config: Config, screen: Screen) -> None:
@@ -31,13 +32,17 @@ def load_trainer(config: Config, screen: Screen) -> OnPolicyLoop:
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     require_equal(environment()["versions"], "Install the same versions everywhere")
     check_export(config)
-    in_turn(lambda: prepare_demo_components(config, screen, device))
+    with timed("demo parts"):
+        in_turn(lambda: prepare_demo_components(config, screen, device))
     began = perf_counter()
-    inputs = load_inputs(config, screen)
-    config = settle(config, inputs, device, screen)
-    predicted = show_plan(config, inputs, device, screen)
-    components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
-    trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
+    with timed("models and data"):
+        inputs = load_inputs(config, screen)
+    with timed("checks"):
+        config = settle(config, inputs, device, screen)
+        predicted = show_plan(config, inputs, device, screen)
+    with timed("models and data"):
+        components = replace(load_models(config, inputs, device, screen), gold=gold_of(config))
+        trainer = RunSession(config, components, screen, folder=Path(config.run.output)).build_trainer()
     trainer.progress.predicted = predicted
     trainer.progress.spend("start", began)
     return trainer

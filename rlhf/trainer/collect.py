@@ -27,10 +27,12 @@ from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.trl_host import Host
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
+from rlhf.utils.timing import timed
 
 Episodes = Sequence[tuple[int, Prompt]]  # (number in the stream of random numbers, prompt) of each completion
 
 
+@timed("sampling")
 def sample_shares(
     sampler: Sampler,
     passes: ForwardPasses,
@@ -123,6 +125,7 @@ class RolloutCollector:
         logprobs = self.passes.logprobs(completions, keep_pass)
         return Rollout(completions, prompts, completions.texts(self.tokenizer), *logprobs)
 
+    @timed("scoring")
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
         `drawn_again` as in `_shaped`."""

@@ -21,7 +21,6 @@ from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.safety import SkipUpdate, check_finite
-from rlhf.trainer.timing import Timer
 
 
 @dataclass
@@ -42,11 +41,8 @@ class DynamicSampler:
         self.groups = self.episodes = 0  # sampled in addition to the batch
         self.replaced_tokens = 0  # of completions that were sampled and replaced
 
-    def replace_equal_groups(
-        self, rollout: Rollout, scores: Scores, update: int, timer: Timer
-    ) -> tuple[Rollout, Scores]:
-        """Return the rollout with other prompts in place of the groups with equal scores, and its scores. `timer` is
-        that of the update.
+    def replace_equal_groups(self, rollout: Rollout, scores: Scores, update: int) -> tuple[Rollout, Scores]:
+        """Return the rollout with other prompts in place of the groups with equal scores, and its scores.
 
         At most `dynamic_sampling` draws are made, and none after --episodes is spent. Groups that still have equal
         scores stay. Only the new groups are sampled, computed and scored. Raises SkipUpdate,
@@ -66,7 +62,7 @@ class DynamicSampler:
             drawn += prompts
             rows = [group * size + k for group in equal for k in range(size)]
             self._count(rollout, equal, rows)
-            rollout, new = self._draw(rollout, rows, prompts, update, number, timer)
+            rollout, new = self._draw(rollout, rows, prompts, update, number)
             scores = scores.replaced(rows, new)
             logged.append((len(rows), new.logged))
         scores.logged = _means(logged) if len(logged) > 1 else scores.logged
@@ -79,14 +75,13 @@ class DynamicSampler:
         return equal | ~in_loss.view(-1, self.config.group_size).any(1).to(equal.device)
 
     def _draw(
-        self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int, timer: Timer
+        self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int
     ) -> tuple[Rollout, Scores]:
         """Return the rollout with completions of `prompts` in `rows`, and the scores of these completions."""
         size = self.config.group_size
         batch = self.config.episodes_per_update
         episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
-        with timer("rollout"):
-            new = self.collector.collect(episodes, update, f"draw {number}", keep_pass=False)
+        new = self.collector.collect(episodes, update, f"draw {number}", keep_pass=False)
         place = dict(zip(rows, range(batch, batch + len(rows)), strict=True))
         order = [place.get(row, row) for row in range(batch)]
         try:

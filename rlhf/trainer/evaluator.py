@@ -32,6 +32,7 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
 from rlhf.utils.system import release_gpu_cache
+from rlhf.utils.timing import timed
 
 FIXED_TEXTS = 128
 
@@ -82,6 +83,7 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
     )
 
 
+@timed("perplexity")
 @torch.no_grad()
 def perplexity(sampler: Sampler, text: FixedText) -> float:
     """Return the perplexity of the sampler's policy per completion token of the text, at temperature 1; infinity if a
@@ -216,6 +218,7 @@ class Evaluator:
         logprobs, ref_logprobs, _ = self.passes.logprobs(completions)
         return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
 
+    @timed("scoring")
     def rate(
         self, prompts: Sequence[Prompt], ids: Sequence[list[int]], ended: Sequence[bool], samples: int
     ) -> Evaluation:

@@ -43,12 +43,12 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
 from rlhf.trainer.session import Session
-from rlhf.trainer.timing import Timer
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.processes import is_first, size
 from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
+from rlhf.utils.timing import timed
 
 
 class OnPolicyLoop:
@@ -238,19 +238,17 @@ class OnPolicyLoop:
         with self.passes.weights.in_use():
             began = perf_counter()
             self.events.call("on_update_begin", update)
-            timer = Timer()
+            before = timed.seconds()
             experience = None
             # 1. sample: completions, their log-probs, the reference's, and the critic's values
-            with timer("rollout"):
-                rollout = self.collector.collect(self.episodes_of(update), update)
+            rollout = self.collector.collect(self.episodes_of(update), update)
             try:
                 # 2. score: reward model and reward functions, then dynamic sampling and the control
-                with timer("score"):
-                    check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
-                    scores = self.collector.score(rollout)
-                    rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update, timer)
-                    scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
-                with timer("update"):
+                check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
+                scores = self.collector.score(rollout)
+                rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
+                scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+                with timed("optimizer steps"):
                     # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
                     experience = self.advantages(rollout, scores.shaped)
                     self.events.call("on_batch", update, experience, scores)
@@ -263,7 +261,7 @@ class OnPolicyLoop:
             self.progress.count_update(scores)
             self.progress.spend("updates", began)
             require_finite_weights(self.host.model, update, self.session.advice)
-            metrics = self.metrics_of(update, experience, scores, timer) | stats
+            metrics = self.metrics_of(update, experience, scores, before) | stats
             # 5. next beta: towards the KL target
             self.adjust_beta(update, metrics)
             self.count_update(update)
@@ -309,8 +307,8 @@ class OnPolicyLoop:
         self.finish_epoch(update)
         return {"updates/skipped": float(self.progress.skipped)}
 
-    def metrics_of(self, update: int, experience: Experience, scores: Scores, timer: Timer) -> dict[str, float]:
-        """Return the metrics of an update, without those of its optimizer steps."""
+    def metrics_of(self, update: int, experience: Experience, scores: Scores, before: dict) -> dict[str, float]:
+        """Return the metrics of an update, without those of its optimizer steps. `before`: seconds at its begin."""
         self.update_peak_memory()
         sampler = self.dynamic_sampler
         kl = self.config.kl
@@ -319,7 +317,7 @@ class OnPolicyLoop:
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
-            **speed_metrics(timer.seconds, tokens + sampler.replaced_tokens, episodes + sampler.episodes),
+            **speed_metrics(timed.since(before), tokens + sampler.replaced_tokens, episodes + sampler.episodes),
             **sampler.metrics(),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
@@ -406,7 +404,7 @@ class OnPolicyLoop:
         # the numbers of the first completion of each prompt do not depend on how many there are
         rows = [(k * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for k in range(samples)]
         sampling = None if run.eval_temperature is None else self.config.eval_sampling
-        with self.passes.weights.in_use(), self.passes.raise_on_oom("an evaluation"):
+        with timed("evaluation"), self.passes.weights.in_use(), self.passes.raise_on_oom("an evaluation"):
             self.fix_text()
             result = self.evaluator.evaluate(rows, samples, sampling)
         if not scored(result.scores).size:

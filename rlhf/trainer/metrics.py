@@ -55,9 +55,14 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
 def speed_metrics(seconds: Mapping[str, float], tokens: int, episodes: int) -> dict[str, float]:
     """Return the seconds of each part of an update ("rollout", "score", "update"), and tokens and episodes per second
     of the whole update."""
-    whole = sum(seconds.values())
+    parts = {
+        "rollout": seconds["sampling"] + seconds["log-probs"],
+        "score": seconds["scoring"],
+        "update": seconds["optimizer steps"],
+    }
+    whole = sum(parts.values())
     return {
-        **{f"time/{part}_s": passed for part, passed in seconds.items()},
+        **{f"time/{part}_s": passed for part, passed in parts.items()},
         "throughput/tokens_per_s": tokens / whole,
         "throughput/episodes_per_s": episodes / whole,
     }

@@ -26,6 +26,7 @@ from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Completions, LogProbs
 from rlhf.rollout.exchange import exchange_logprobs
 from rlhf.utils.errors import RunError
+from rlhf.utils.timing import timed
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ForwardPasses:
         self.weights = CastWeights([base.get_output_embeddings().weight, *layers], self.dtype)
         self._kept: tuple[Completions, Pass] | None = None
 
+    @timed("log-probs")
     def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:
         """Compute log-probs, reference log-probs and values of the completions, each (B, T).
 

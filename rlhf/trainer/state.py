@@ -25,6 +25,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import hardlink_dir, saving_tensors
+from rlhf.utils.timing import timed
 from rlhf.utils.user_code import generators
 
 TENSORS_FILE = "training.safetensors"
@@ -40,11 +41,12 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path, saved: Path | None =
         hardlink_dir(saved, folder)
     optimizer = trainer.host.optimizer.state_dict()
     normalizer = trainer.collector.normalizer
-    tensors = {
-        f"optimizer/{number}/{name}": _tensor(name, value)
-        for number, state in optimizer["state"].items()
-        for name, value in _flat(state).items()
-    }
+    with timed("copy"):
+        tensors = {
+            f"optimizer/{number}/{name}": _tensor(name, value)
+            for number, state in optimizer["state"].items()
+            for name, value in _flat(state).items()
+        }
     with saving_tensors(folder):
         randoms = {name: generator.get_state() for name, generator in generators().items()}
         save_file({**tensors, **randoms}, folder / TENSORS_FILE)

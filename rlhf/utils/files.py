@@ -16,6 +16,7 @@ from rlhf.utils import system
 from rlhf.utils.errors import UserError, as_os_error, first_line, naming
 from rlhf.utils.paths import local_path, new_name
 from rlhf.utils.system import WINDOWS
+from rlhf.utils.timing import timed
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
@@ -49,7 +50,8 @@ def rename_synced(staging: Path, path: Path) -> Path | None:
     If a folder with files has the name, it is moved to `numbered_name` first. Returns its new path. If the second
     rename fails, the first is undone and `staging` is unchanged.
     """
-    system.sync_tree(staging)  # otherwise a power failure can leave empty files under the new name
+    with timed("sync"):
+        system.sync_tree(staging)  # otherwise a power failure can leave empty files under the new name
     older = None
     if staging.is_dir() and path.exists():
         if path.is_file() or any(path.iterdir()):
@@ -124,7 +126,8 @@ def saving_tensors(folder: Path) -> Iterator[None]:
     Gives the safetensors files the umask's permissions: safetensors creates them for their owner only.
     """
     try:
-        yield
+        with timed("write"):
+            yield
     except Exception as error:
         found = as_os_error(error)
         if found is None:
@@ -176,7 +179,8 @@ def update_dir_atomically(
     check()
     with naming(folder), staged(folder / UPDATE if folder.exists() else folder) as staging:
         write(staging)
-        system.sync_tree(staging)
+        with timed("sync"):
+            system.sync_tree(staging)
         check()
         if not folder.exists():
             rename_synced(staging, folder)
@@ -202,6 +206,7 @@ def hardlink_dir(source: Path, target: Path) -> None:
 # --- the identity of a file ------------------------------------------------------------------------------------------
 
 
+@timed("hash")
 def sha256(file: Path) -> str:
     """Return the SHA-256 of all bytes of a file."""
     with file.open("rb") as stream:

@@ -92,6 +92,14 @@ def test_a_run_from_start_to_saved_model(project, forks, flags, algorithm):
     spent = log["spent"]
     assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
     assert 12 <= spent["completion_tokens"] <= 96 and log["figures"]["perplexity_text"].startswith("19 ")
+    time = log["time"]
+    assert all(time[part] > 0 for part in (
+        "imports", "checks", "models and data", "sampling", "scoring", "log-probs", "optimizer steps",
+        "evaluation/sampling", "evaluation/log-probs", "evaluation/scoring", "evaluation/perplexity",
+        "checkpoints/copy", "checkpoints/hash", "checkpoints/write", "checkpoints/sync",
+        "best/write", "final save/write",
+    ))  # fmt: skip
+    assert time["other"] <= 0.05 * sum(time.values()), "at least 95% of the time has a name"
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()

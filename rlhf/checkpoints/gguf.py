@@ -26,7 +26,6 @@ from rlhf.utils.files import (
     remove_path,
     rename_synced,
     saving_tensors,
-    sha256_of_saved,
     sha256_once,
     staged,
     write_json,
@@ -153,9 +152,12 @@ def _is_converted(folder: Path, source: dict[str, Any]) -> bool:
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         same = all(record[key] == value for key, value in source.items())
-        saved = record["files"].items()
         present = {file.name for file in folder.iterdir()} == {RECORD_FILE, *record["files"]}
-        return same and present and all(sha256_of_saved(folder / name) == value for name, value in saved)
+        return (
+            same
+            and present
+            and all(sha256_once(folder / name, saved=True) == value for name, value in record["files"].items())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -201,7 +203,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
         with saving_tensors(staging):
             model.save_pretrained(staging)
             tokenizer.save_pretrained(staging)
-        files = {path.name: sha256_of_saved(path) for path in sorted(staging.iterdir())}
+        files = {path.name: sha256_once(path, saved=True) for path in sorted(staging.iterdir())}
         write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
         remove_folder(folder)  # an incomplete copy, or one of another version
         rename_synced(staging, folder)

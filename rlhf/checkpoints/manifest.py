@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.files import make_folder, numbered_name, rename_synced, sha256_of_saved, staged
+from rlhf.utils.files import make_folder, numbered_name, rename_synced, sha256_once, staged
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
@@ -83,7 +83,10 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
 
 def _write_manifest(folder: Path, run: str, update: int) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    named = {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "sha256": sha256_of_saved(f)} for f in files}
+    named = {
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": sha256_once(file, saved=True)}
+        for file in files
+    }
     content = json.dumps({"run": run, "update": update, "files": named}, indent=2)
     (folder / MANIFEST).write_text(content, encoding="utf-8")
 
@@ -106,7 +109,7 @@ def validate_checkpoint(path: Path, run: str) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size:,} bytes instead of {entry['size']:,}"
-        if sha256_of_saved(file) != entry["sha256"]:
+        if sha256_once(file, saved=True) != entry["sha256"]:
             return f"{name} has changed (its SHA-256 differs)"
     return None
 

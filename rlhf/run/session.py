@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from signal import Signals
 
 import torch
 
@@ -42,7 +41,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_jsonl
 from rlhf.utils.processes import is_first, size
-from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.signals import GracefulStop
 from rlhf.utils.streams import guarded_streams
 from rlhf.utils.timing import timed
 
@@ -160,11 +159,9 @@ class RunSession(Session):
     def say(self, line: str) -> None:
         self.screen.say(line)
 
-    def save(self, update: int, last: bool) -> Signals | None:
-        return None if self.checkpoints is None else self.checkpoints.save_if_due(update, last)
-
-    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
-        return self.checkpoints.interrupted(update, signal)
+    def save(self, update: int, last: bool) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save_if_due(update, last)
 
     def roll_back(self, update: int) -> None:
         self.checkpoints.roll_back(update)

@@ -173,11 +173,6 @@ class OnPolicyLoop:
         return self.progress.episodes
 
     @property
-    def weights_version(self) -> tuple[int, int]:
-        """Two equal values: no optimizer step, rollback or `load_model` has changed a weight in between."""
-        return self.progress.optimizer_steps, sum(weight._version for weight in self.host.model.parameters())
-
-    @property
     def updates(self) -> int:
         """The number of updates in the run: as planned, or fewer if it has ended before."""
         return self.sampler.updates if self.reason_to_end() is None else self.host.state.global_step
@@ -218,10 +213,7 @@ class OnPolicyLoop:
             if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
                 self.evaluate()
             self.events.call("on_update_done", update)
-            last = self.reason_to_end() is not None
-            signal = self.session.save(update, last)
-            if signal is not None and not last:
-                raise self.session.interrupted(update, signal)
+            self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
         self.events.call("on_train_end")
         return Metrics(metrics | self.evaluations[-1].metrics())
 

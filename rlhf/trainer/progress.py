@@ -41,17 +41,13 @@ class Progress:
         """Return the seconds of each part that remain after an update, from the medians of the latest ones. The
         evaluation and the checkpoint that follow the update remain, too."""
         done = update - 1
-        usual = {part: median(each[-LATEST:]) for part, each in self.seconds.items()}
+        save_every = run.save_every or -(-SAVE_SECONDS // median(self.seconds["updates"][-LATEST:]))
         counts = {
             "updates": updates - update,
             "evaluations": -(-updates // run.eval_every) - done // run.eval_every,  # one is after the last update
+            "checkpoints": -(-updates // save_every) - done // save_every,
         }
-        if run.save_every is None:
-            between = sum(count * usual.get(part, 0) for part, count in counts.items())
-            counts["checkpoints"] = 1 + between // SAVE_SECONDS
-        else:
-            counts["checkpoints"] = -(-updates // run.save_every) - done // run.save_every
-        return {part: counts.get(part, 0) * seconds for part, seconds in usual.items()}
+        return {part: counts.get(part, 0) * median(each[-LATEST:]) for part, each in self.seconds.items()}
 
     def count_update(self, scores: Scores | None) -> None:
         """Count one update with these scores (None: it was skipped)."""

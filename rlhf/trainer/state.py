@@ -24,7 +24,7 @@ from rlhf.trainer.evaluator import FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import hardlink_dir, saving_tensors
+from rlhf.utils.files import saving_tensors
 from rlhf.utils.timing import timed
 from rlhf.utils.user_code import generators
 
@@ -32,13 +32,11 @@ TENSORS_FILE = "training.safetensors"
 STATE_FILE = "training.json"
 
 
-def save_trainer_state(trainer: OnPolicyLoop, folder: Path, saved: Path | None = None) -> None:
-    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder.
-    `saved`: a folder that has the weights already, whose files become hard links."""
-    if saved is None:
+def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
+    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder, or to
+    one that has these weights already."""
+    if not any(folder.glob("*.safetensors")):
         trainer.save_model(folder)
-    else:
-        hardlink_dir(saved, folder)
     optimizer = trainer.host.optimizer.state_dict()
     normalizer = trainer.collector.normalizer
     with timed("copy"):

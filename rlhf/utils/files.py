@@ -192,8 +192,7 @@ def update_dir_atomically(
 def hardlink_dir(source: Path, target: Path) -> None:
     """Copy the files of a saved model. Weights are hard links to the same files, if the disk supports links, and use
     no space. This is safe because weight files are never modified: `update_dir_atomically` replaces them."""
-    if not target.is_dir():
-        make_folder(target)
+    target.mkdir(exist_ok=True)
     for file in filter(Path.is_file, source.iterdir()):  # a user or a tool may have made a folder there
         try:
             if file.suffix != ".safetensors":
@@ -219,22 +218,15 @@ def file_state(file: Path) -> tuple:
     return file.resolve(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def saved_state(file: Path) -> tuple:
-    """Return `file_state` of a file that a run has saved, without what another name or a hard link changes."""
-    return file_state(file)[1:-1]
+_hashes: dict[tuple, str] = {}  # result of `file_state`, of a saved file a part of it -> SHA-256
 
 
-_hashes: dict[tuple, str] = {}  # state of a file -> SHA-256
-
-
-def sha256_once(file: Path, state: Callable[[Path], tuple] = file_state) -> str:
-    """Return `sha256(file)`, about 0.3 s per GB. A file whose `state` does not change is read once per process."""
-    key = state(file)
-    if key not in _hashes:
-        _hashes[key] = sha256(file)
-    return _hashes[key]
-
-
-def sha256_of_saved(file: Path) -> str:
-    """Return `sha256_once` of a file that this program has saved, also after it got another name or a hard link."""
-    return sha256_once(file, saved_state)
+def sha256_once(file: Path, saved: bool = False) -> str:
+    """Return `sha256(file)`, about 0.3 s per GB. A file that does not change is read once per process. `saved`: this
+    program has saved the file, which is not read again after it got another name or a hard link."""
+    state = file_state(file)
+    if saved:
+        state = state[1:-1]  # not the path, nor the time of such a change
+    if state not in _hashes:
+        _hashes[state] = sha256(file)
+    return _hashes[state]

@@ -543,6 +543,7 @@ def test_full_disk_during_a_save_keeps_the_older_checkpoints(
 
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
             patch.setattr(safetensors.torch, "serialize_file", with_short_file)
+            patch.setattr(checkpointing.BestCheckpoint, "state", lambda _: object())  # not the weights of best/
             patch.setattr(checkpointing, "write_checkpoint", with_full_file)
             run_command(lambda output=output: train_ppo.main(["--resume", "--output", str(output)]))
         err = capsys.readouterr().err

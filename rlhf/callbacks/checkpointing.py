@@ -172,11 +172,9 @@ class Checkpoints(Callback):
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""
-        run = self.log.record.id
-        keep = self.config.run.keep
         self.log.check_place()
         try:
-            write_checkpoint(self.folder, run, update, keep, self.fill)
+            write_checkpoint(self.folder, self.log.record.id, update, self.config.run.keep, self.fill)
         except OSError as error:
             self.log.check_place()
             raise RunError(

@@ -42,4 +42,4 @@ max_grad_norm = 1.0
 epochs = 3  # passes over the prompts; instead of it, you can set num_iterations or episodes
 seed = 42
 eval_every = 50  # updates between evaluations
-save_every = 50  # updates between checkpoints
+save_every = None  # updates between checkpoints; None: one every 5 minutes

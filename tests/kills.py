@@ -2,9 +2,10 @@
 
 python -m tests.kills KILLS SEED FOLDER train_ppo|train_grpo FLAG...   prints a JSON object. Not for Windows (fork).
 
-A run is killed at a random instant: in turn during a save, anywhere in the run, during a save, and during an update of
-best/. The instant is uniform over the time that this part took in an uninterrupted run. A run keeps one checkpoint, so
-every save except the first one removes a checkpoint.
+A run is killed in turn during a save, between two parts of a save, anywhere in the run, and during an update of best/.
+The instant is uniform over the time that this took in an uninterrupted run. A run that was killed between two parts is
+resumed, and killed between two parts of its next save. A run keeps one checkpoint, so every save except the first one
+removes a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,16 +25,44 @@ from pathlib import Path
 FIRST = b"f"
 SAVE = (b"(", b")")
 BEST = (b"[", b"]")
+PART = b"p"  # the start or the end of a part of a save
 METRICS_LOG = "metrics.jsonl"
 MEASURED = ("time/", "throughput/", "memory/")
-AIMS = (SAVE, None, SAVE, BEST)
+AIMS = (SAVE, PART, None, BEST)
 
 
-def child(script, argv: list[str], events: int) -> None:
-    """Run a training script that writes an event at its first update, and at the start and end of saves and best/."""
+def child(script, argv: list[str], events: int, last_part: int | None) -> None:
+    """Run a training script that writes an event at its first update, and at the start and end of saves, their parts,
+    and of best/. It kills itself at the event `last_part` of the parts."""
     from rlhf.callbacks import checkpointing
+    from rlhf.checkpoints import manifest
     from rlhf.trainer.loop import OnPolicyLoop
 
+    seen = []
+
+    def at_part():
+        os.write(events, PART)
+        seen.append(PART)
+        if len(seen) == last_part:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def with_parts(part):
+        def run(*given):
+            at_part()
+            result = part(*given)
+            at_part()
+            return result
+
+        return run
+
+    for owner, name in (
+        (checkpointing, "save_trainer_state"),
+        (checkpointing, "hardlink_dir"),
+        (manifest, "_write_manifest"),
+        (manifest, "rename_synced"),
+        (manifest, "_remove"),
+    ):
+        setattr(owner, name, with_parts(getattr(owner, name)))
     update = OnPolicyLoop.update_step
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -56,14 +85,14 @@ def child(script, argv: list[str], events: int) -> None:
     script.main(argv)
 
 
-def start(script, argv: list[str]) -> tuple[int, int]:
-    """Fork a run. Return its process id and the pipe from which its events are read."""
+def start(script, argv: list[str], last_part: int | None = None) -> tuple[int, int]:
+    """Fork a run, as `child`. Return its process id and the pipe from which its events are read."""
     pipe, events = os.pipe()
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            child(script, argv, events)
+            child(script, argv, events, last_part)
             status = 0
         finally:
             os._exit(status)
@@ -87,20 +116,27 @@ def follow(
     return seen
 
 
-def whole_run(script, argv: list[str]) -> tuple[list[tuple[bytes, float]], int]:
-    """Return the events and the exit status of an uninterrupted run."""
-    process, pipe = start(script, argv)
+def whole_run(script, argv: list[str], last_part: int | None = None) -> tuple[list[tuple[bytes, float]], int]:
+    """Return the events and the exit status of a run that nothing else interrupts."""
+    process, pipe = start(script, argv, last_part)
     seen = follow(pipe)
     os.close(pipe)
     return seen, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def kill(
-    script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], aim: tuple[bytes, bytes] | None
+    script,
+    argv: list[str],
+    draw: random.Random,
+    plain: list[tuple[bytes, float]],
+    aim: tuple[bytes, bytes] | bytes | None,
 ) -> list[bytes] | None:
     """Kill a run at a random instant of one part, or of the whole run. Return its events, or None if it had ended."""
-    process, pipe = start(script, argv)
-    if aim is not None:
+    parts = sum(event == PART for event, _ in plain)
+    process, pipe = start(script, argv, 1 + draw.randrange(parts) if aim == PART else None)
+    if aim == PART:
+        seen = follow(pipe)
+    elif aim is not None:
         starts, ends = ([at for event, at in plain if event == which] for which in aim)
         lasted = [end - at for at, end in zip(starts, ends, strict=True)]
         which = draw.randrange(len(starts))
@@ -111,7 +147,8 @@ def kill(
             pass
         first = next(at for event, at in plain if event == FIRST)
         seen = follow(pipe, until=time.monotonic() + draw.random() * (plain[-1][1] - first))
-    os.kill(process, signal.SIGKILL)
+    if aim != PART:
+        os.kill(process, signal.SIGKILL)
     killed = os.WIFSIGNALED(os.waitpid(process, 0)[1])
     seen += follow(pipe)
     os.close(pipe)
@@ -204,7 +241,10 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     importlib.import_module("rlhf.run.train")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the uninterrupted run failed"
-    result = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "started_again": 0, "problems": []}
+    result = dict.fromkeys(("killed", "in_a_save", "in_best", "twice", "resumed", "started_again"), 0) | {
+        "problems": []
+    }
+    saves, parts = (sum(event == which for event, _ in plain) for which in (SAVE[0], PART))
     first_model = Path(flags[flags.index("--actor-model") + 1])
     while result["killed"] < kills or result["in_a_save"] < kills * 10 // 25:
         output = folder / f"killed_{result['killed']}"
@@ -225,6 +265,9 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
         if SAVE[1] in events and newest is None:
             result["problems"].append(f"kill {result['killed']}: no valid checkpoint after {events}")
         result["started_again" if newest is None else "resumed"] += 1
+        if aim == PART:
+            _, status = whole_run(script, ["--resume", "--output", str(output)], 1 + draw.randrange(parts // saves))
+            result["twice"] += status == -signal.SIGKILL
         _, status = whole_run(script, ["--resume", "--output", str(output)])
         if status:
             result["problems"].append(f"kill {result['killed']}: resuming ended with {status}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from signal import Signals
 from time import perf_counter
 from typing import Any
 
@@ -15,15 +14,15 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
 from rlhf.config import usual_config
-from rlhf.distributed.group import from_first, on_first
+from rlhf.distributed.group import from_first, gather, on_first
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
-from rlhf.settings.training import Config
+from rlhf.settings.training import SAVE_SECONDS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights, save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, os_advice
-from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.files import file_state, hardlink_dir, update_dir_atomically
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.timing import timed
 
@@ -37,6 +36,13 @@ class BestCheckpoint(Callback):
     log: RunLog
     candidates: list[Candidate] = field(default_factory=list)
     costs: list[dict[str, float]] = field(default_factory=list)  # of evaluations: episodes so far, peak memory in GiB
+    saved: tuple = ()  # the `state` after the latest save
+
+    def state(self) -> tuple:
+        """Return what differs after the trainer's weights or those in `best/` have changed."""
+        versions = [weight._version for weight in self.trainer.host.model.parameters()]  # a rollback changes them, too
+        files = (self.log.folder / BEST_FOLDER).glob("*.safetensors")
+        return self.trainer.progress.optimizer_steps, versions, {*map(file_state, files)}
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
@@ -65,6 +71,7 @@ class BestCheckpoint(Callback):
                 require_equal_weights(self.trainer.host.model, f"update {evaluation.update}")
                 folder = self.log.folder / BEST_FOLDER
                 on_first(lambda: update_dir_atomically(folder, self.trainer.save_model, self.log.check_place))
+                self.saved = self.state()
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -96,32 +103,37 @@ class Checkpoints(Callback):
     log: RunLog
     screen: Screen
     stop: GracefulStop
+    best: BestCheckpoint
     overdue: bool = False  # a save was due after a skipped update
+    latest: float = field(default_factory=perf_counter)  # time of the start, then of the latest save
 
     @property
     def folder(self) -> Path:
         return Path(self.config.run.output)
 
-    def save_if_due(self, update: int, last: bool, signal: Signals | None) -> None:
-        """Save a checkpoint: every `save_every` updates, after the last one, and after a stop signal."""
+    def save_if_due(self, update: int, last: bool) -> None:
+        """Save a checkpoint: every `save_every` updates, or SAVE_SECONDS by the first process's clock; after the last
+        update; and after a stop signal, which then ends the run. Raises TrainingInterrupted."""
+        every = self.config.run.save_every
+        due = update % every == 0 if every else perf_counter() - self.latest >= SAVE_SECONDS
+        signals, dues = zip(*gather((self.stop.by, due)), strict=True)
+        signal = next(filter(None, signals), None)
         skipped = self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(
                 f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"
             )
-        due = self.overdue or signal is not None or update % self.config.run.save_every == 0
+        due = self.overdue or signal is not None or dues[0]
         self.overdue = due and skipped
         if last or (due and not skipped):
             self.save(update)
-
-    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
-        """Return the error that ends a run which a signal stopped after an update."""
-        saved = "A checkpoint was saved"
-        if self.overdue:
-            saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
-        return TrainingInterrupted(
-            signal, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
-        )
+        if signal is not None and not last:
+            saved = "A checkpoint was saved"
+            if self.overdue:
+                saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
+            raise TrainingInterrupted(
+                signal, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
+            )
 
     def roll_back(self, runaway: int) -> None:
         """Load the weights of the newest valid checkpoint from before the KL ran away. An update's KL is that of the
@@ -156,14 +168,13 @@ class Checkpoints(Callback):
         on_first(lambda: self.write(update))
         self.trainer.events.call("on_save", update)
         self.trainer.progress.spend("checkpoints", began)
+        self.latest = perf_counter()
 
     def write(self, update: int) -> None:
         """Write the files of a checkpoint. Raises RunError if this fails."""
-        run = self.log.record.id
-        keep = self.config.run.keep
         self.log.check_place()
         try:
-            write_checkpoint(self.folder, run, update, keep, self.fill)
+            write_checkpoint(self.folder, self.log.record.id, update, self.config.run.keep, self.fill)
         except OSError as error:
             self.log.check_place()
             raise RunError(
@@ -173,9 +184,12 @@ class Checkpoints(Callback):
             ) from None
 
     def fill(self, folder: Path) -> None:
+        best = self.folder / BEST_FOLDER
+        if self.best.saved == self.best.state():
+            hardlink_dir(best, folder)
         save_trainer_state(self.trainer, folder)
-        if (self.folder / BEST_FOLDER).is_dir():
-            hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+        if best.is_dir():
+            hardlink_dir(best, folder / BEST_FOLDER)
         self.log.check_place()  # saving a model creates folders that are missing
 
     def resume_hint(self) -> str:

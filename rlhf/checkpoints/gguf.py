@@ -153,7 +153,11 @@ def _is_converted(folder: Path, source: dict[str, Any]) -> bool:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         same = all(record[key] == value for key, value in source.items())
         present = {file.name for file in folder.iterdir()} == {RECORD_FILE, *record["files"]}
-        return same and present and all(sha256_once(folder / name) == value for name, value in record["files"].items())
+        return (
+            same
+            and present
+            and all(sha256_once(folder / name, saved=True) == value for name, value in record["files"].items())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -199,7 +203,7 @@ def _convert(file: Path, source: dict[str, Any], folder: Path, place: str) -> No
         with saving_tensors(staging):
             model.save_pretrained(staging)
             tokenizer.save_pretrained(staging)
-        files = {path.name: sha256_once(path) for path in sorted(staging.iterdir())}
+        files = {path.name: sha256_once(path, saved=True) for path in sorted(staging.iterdir())}
         write_json(staging / RECORD_FILE, {**source, "quantization": quantization, "files": files})
         remove_folder(folder)  # an incomplete copy, or one of another version
         rename_synced(staging, folder)

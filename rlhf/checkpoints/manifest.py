@@ -1,8 +1,9 @@
 """Writes, validates and removes checkpoints. An interrupted write never leaves a valid checkpoint.
 
 A checkpoint is a folder with a manifest that lists the run, the update, and every file with its size and SHA-256. It
-is written under a temporary name, the manifest last, synced to disk and renamed. Older checkpoints are removed after
-the new one was read back and is valid. Only files in their manifests are removed.
+is written under a temporary name, the manifest last, synced to disk and renamed. Then older checkpoints are removed.
+Only files in their manifests are removed. A process reads each file once for its hash: when it saves the file, or when
+it looks for checkpoints that another process has saved.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.files import make_folder, numbered_name, rename_synced, sha256, staged
+from rlhf.utils.files import make_folder, numbered_name, rename_synced, sha256_once, staged
 
 MANIFEST = "manifest.json"
 DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
@@ -51,10 +52,10 @@ def update_number(name: str) -> int | None:
 
 
 def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Callable[[Path], None]) -> Path:
-    """Write a checkpoint, validate it, and remove all but the newest `keep` checkpoints of the run.
+    """Write a checkpoint, and remove all but the newest `keep` valid checkpoints of the run.
 
-    Raises OSError if writing fails or the files read back differ. On any error older checkpoints are unchanged, and
-    the partial checkpoint is removed if possible. Warns if an old checkpoint cannot be removed.
+    Raises OSError if writing fails, or if the folder is not complete afterwards. On any error older checkpoints are
+    unchanged, and the partial checkpoint is removed if possible. Warns if an old checkpoint cannot be removed.
 
     Args:
         folder: the run folder.
@@ -82,7 +83,10 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
 
 def _write_manifest(folder: Path, run: str, update: int) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    named = {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    named = {
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": sha256_once(file, saved=True)}
+        for file in files
+    }
     content = json.dumps({"run": run, "update": update, "files": named}, indent=2)
     (folder / MANIFEST).write_text(content, encoding="utf-8")
 
@@ -105,7 +109,7 @@ def validate_checkpoint(path: Path, run: str) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size:,} bytes instead of {entry['size']:,}"
-        if sha256(file) != entry["sha256"]:
+        if sha256_once(file, saved=True) != entry["sha256"]:
             return f"{name} has changed (its SHA-256 differs)"
     return None
 

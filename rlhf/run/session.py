@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from signal import Signals
 
 import torch
 
@@ -23,7 +22,7 @@ from rlhf.callbacks.trackers import Trackers
 from rlhf.checkpoints.run_folder import METRICS_LOG, PROMPTS_FOLDER, SAMPLES_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
-from rlhf.distributed.group import agree, gather, on_first, require_equal
+from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.run.export import export_run
 from rlhf.run.figures import compare
@@ -42,7 +41,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_jsonl
 from rlhf.utils.processes import is_first, size
-from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.signals import GracefulStop
 from rlhf.utils.streams import guarded_streams
 from rlhf.utils.timing import timed
 
@@ -107,8 +106,9 @@ class RunSession(Session):
             found += [ProgressLine(trainer, self.screen)] if self.progress else []
             found += [FindingsWarning(trainer, self.screen), RewardWarning(trainer, self.screen)]
         if self.folder is not None:
-            self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop)
-            found += [BestCheckpoint(trainer, self.config, self.log), self.checkpoints]
+            best = BestCheckpoint(trainer, self.config, self.log)
+            self.checkpoints = Checkpoints(trainer, self.config, self.log, self.screen, stop, best)
+            found += [best, self.checkpoints]
         return found
 
     def _writers(self, trainer: OnPolicyLoop) -> list[Callback]:
@@ -159,16 +159,9 @@ class RunSession(Session):
     def say(self, line: str) -> None:
         self.screen.say(line)
 
-    def save(self, update: int, last: bool, signal: Signals | None) -> None:
+    def save(self, update: int, last: bool) -> None:
         if self.checkpoints is not None:
-            self.checkpoints.save_if_due(update, last, signal)
-
-    def stop_signal(self) -> Signals | None:
-        found = gather(self.checkpoints.stop.by) if self.checkpoints is not None else []
-        return next((by for by in found if by is not None), None)
-
-    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
-        return self.checkpoints.interrupted(update, signal)
+            self.checkpoints.save_if_due(update, last)
 
     def roll_back(self, update: int) -> None:
         self.checkpoints.roll_back(update)

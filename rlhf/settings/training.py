@@ -32,6 +32,7 @@ TRACKERS = ("wandb", "trackio")
 EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
+SAVE_SECONDS = 300  # between two checkpoints if --save-every is unset
 PARTS = ("plan", "reward", "prompts", "update")  # of --check, in this order
 RM_TEXTS = ("template", "eos")  # forms of the text that a reward model scores
 
@@ -706,7 +707,12 @@ class RunSettings:
     overwrite: bool = setting(
         False, "use the output folder also if it has a run; the old run is moved to OUTPUT_1, OUTPUT_2 and so on"
     )
-    save_every: int = setting(50, "updates between checkpoints; the last update is always saved", ge=1)
+    save_every: int | None = setting(
+        None,
+        "updates between checkpoints; the last update and one that a signal stops are always saved; unset: a "
+        "checkpoint every 5 minutes",
+        ge=1,
+    )
     keep: int = setting(2, "number of checkpoints to keep, the newest ones", ge=1, aliases=("save_total_limit",))
     resume: bool = setting(
         False,
@@ -721,7 +727,7 @@ class RunSettings:
     rollback_on_kl: bool = setting(
         False,
         "after 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them",
-        needs=STEERED,
+        needs=(*STEERED, "save_every"),
         strict=True,
     )
     resume_anyway: bool = setting(

@@ -155,7 +155,7 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 def _rollback(config: Config) -> Iterator[Problem]:
     run = config.run
-    if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
+    if run.rollback_on_kl and run.save_every and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
         yield _problem(
             f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them are deleted",
             "Raise one of the last two",

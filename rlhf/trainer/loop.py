@@ -213,11 +213,7 @@ class OnPolicyLoop:
             if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
                 self.evaluate()
             self.events.call("on_update_done", update)
-            last = self.reason_to_end() is not None
-            signal = self.session.stop_signal()
-            self.session.save(update, last, signal)
-            if signal is not None and not last:
-                raise self.session.interrupted(update, signal)
+            self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
         self.events.call("on_train_end")
         return Metrics(metrics | self.evaluations[-1].metrics())
 

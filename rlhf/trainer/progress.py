@@ -7,7 +7,7 @@ from statistics import median
 from time import perf_counter
 
 from rlhf.rewards.scores import Scores
-from rlhf.settings.training import RunSettings
+from rlhf.settings.training import SAVE_SECONDS, RunSettings
 from rlhf.utils.console import clock
 
 Parts = dict[str, float]  # part of a run -> seconds
@@ -41,10 +41,11 @@ class Progress:
         """Return the seconds of each part that remain after an update, from the medians of the latest ones. The
         evaluation and the checkpoint that follow the update remain, too."""
         done = update - 1
+        save_every = run.save_every or -(-SAVE_SECONDS // median(self.seconds["updates"][-LATEST:]))
         counts = {
             "updates": updates - update,
             "evaluations": -(-updates // run.eval_every) - done // run.eval_every,  # one is after the last update
-            "checkpoints": -(-updates // run.save_every) - done // run.save_every,
+            "checkpoints": -(-updates // save_every) - done // save_every,
         }
         return {part: counts.get(part, 0) * median(each[-LATEST:]) for part, each in self.seconds.items()}
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import Signals
 from typing import Any
 
 from rlhf.trainer.passes import default_oom_hint
 from rlhf.utils.errors import print_line
-from rlhf.utils.signals import TrainingInterrupted
 
 
 class Session:
@@ -24,16 +22,9 @@ class Session:
         """Print a line."""
         print_line(line)
 
-    def save(self, update: int, last: bool, signal: Signals | None) -> None:
-        """Save a checkpoint after an update, if one is due. `last`: no update follows; `signal`: it stops the run."""
-
-    def stop_signal(self) -> Signals | None:
-        """Return the signal that stops the run after this update, the same in all processes; None: there is none."""
-        return None
-
-    def interrupted(self, update: int, signal: Signals) -> TrainingInterrupted:
-        """Return the error that ends a run which a signal stopped after an update."""
-        return TrainingInterrupted(signal, f"stopped after update {update}")
+    def save(self, update: int, last: bool) -> None:
+        """Save a checkpoint after an update, if one is due. `last`: no update follows. Raises TrainingInterrupted, in
+        all processes, if a signal stops the run in one."""
 
     def roll_back(self, update: int) -> None:
         """Load the weights of the last checkpoint from before an update. Without files there is none."""

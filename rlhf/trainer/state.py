@@ -33,8 +33,10 @@ STATE_FILE = "training.json"
 
 
 def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder."""
-    trainer.save_model(folder)
+    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder, or to
+    one that has these weights already."""
+    if not any(folder.glob("*.safetensors")):
+        trainer.save_model(folder)
     optimizer = trainer.host.optimizer.state_dict()
     normalizer = trainer.collector.normalizer
     with timed("copy"):

@@ -192,7 +192,7 @@ def update_dir_atomically(
 def hardlink_dir(source: Path, target: Path) -> None:
     """Copy the files of a saved model. Weights are hard links to the same files, if the disk supports links, and use
     no space. This is safe because weight files are never modified: `update_dir_atomically` replaces them."""
-    make_folder(target)
+    target.mkdir(exist_ok=True)
     for file in filter(Path.is_file, source.iterdir()):  # a user or a tool may have made a folder there
         try:
             if file.suffix != ".safetensors":
@@ -218,12 +218,15 @@ def file_state(file: Path) -> tuple:
     return file.resolve(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-_hashes: dict[tuple, str] = {}  # result of `file_state` -> SHA-256
+_hashes: dict[tuple, str] = {}  # result of `file_state`, of a saved file a part of it -> SHA-256
 
 
-def sha256_once(file: Path) -> str:
-    """Return `sha256(file)`, about 0.3 s per GB. A file that does not change is read once per process."""
+def sha256_once(file: Path, saved: bool = False) -> str:
+    """Return `sha256(file)`, about 0.3 s per GB. A file that does not change is read once per process. `saved`: this
+    program has saved the file, which is not read again after it got another name or a hard link."""
     state = file_state(file)
+    if saved:
+        state = state[1:-1]  # not the path, nor the time of such a change
     if state not in _hashes:
         _hashes[state] = sha256(file)
     return _hashes[state]

@@ -10,8 +10,9 @@ import signal
 import pytest
 
 import train_ppo
-from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
+from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.utils.files import sha256
 from tests.trainer.test_nan import run, stop_after
 
 DEEP = "[" * 200_000

@@ -26,6 +26,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.model_card import CARD_FILE
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.utils import files
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
@@ -131,6 +132,15 @@ def test_other_files_in_the_folder_of_a_gguf_file_are_not_read(tiny, capsys):
     load_tokenizer(str(folder))
     assert not (folder / "adapter_config.json").exists()
     assert "HomeTokenizer" not in (folder / "tokenizer_config.json").read_text()
+
+
+def test_a_converted_file_is_read_once_for_its_hash(tiny, monkeypatch):
+    """After it was saved, although its folder is then renamed, and a run looks for it again."""
+    read = []
+    original = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda file: read.append(file.name) or original(file))
+    assert find_model(str(tiny), FLAG) == find_model(str(tiny), FLAG)
+    assert "model.safetensors" in read and len(read) == len(set(read))
 
 
 def test_weights_are_dequantized_to_a_folder_that_transformers_loads(tmp_path):

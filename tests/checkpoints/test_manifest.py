@@ -6,13 +6,14 @@ import contextlib
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from rlhf.checkpoints import manifest as checkpoints
 from rlhf.checkpoints.manifest import DELETING, MANIFEST, find_checkpoints, write_checkpoint
-from rlhf.utils import system
+from rlhf.utils import files, system
 from rlhf.utils.errors import RLHFWarning
 from rlhf.utils.paths import NEW
 
@@ -30,6 +31,7 @@ def fill(folder: Path) -> None:
 def folder(tmp_path) -> Path:
     for update in (10, 20):
         write_checkpoint(tmp_path, RUN, update, 2, fill)
+    files._hashes.clear()  # as in the process that resumes the run
     return tmp_path
 
 
@@ -119,6 +121,22 @@ def test_corrupted_checkpoints_do_not_count_as_newer(folder):
     assert updates(folder) == [10, 12]
     write_checkpoint(folder, RUN, 14, 1, fill)
     assert updates(folder) == [14]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_bit])
+def test_checkpoints_found_to_be_corrupted_stay_so_without_being_read_again(folder, damage, monkeypatch):
+    """As above. A changed bit was found when the run was resumed."""
+    write_checkpoint(folder, RUN, 30, 3, fill)
+    files._hashes.clear()
+    for update in (20, 30):
+        damage(folder / f"checkpoint-{update}" / "model.safetensors")
+    assert updates(folder) == [10]
+    read = []
+    original = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda file: read.append(file) or original(file))
+    write_checkpoint(folder, RUN, 40, 2, fill)
+    assert updates(folder) == [10, 40] and len(find_checkpoints(folder, RUN).skipped) == 2
+    assert len(read) == len(FILES) and all(NEW in str(file) for file in read), "only the new one, before its rename"
 
 
 def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
@@ -215,14 +233,40 @@ def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
     assert count >= (4 if name == "sync_file" else 2), "every sync must have failed once"
 
 
-def test_checkpoint_is_validated_after_writing(folder, monkeypatch, user_error):
-    """The disk loses a byte after the sync. The save fails immediately, and the old checkpoints are kept."""
-    original = checkpoints.sha256
-    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if NEW in str(file) else "0")
-    with user_error("checkpoint-30: ", "SHA-256", kind=OSError):
+@pytest.mark.parametrize("damage", [truncate, Path.unlink, empty])
+def test_checkpoint_is_complete_after_writing(folder, monkeypatch, user_error, damage):
+    """The disk loses a byte or a file after the sync. The save fails immediately, and the old checkpoints are kept."""
+    original = checkpoints.rename_synced
+
+    def rename_synced(staging, path):
+        original(staging, path)
+        damage(path / "model.safetensors")
+
+    monkeypatch.setattr(checkpoints, "rename_synced", rename_synced)
+    with user_error("checkpoint-30: ", "model.safetensors", kind=OSError):
         write_checkpoint(folder, RUN, 30, 2, fill)
-    monkeypatch.undo()
-    assert updates(folder)[:2] == [10, 20]
+    assert updates(folder) == [10, 20]
+
+
+def test_a_link_or_another_name_of_a_saved_file_is_not_read_again(tmp_path, monkeypatch):
+    """A changed file is, also if it has the same size."""
+    read = []
+    original = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda file: read.append(file.name) or original(file))
+    file = tmp_path / "weights"
+    moved = tmp_path / "moved"
+    link = tmp_path / "link"
+    file.write_bytes(b"1" * 9)
+    first = files.sha256_once(file, saved=True)
+    os.link(file, link)
+    file.rename(moved)
+    moved.chmod(0o600)
+    assert files.sha256_once(link, saved=True) == files.sha256_once(moved, saved=True) == first
+    link.unlink()
+    assert files.sha256_once(moved, saved=True) == first and read == ["weights"]
+    time.sleep(0.02)  # the clock of some file systems has steps of 10 ms
+    moved.write_bytes(b"2" * 9)
+    assert files.sha256_once(moved, saved=True) != first and read == ["weights", "moved"]
 
 
 def test_folder_that_was_removed_during_a_save_is_a_missing_folder(folder, monkeypatch):

@@ -366,7 +366,7 @@ def test_cpu_seconds_are_those_of_the_process_and_its_children_in_all_sessions(t
     assert log.cpu_seconds() - began >= 0.59, "children are measured in steps of 10 ms"
 
     def checkpoints_of(log):
-        return Checkpoints(None, SimpleNamespace(run=SimpleNamespace(output=".")), log, None, None)
+        return Checkpoints(None, SimpleNamespace(run=SimpleNamespace(output=".")), log, None, None, None)
 
     state = checkpoints_of(log).state_dict()
     later = RunLog(tmp_path / "second", **facts_of())

@@ -150,6 +150,13 @@ def other_data() -> None:
     record.data_of = lambda *given: {**original(*given), "train_sha256": "of other rows"}
 
 
+def own_clock(rank: int) -> None:
+    """Let the clock that decides about checkpoints leap in update 3 of process 0, and in update 2 of process 1."""
+    from rlhf.callbacks import checkpointing
+
+    at_update(AT - rank, lambda: setattr(checkpointing, "perf_counter", lambda: time.perf_counter() + 400))
+
+
 def interrupted_by_launcher(rank: int) -> None:
     """Send what Ctrl-C in a terminal causes: SIGINT to all processes, then SIGTERM from the launcher."""
 
@@ -207,6 +214,7 @@ FAULTS: dict[str, Callable[[int], None] | None] = {
     "other-weights": on_second(other_weights),
     "other-versions": on_second(other_versions),
     "other-data": on_second(other_data),
+    "own-clock": own_clock,
     "stopped": on_second(killed(signal.SIGTERM)),
     "ctrl-c": interrupted_by_launcher,
     "killed": on_second(killed(signal.SIGKILL)),
@@ -224,10 +232,11 @@ def outcome(name: str, inputs: Inputs, folder: Path) -> dict:
 
     output = folder / name
     began = time.monotonic()
-    timeout = ["--ddp-timeout", "6"] if name in ("unknown-host", "taken-port") else []
+    more = ["--ddp-timeout", "6"] if name in ("unknown-host", "taken-port") else []
+    more += ["--save-every", "none"] if name == "own-clock" else []
     ended = runs.run(
         "ppo",
-        runs.words("ppo", inputs, output, *timeout),
+        runs.words("ppo", inputs, output, *more),
         folder / f"{name}.printed",
         fault=FAULTS[name],
         meanwhile=launcher_ends_others if name in BY_LAUNCHER else None,

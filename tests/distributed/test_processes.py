@@ -111,6 +111,7 @@ EXPECTED = {
     "other-weights": ([1, 1], [2], "the weights after update 4 differ between process 0 and process 1"),
     "other-versions": ([2, 2], [], "Install the same versions everywhere"),
     "other-data": ([2, 2], [], "train_sha256 is"),
+    "own-clock": ([0, 0], [3, 5], None),
     "stopped": ([143, 143], [2, 3], None),
     "ctrl-c": ([130, 130], [2, 3], None),
     "killed": ([1, -9], [2], "another process of this run has ended or does not answer"),

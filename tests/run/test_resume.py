@@ -543,6 +543,7 @@ def test_full_disk_during_a_save_keeps_the_older_checkpoints(
 
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
             patch.setattr(safetensors.torch, "serialize_file", with_short_file)
+            patch.setattr(checkpointing.BestCheckpoint, "state", lambda _: object())  # not the weights of best/
             patch.setattr(checkpointing, "write_checkpoint", with_full_file)
             run_command(lambda output=output: train_ppo.main(["--resume", "--output", str(output)]))
         err = capsys.readouterr().err
@@ -657,7 +658,7 @@ def test_run_killed_at_any_time_can_be_resumed(words, tmp_path, algorithm, count
     result = json.loads(done.stdout.splitlines()[-1])
     print(result)
     assert result["problems"] == []
-    assert result["killed"] >= count and result["in_a_save"] >= count * 10 // 25
+    assert result["killed"] >= count and result["in_a_save"] >= count * 10 // 25 and result["twice"] >= count // 8
     assert result["resumed"] + result["started_again"] == result["killed"]
     # A run that is killed before its first checkpoint starts again. If there are few kills, many may be of this kind.
     assert result["resumed"] > result["killed"] / 2 if count >= 25 else result["resumed"] >= result["killed"] // 4

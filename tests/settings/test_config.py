@@ -147,7 +147,7 @@ DO_NOT_FIT = {  # command line -> the settings of the error
     "--rm-model none": ["rm_model"],
     "--reward-func length_penalty --reward-weights 1": ["reward_weights"],
     "--rollback-on-kl --save-every 2": ["rollback_on_kl", "keep", "save_every"],
-    "--rollback-on-kl --keep 1": ["rollback_on_kl", "keep", "save_every"],
+    "--rollback-on-kl --keep 1 --save-every 50": ["rollback_on_kl", "keep", "save_every"],
     "--kl-coef 0": ["kl_coef", "kl_schedule"],
     "--kl-target 6/sequence 3/sequence": ["kl_target"],
     "--kl-schedule phased --kl-target 5/sequence": ["kl_target"],

@@ -187,6 +187,7 @@ def test_files_may_contain_settings_that_have_no_effect(tmp_path, user_error):
         "load_in_4bit: true": ("load_in_4bit", "--use-lora", "shared.yaml:1"),
         "merge_lora: true": ("merge_lora", "--use-lora", "shared.yaml:1"),
         "kl_placement: none\nrollback_on_kl: true": ("rollback_on_kl", "--kl-placement none", "shared.yaml:2"),
+        "rollback_on_kl: true": ("rollback_on_kl", "--save-every", "shared.yaml:1"),
     }.items():
         file.write_text(line)
         with user_error(*parts):

@@ -35,6 +35,17 @@ def test_what_remains_after_an_update(update, updates, evaluations, checkpoints)
     assert found == {"start": 0, "updates": updates, "evaluations": evaluations, "checkpoints": checkpoints}
 
 
+@pytest.mark.parametrize(
+    ("update", "seconds", "checkpoints"),
+    [(1, 2, 1), (1, 200, 5), (2, 200, 5), (3, 200, 4), (10, 200, 1), (1, 400, 10)],
+)
+def test_checkpoints_by_time_follow_from_the_seconds_of_an_update(update, seconds, checkpoints):
+    """Updates of 200 s: a checkpoint follows each second one, because 300 s have passed. The last one is saved."""
+    run = SimpleNamespace(eval_every=4, save_every=None)
+    found = Progress(seconds={**SECONDS, "updates": [seconds]}).left(run, 10, update)
+    assert found["checkpoints"] == 100 * checkpoints
+
+
 def test_a_run_that_begins_has_one_more_evaluation():
     assert Progress(seconds={"updates": [2.0], "evaluations": [10.0]}).left(RUN, 10, 0) == {
         "updates": 20,

@@ -10,7 +10,7 @@ import pytest
 import train_ppo
 from rlhf.callbacks.logging import ProgressLine
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.progress import Progress, parts_text
+from rlhf.trainer.progress import Progress, evaluation_updates, parts_text
 from rlhf.trainer.state import STATE_FILE
 from rlhf.utils.console import Screen
 
@@ -33,6 +33,41 @@ SECONDS = {"start": [7.0], "updates": [2.0], "evaluations": [10.0], "checkpoints
 def test_what_remains_after_an_update(update, updates, evaluations, checkpoints):
     found = Progress(seconds=SECONDS).left(RUN, 10, update)
     assert found == {"start": 0, "updates": updates, "evaluations": evaluations, "checkpoints": checkpoints}
+
+
+@pytest.mark.parametrize(
+    ("every", "updates", "expected"),
+    [
+        (None, 24, [0, 6, 12, 18, 24]),
+        (None, 10, [0, 3, 5, 8, 10]),
+        (None, 2, [0, 1, 2]),
+        (None, 1, [0, 1]),
+        (6, 24, [0, 6, 12, 18, 24]),
+        (4, 10, [0, 4, 8, 10]),
+        (50, 10, [0, 10]),
+    ],
+)
+def test_evaluations_are_due_at_the_quarters_of_a_run_or_every_few_updates(every, updates, expected):
+    run = SimpleNamespace(eval_every=every, save_every=5)
+    assert evaluation_updates(run, updates) == expected
+    progress = Progress(seconds={"evaluations": [1.0]})
+    for update in range(updates + 1):
+        assert progress.left(run, updates, update) == {"evaluations": sum(due >= update for due in expected)}
+
+
+@pytest.mark.parametrize(("stopped", "evaluated"), [(None, [0, 2, 4, 6, 8]), (3, [0, 2, 3])])
+def test_a_run_is_evaluated_at_its_quarters_and_at_its_end(build, stopped, evaluated):
+    """Also if a callback ends it."""
+    trainer = build("--num-iterations", 8, "--eval-every", "none")
+
+    class Stops:
+        def on_update_done(self, update):
+            if update == stopped:
+                trainer.request_stop()
+
+    trainer.add_callback(Stops())
+    trainer.train()
+    assert [evaluation.update for evaluation in trainer.evaluations] == evaluated
 
 
 def test_a_run_that_begins_has_one_more_evaluation():

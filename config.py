@@ -41,5 +41,5 @@ lr_schedule = "cosine"  # or "linear", "constant"
 max_grad_norm = 1.0
 epochs = 3  # passes over the prompts; instead of it, you can set num_iterations or episodes
 seed = 42
-eval_every = 50  # updates between evaluations
+eval_every = None  # updates between evaluations; None: five evaluations, at each quarter of the run
 save_every = None  # updates between checkpoints; None: one every 5 minutes

@@ -21,7 +21,6 @@ from rlhf.data.examples import load_examples
 from rlhf.data.prompts import Prompt, encode_prompts, load_prompts
 from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, start_device
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.find import find_rewards
@@ -142,12 +141,11 @@ class Probe:
         rows = [
             (attempt * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for attempt in range(attempts)
         ]
-        size = budget_of(self.device).generation_batch_size
         texts = []
         ids = []
         ended = []
-        for at in range(0, len(rows), size):
-            episodes, part = zip(*rows[at : at + size], strict=True)
+        for call in self.sampler.calls(rows, sampling):
+            episodes, part = zip(*call, strict=True)
             found = self.sampler.sample(part, self.run.seed, 0, "generations", episodes, sampling=sampling)
             texts = texts + found.texts(self.tokenizer)
             ids = ids + found.rows()

@@ -208,6 +208,7 @@ def run_flags(start_model, reward_folder, pairs_file, tmp_path):
             "--actor-model": start_model, "--rm-model": reward_folder, "--prompts": pairs_file,
             "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
             "--max-new-tokens": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
+            "--eval-every": 50,
         }  # fmt: skip
         if "--episodes" in flags:
             del words["--num-iterations"]

@@ -38,15 +38,16 @@ class EvalPoint:
     episodes: int
     seconds: float
     rows: list[dict[str, Any]]  # P x S: prompt, completion, score, kl in nats per sequence, ended
-    judge: np.ndarray | None = None  # (P x S,); NaN, also in `score`: no function applies
+    # (P x S,); NaN, also in `score`: no function applies; in `kl`: it was not measured
+    judge: np.ndarray | None = None
 
     @property
     def score(self) -> np.ndarray:
-        return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows])
+        return np.array([row["score"] for row in self.rows], float)  # None becomes NaN
 
     @property
     def kl(self) -> np.ndarray:
-        return np.array([row["kl"] for row in self.rows])
+        return np.array([row["kl"] for row in self.rows], float)
 
     @property
     def samples(self) -> int:
@@ -189,7 +190,7 @@ def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
 
     The measured KLs are noisy. Successive evaluations whose KL falls are one block with their mean.
     """
-    found = isotonic_regression([point.kl.mean() for point in run])
+    found = isotonic_regression([per_prompt(point.kl[np.newaxis])[0] for point in run])
     return found.x[found.blocks[:-1]], found.blocks
 
 
@@ -215,7 +216,8 @@ def _values(run: Mix, measure: str) -> np.ndarray:
     """Return the mean for each prompt (P,); at equal KL, its spread over prompts includes the error of the KL.
 
     A prompt with a high KL makes the run reach a KL earlier, so slope x (KL - mean KL) is subtracted, which does not
-    change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL).
+    change the mean (delta method). The slope of a gain that is proportional to sqrt(KL) is gain / (2 x KL). If the KL
+    was measured on some of the prompts, the error of its mean comes from these alone, each with a larger weight.
     """
     values = _weighted_mean(run, measure)
     weight, start = run[0]
@@ -223,7 +225,9 @@ def _values(run: Mix, measure: str) -> np.ndarray:
     if weight or not len(gain):
         return values
     kl = _weighted_mean(run, "kl")
-    return values - gain.mean() / (2 * kl.mean()) * (kl - kl[~np.isnan(values)].mean())
+    both = ~np.isnan(kl + values)
+    slope = gain.mean() / (2 * scored(kl).mean()) * len(scored(values)) / both.sum()
+    return values - slope * np.where(both, kl - kl[both].mean(), 0)
 
 
 def at_equal_kl(rows: Sequence[dict[str, Any]], pair_name: str) -> list[dict[str, Any]]:

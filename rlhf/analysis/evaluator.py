@@ -29,7 +29,6 @@ from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.models.actor_critic import Actor
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
@@ -40,7 +39,7 @@ from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import function_name
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.trainer.evaluator import FIXED_TEXTS, Evaluator, FixedText, fixed_text
+from rlhf.trainer.evaluator import Evaluator, FixedText, fixed_text
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
@@ -216,7 +215,7 @@ class ModelEvaluator:
         if self.start is not None and tokenizer is self.tokenizer:
             evaluator = self.evaluator(self.reference.copy, tokenizer)
             # as a run samples them for its perplexity
-            as_run = replace(evaluator, seed=self.config.run.seed, purpose="evaluate", batch=FIXED_TEXTS)
+            as_run = replace(evaluator, seed=self.config.run.seed, purpose="evaluate")
             start = as_run.start_completions
         text = fixed_text(tokenizer, prompts, start, data.eval_text)
         if text is None or text.by_start or data.eval_text is not None or not takes_every_row(self.settings):
@@ -254,7 +253,6 @@ class ModelEvaluator:
             judges=[judge.rewards for judge in self.judges],
             seed=self.settings.seed,
             purpose="generations",
-            batch=budget_of(self.device, config).generation_batch_size,
             text=self.text if same else self._text(tokenizer),
             units=tuple(units),
         )

@@ -26,10 +26,8 @@ class Budget:
     floats_per_chunk: int
     # completions sampled at a time, if --rollout-slots is 0. More are faster, but take memory
     rollout_slots: int
-    # prompts sampled together in an evaluation or a calibration, and texts in one forward pass of the perplexity
+    # texts in one forward pass of the perplexity
     eval_batch_size: int = 32
-    # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
-    generation_batch_size: int = 64
 
     def scored_together(self, longest: int) -> int:
         """Return how many texts of at most `longest` tokens the reward model scores in one forward pass: 32, or
@@ -56,18 +54,16 @@ BUDGETS = {
 
 
 def budget_of(device: torch.device, config: Config | None = None) -> Budget:
-    """Return the budget of a device type, with the tokens and the slots that `config` sets. An evaluation samples as
-    many completions together as there are slots. Other devices than CPUs and CUDA GPUs have the budget of a CPU."""
+    """Return the budget of a device type, with the tokens and the slots that `config` sets. Other devices than CPUs
+    and CUDA GPUs have the budget of a CPU."""
     budget = BUDGETS["cuda" if device.type == "cuda" else "cpu"]
     if config is None:
         return budget
     tokens = config.batch.micro_batch_tokens
     slots = config.speed.rollout_slots
-    together = min(slots, 256)
     return replace(
         budget,
         tokens_per_micro_batch=tokens or budget.tokens_per_micro_batch,
         rollout_slots=slots or budget.rollout_slots,
-        eval_batch_size=max(together, budget.eval_batch_size),
-        generation_batch_size=max(together, budget.generation_batch_size),
+        eval_batch_size=max(min(slots, 256), budget.eval_batch_size),
     )

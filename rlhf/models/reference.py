@@ -42,6 +42,17 @@ class Reference:
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 
+    def equals(self, policy: PreTrainedModel | PeftModel) -> bool:
+        """Return True if a policy has the reference's weights, so that their KL is 0. Of policies other than its own,
+        only the copy itself is known to have them."""
+        if policy is not self.policy:
+            return policy is self.copy
+        if self.copy is None:  # A is random, and B is 0 until the first optimizer step
+            weights = [w for name, w in policy.named_parameters() if w.requires_grad and "lora_A" not in name]
+            return not any(weight.any() for weight in weights)
+        pairs = zip(policy.parameters(), self.copy.parameters(), strict=True)
+        return all(torch.equal(own.to(frozen.dtype), frozen) for own, frozen in pairs)
+
     def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
         """Return the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.
 

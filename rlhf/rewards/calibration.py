@@ -14,7 +14,6 @@ from rlhf.data.prompts import encode_prompts
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
-from rlhf.models.budget import budget_of
 from rlhf.models.load import load_policy
 from rlhf.rewards.checks import accuracy_in, show_doubts
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
@@ -80,11 +79,9 @@ def calibration_completions(
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype)
     written: list[Completion] = []
-    size = budget_of(device).eval_batch_size
     with sampler.same_weights():
-        for start in range(0, min(most, len(prompts)), size):
-            batch = prompts[start : min(start + size, most)]
-            rows = range(start, start + len(batch))
+        for rows in sampler.calls(range(min(most, len(prompts)))):
+            batch = [prompts[row] for row in rows]
             completions = sampler.sample(batch, config.training.rm_seed, 0, "calibrate", rows)
             texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
             written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +19,9 @@ from rlhf.rollout.engine import KeptBatcher, default_engine, free_copies, sample
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import StoppingCriterion, stopping_criterion
 from rlhf.settings.training import SamplingSettings
+from rlhf.utils.processes import size
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -56,6 +60,18 @@ class Sampler:
         return cls(
             policy, sampling, stopping_criterion(tokenizer, sampling.stops), tokenizer.pad_token_id, device, **how
         )
+
+    @property
+    def has_slots(self) -> bool:
+        """True if the engine samples a number of completions at a time."""
+        return "plain" not in (self.engine, default_engine(self.policy, self.device))
+
+    def calls(self, rows: Sequence[T], sampling: SamplingSettings | None = None) -> list[Sequence[T]]:
+        """Return the rows to sample with one call of all processes each: all rows, but only as many as there are slots
+        if all of a call are in the cache together, or have masks of allowed tokens. `sampling` as in `sample`."""
+        limited = not self.has_slots or (sampling or self.sampling).filters
+        most = size() * self.slots if limited else len(rows)
+        return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     def sample(
         self,
@@ -98,8 +114,7 @@ class Sampler:
                         kept=self.kept,
                     )
             except torch.OutOfMemoryError as error:
-                has_slots = "plain" not in (self.engine, default_engine(self.policy, self.device))
-                if used == 1 or not has_slots or isinstance(error, OutOfMemoryInCapture):
+                if used == 1 or not self.has_slots or isinstance(error, OutOfMemoryInCapture):
                     raise
             self.slots = -(-used // 2)
             self.kept.slots = self.slots  # otherwise the next batcher would have the old number

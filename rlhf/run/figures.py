@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from rlhf.settings.types import KLTarget
-from rlhf.trainer.evaluation import Evaluation, flat, tag_of
+from rlhf.trainer.evaluation import Evaluation, tag_of
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10
@@ -41,15 +41,15 @@ def compare(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float
     both, interval = change_of(before.scores, after.scores, seed)
     start_scores = scored(before.scores).tolist()
     spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
+    was = before.metrics()
+    is_now = after.metrics()
     figures: dict = {
         "prompts": len(before.texts),
         "score_rise_interval": interval,
         "score_rise_in_start_sd": fmean(both[1] - both[0]) / spread if spread and both.size else 0.0,
-        "kl_after": fmean(flat(after.kl)),
+        "kl_after": is_now["eval/kl_divergence"],
     }
     tags = [tag_of(name, key) for name, found in after.figures.items() for key in found if key not in ("low", "high")]
-    was = before.metrics()
-    is_now = after.metrics()
     for tag in [f"eval/{name}" for name in OF_ALL] + tags:
         if tag in was:
             name = tag if tag in tags else tag.removeprefix("eval/")

@@ -681,8 +681,11 @@ class RunSettings:
         ge=1,
         aliases=("total_episodes",),
     )
-    eval_every: int = setting(
-        50, "updates between evaluations; the start model and the final weights are always evaluated", ge=1
+    eval_every: int | None = setting(
+        None,
+        "updates between evaluations; the start model and the final weights are always evaluated; unset: after a "
+        "quarter, half and three quarters of the run, too",
+        ge=1,
     )
     eval_samples: int = setting(
         1,

@@ -2,8 +2,9 @@
 
 It counts products, tokens x weights, whose seconds are measured. Completions have --max-new-tokens tokens, and every
 one its own prompt. Sampling, the log-probs, those of the reference, the critic's values and the reward model take a
-forward pass each; a pass of the optimizer has three times the products. Nothing else is counted, such as attention
-scores, reward functions and the draws of dynamic sampling.
+forward pass each, in an evaluation the log-probs of the completions whose KL is measured. A pass of the optimizer has
+three times the products. Nothing else is counted, such as attention scores, reward functions and the draws of dynamic
+sampling.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from statistics import fmean
 
 from rlhf.settings.training import Config
 from rlhf.setup.memory import Estimator
+from rlhf.trainer.evaluation import KL_PROMPTS
 
 
 def predicted_seconds(config: Config, given: Estimator, product: float) -> dict[str, list[float]]:
@@ -19,11 +21,12 @@ def predicted_seconds(config: Config, given: Estimator, product: float) -> dict[
     seconds per token and weight in a forward pass."""
     policy = given.policy.parameters
     learned = policy * (1 + config.separate_critic)
-    read = 2 * policy + learned + (given.reward_model.parameters if given.reward_model else 0)
+    judged = given.reward_model.parameters if given.reward_model else 0
     length = config.sampling.max_new_tokens
     trained = config.episodes_per_update * (length + fmean(len(prompt.ids) for prompt in given.train))
     evaluated = config.run.eval_samples * sum(length + prompt for prompt in given.evaluation)
+    measured = min(1, KL_PROMPTS / len(given.evaluation))  # share of the completions
     return {
-        "updates": [product * trained * (read + 3 * config.batch.ppo_epochs * learned)],
-        "evaluations": [product * evaluated * read],
+        "updates": [product * trained * (2 * policy + learned + judged + 3 * config.batch.ppo_epochs * learned)],
+        "evaluations": [product * evaluated * (policy + 2 * measured * policy + judged)],
     }

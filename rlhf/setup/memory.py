@@ -22,6 +22,7 @@ from rlhf.models.device import autocast_dtype, installed
 from rlhf.rollout.choice import KEPT_SHARE, choose_engine, graph_slots
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.shape import FLOAT, Row, Shape
+from rlhf.trainer.evaluation import kl_rows
 from rlhf.utils.console import gib
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
@@ -171,8 +172,10 @@ class _Run:
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
         sampled = self.config.sampling
-        evaluated = self.config.eval_sampling
-        masks = max(self.token_masks(completions, sampled), self.token_masks(len(self.evaluated), evaluated))
+        # those of one call of the sampler, and of the completions whose KL is measured
+        kept = kl_rows(len(self.given.evaluation), self.config.run.eval_samples)
+        evaluated = min(self.budget.rollout_slots, len(self.evaluated)) + len(kept)
+        masks = max(self.token_masks(completions, sampled), self.token_masks(evaluated, self.config.eval_sampling))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
             "adapters": own if m.use_lora else 0,
@@ -215,7 +218,7 @@ class _Run:
     @property
     def slots(self) -> int:
         """Completions sampled at the same time, in training or in an evaluation."""
-        evaluated = min(len(self.evaluated), self.budget.eval_batch_size)
+        evaluated = min(len(self.evaluated), self.budget.rollout_slots)
         most = max(self.config.episodes_per_update, evaluated)
         if self.engine == "plain":
             return most
@@ -249,7 +252,7 @@ class _Run:
         policy = self.given.policy
         filters = self.config.sampling.filters
         together = sum(sorted(prompts)[-self.slots :]) // self.config.group_size
-        tokens = max(together, sum(self.evaluated[-min(self.slots, self.budget.eval_batch_size) :]))
+        tokens = max(together, sum(self.evaluated[-self.slots :]))
         drawing = self.slots * policy.vocabulary * FLOAT * (8 if filters else 3)
         passed = max(policy.forward_peak(tokens, self.element), drawing)
         return {"prompt pass or sampling": passed, **({} if self.keeps_decoder else self.decoding())}

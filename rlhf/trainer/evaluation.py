@@ -15,6 +15,8 @@ from rlhf.demo.tasks import Gold
 from rlhf.utils.rng import rng_for
 from rlhf.utils.statistics import A_SHARE, interval_of, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
+KL_PROMPTS = 64  # the KL is measured on the completions of at most so many prompts
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -27,7 +29,8 @@ class Evaluation:
     scores: np.ndarray  # (P, K) score units; NaN, also in `judged`: no function applies to the completion
     lengths: np.ndarray  # (P, K) tokens, EOS included
     ended: np.ndarray  # (P, K) True if the completion ends with EOS or a stop string
-    kl: np.ndarray | None = None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
+    # (P, K) k1 to the start model, nats/sequence; NaN except in `kl_rows`; None if it cannot be computed
+    kl: np.ndarray | None = None
     perplexity: float | None = None  # at temperature 1, on the evaluator's text
     bits_per_byte: float | None = None  # the same per UTF-8 byte of the text; None unless it is in `units`
     # the figures that give the perplexity and the lengths, in units in which other models have them, too
@@ -69,11 +72,12 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
+        kl = scored(self.kl)
         return {
             "eval/score": self.score,
             **({"eval/gold": fmean(self.gold.ravel())} if self.gold is not None else {}),
-            "eval/kl_divergence": fmean(self.kl.ravel()),
-            "eval/kl_divergence/token": sum(self.kl.ravel().tolist()) / int(self.lengths.sum()),
+            "eval/kl_divergence": fmean(kl),
+            "eval/kl_divergence/token": sum(kl.tolist()) / int(self.lengths[~np.isnan(self.kl)].sum()),
             "eval/perplexity": self.perplexity,
             "eval/length": fmean(self.lengths.ravel()),
             "eval/eos_rate": fmean(self.ended.ravel()),
@@ -84,7 +88,7 @@ class Evaluation:
     @property
     def not_finite(self) -> str:
         """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
-        figures = {"KL": fmean(self.kl.ravel()), "perplexity": self.perplexity}
+        figures = {"KL": fmean(scored(self.kl)), "perplexity": self.perplexity}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
     def _by_topic(self) -> dict[str, list[float]]:
@@ -161,6 +165,13 @@ def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
     """Return the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
     run."""
     return sorted(rng_for(seed, 0, "show").permutation(count)[:most].tolist())
+
+
+def kl_rows(prompts: int, samples: int) -> list[int]:
+    """Return the indices of the completions whose KL is measured, prompt by prompt: all of the drawn prompts, which
+    are the same for all seeds and arms."""
+    drawn = shown_prompts(prompts, 0, KL_PROMPTS)
+    return [prompt * samples + k for prompt in drawn for k in range(samples)]
 
 
 # --- the metrics of an evaluation function ---------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import decode_completion, encode_completion
 from rlhf.data.prompts import Prompt, paragraphs_of
 from rlhf.distributed.group import gather
+from rlhf.distributed.weights import checksums
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -27,7 +28,7 @@ from rlhf.rollout.completions import Completions, token_batch
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.collect import Episodes, sample_shares
-from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt
+from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, kl_rows
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
@@ -35,6 +36,10 @@ from rlhf.utils.system import release_gpu_cache
 from rlhf.utils.timing import timed
 
 FIXED_TEXTS = 128
+
+
+# returns the ids of one completion of each prompt
+Completed = Callable[[Sequence[Prompt]], Sequence[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class FixedText:
 def fixed_text(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    start: Callable[[Sequence[Prompt]], Sequence[list[int]]] | None,
+    start: Completed | None,
     file: str | None,
 ) -> FixedText | None:
     """Return the text for the perplexity of a run.
@@ -115,6 +120,16 @@ def perplexity(sampler: Sampler, text: FixedText) -> float:
         return math.inf
 
 
+class Measured(NamedTuple):
+    """What an evaluation finds before the completions are scored, in the order of the episodes."""
+
+    given: tuple  # what it depends on
+    ids: list[list[int]]
+    ended: list[bool]
+    kl: list[float | None]  # k1, nats/sequence; None except in `kl_rows`
+    perplexity: float | None  # None without a text
+
+
 @dataclass
 class Evaluator:
     """Evaluates a policy, with the same random numbers every time: those of (seed, update 0, purpose, episode)."""
@@ -126,12 +141,10 @@ class Evaluator:
     judges: Sequence[Rewards]  # also rate the completions; training never calls them
     seed: int
     purpose: str  # name of the stream of random numbers
-    batch: int  # completions sampled together; it limits the masks of allowed tokens
-    # of sampling, which then are in memory beside the log-probs. All batches are sampled before the log-probs, so that
-    # the decoder copies the weights once
-    keeps_graphs: bool = False
+    keeps_graphs: bool = False  # of the decoder, while the log-probs are computed
     text: FixedText | None = None  # for the perplexity; None: it is not computed
     units: tuple[str, ...] = Evaluation.units
+    latest: Measured | None = field(default=None, init=False)
 
     def evaluate(
         self,
@@ -140,42 +153,36 @@ class Evaluator:
         sampling: SamplingSettings | None = None,
         scores_only: bool = False,
         report: Callable[[int], None] = lambda _: None,
+        sampled: Callable[[list[list[int]]], None] = lambda _: None,
     ) -> Evaluation:
-        """Sample, score and rate completions, and compute their KL and the perplexity on `text`.
+        """Sample, score and rate completions, and compute their KL and the perplexity on `text`. With the weights and
+        arguments of the last call, only scores and ratings are computed again: functions may depend on the update.
 
         Args:
             episodes: (number, prompt) of each completion, prompt by prompt.
             samples: completions of each prompt.
             sampling: settings in place of the sampler's, with the same stop strings.
             scores_only: neither KL nor perplexity.
-            report: receives the number of completions after each batch.
+            report: receives the number of completions after each call of the sampler.
+            sampled: receives the ids of the completions before `text` is used.
         """
-        has_kl = self.passes.reference is not None and not scores_only
-        ids = []
-        ended = []
-        kl = []
-        without_kl = []
-        # a large model and the decoder's copy of it may not fit beside the log-probs of a batch
-        with nullcontext() if has_kl and not self.keeps_graphs else self.sampler.same_weights():
-            for at in range(0, len(episodes), self.batch):
-                completions = self.sample(episodes[at : at + self.batch], sampling)
-                ids += completions.rows()
-                ended += completions.ended.tolist()
-                if has_kl and self.keeps_graphs:
-                    without_kl.append(completions)
-                elif has_kl:
-                    kl += self._kl(completions)
-                report(len(ids))
-        for completions in without_kl:
-            kl += self._kl(completions)
-        self._free()
+        policy = self.sampler.policy
+        reference = None if scores_only else self.passes.reference
+        rows = [] if reference is None else kl_rows(len(episodes) // samples, samples)
+        given = checksums(policy), episodes, sampling, scores_only
+        if self.latest is None or self.latest.given != (*given, self.text):
+            is_reference = reference is not None and reference.equals(policy)
+            ids, ended, parts = self._sampled(episodes, sampling, [] if is_reference else rows, report)
+            sampled(ids)
+            kl = dict(zip(rows, [0.0] * len(rows) if is_reference else self._kl(parts), strict=True))
+            per_token = None if scores_only or self.text is None else perplexity(self.sampler, self.text)
+            self.latest = Measured((*given, self.text), ids, ended, [kl.get(i) for i in range(len(ids))], per_token)
+        _, ids, ended, kl, per_token = self.latest
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
-        if scores_only:
+        if rows:
+            found = replace(found, kl=as_array(kl, samples))
+        if per_token is None:
             return found
-        found = replace(found, kl=as_array(kl, samples) if has_kl else None)
-        if self.text is None:
-            return found
-        per_token = perplexity(self.sampler, self.text)
         bits = self._bits_per_byte(per_token) if "bits_per_byte" in self.units else None
         return replace(found, perplexity=per_token, bits_per_byte=bits)
 
@@ -189,8 +196,7 @@ class Evaluator:
 
     def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
         """Sample one completion for each episode. `sampling` as in `evaluate`."""
-        self.passes.clear()  # sampling needs the memory
-        release_gpu_cache()  # of the last batch, or of training
+        release_gpu_cache()  # of the last call, or of training
         # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
         completions = sample_shares(
             self.sampler, self.passes, episodes, self.seed, 0, self.purpose, "an evaluation", sampling
@@ -201,22 +207,41 @@ class Evaluator:
 
     def start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the ids of one completion of each prompt, as an evaluation samples them."""
-        episodes = list(enumerate(prompts))
-        with self.sampler.same_weights():
-            batches = [self.sample(episodes[at : at + self.batch]) for at in range(0, len(episodes), self.batch)]
-        return [row for completions in batches for row in completions.rows()]
+        return self._sampled(list(enumerate(prompts)))[0]
 
-    def _free(self) -> None:
-        """Free the memory of sampling."""
-        if not self.keeps_graphs:
+    def _sampled(
+        self,
+        episodes: Episodes,
+        sampling: SamplingSettings | None = None,
+        rows: Sequence[int] = (),
+        report: Callable[[int], None] = lambda _: None,
+    ) -> tuple[list[list[int]], list[bool], list[Completions]]:
+        """Sample a completion for each episode. Returns their ids, whether they ended, and those of `rows`, in parts,
+        with the masks of allowed tokens."""
+        ids = []
+        ended = []
+        parts = []
+        with self.sampler.same_weights():
+            for call in self.sampler.calls(episodes, sampling):
+                completions = self.sample(call, sampling)
+                chosen = [row - len(ids) for row in rows if len(ids) <= row < len(ids) + len(call)]
+                if chosen:
+                    parts.append(completions.select(chosen))
+                ids += completions.rows()
+                ended += completions.ended.tolist()
+                report(len(ids))
+        if not self.keeps_graphs:  # a large model and the decoder's copy of it may not fit beside the log-probs
             self.sampler.free()
         release_gpu_cache()
+        return ids, ended, parts
 
-    def _kl(self, completions: Completions) -> list[float]:
-        """Return the KL of each completion to the reference, k1, nats/sequence."""
-        self._free()
-        logprobs, ref_logprobs, _ = self.passes.logprobs(completions)
-        return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
+    def _kl(self, parts: Sequence[Completions]) -> list[float]:
+        """Return the KL of each completion to the reference, k1, nats/sequence; infinity if it is not a number."""
+        kl = []
+        for completions in parts:
+            logprobs, ref_logprobs, _ = self.passes.logprobs(completions)
+            kl += kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).nan_to_num(math.inf, math.inf).tolist()
+        return kl
 
     @timed("scoring")
     def rate(

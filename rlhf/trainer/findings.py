@@ -4,7 +4,7 @@ end of a run use the same function and the same limits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -23,6 +23,7 @@ SAME_TEXTS = 0.5  # share of prompts with equal completions from which a low tem
 FAILED = (0.0, -1.0)  # values that a checker gives to a wrong answer
 LAST_UPDATES = 10  # findings of a run are about these
 HARDLY = 0.05  # KL to the start model, in nats per sequence, below which the policy has hardly changed
+MOST_EVALUATION = 0.2  # share of the time of a run above which its evaluations are a finding
 EXAMPLES = 3  # completions printed with their scores
 
 Range = Sequence[float]  # lowest and highest value
@@ -48,9 +49,9 @@ class SampleFigures:
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason why little can be learned."""
+    """One reason why little can be learned, or why a run takes long."""
 
-    name: str  # cut_off, never_fires, equal_groups, out_of_reach, hardly_changed or nothing
+    name: str  # cut_off, never_fires, equal_groups, out_of_reach, hardly_changed, slow_evaluations or nothing
     text: str  # one line with the fix
     short: str = ""  # field of the progress line
 
@@ -200,6 +201,20 @@ def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
     ]
 
 
+def slow_evaluations(seconds: Mapping[str, Sequence[float]], config: Config) -> list[Finding]:
+    """Return a finding if evaluations took more than a fifth of a run, and at least a minute. `seconds` are those of
+    each part of the run (`Progress`)."""
+    spent = sum(seconds["evaluations"])
+    whole = sum(map(sum, seconds.values()))
+    if spent < 60 or spent <= MOST_EVALUATION * whole:
+        return []
+    text = (
+        f"evaluations took {spent / whole:.0%} of the time: --eval-prompts {config.data.eval_prompts}. Use fewer "
+        "prompts, or a larger --eval-every"
+    )
+    return [Finding("slow_evaluations", text)]
+
+
 def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True) -> None:
     """Print the findings of a run as warnings, with completions of the last evaluation if a reward function never
     fires. `ended`: whether the policy should have changed by now."""
@@ -207,6 +222,8 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
     if ended and all(finding.name != "nothing" for finding in found):
         found += hardly_changed(trainer.host.state.log_history, trainer.config)
+    if ended:
+        found += slow_evaluations(trainer.progress.seconds, trainer.config)
     last = trainer.evaluations[-1]
     seed = trainer.config.run.seed
     scores = flat(last.scores[:, :1])

@@ -22,7 +22,6 @@ from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
-from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
@@ -34,18 +33,18 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
-from rlhf.trainer.evaluator import Evaluator, fixed_text
+from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.passes import ForwardPasses
-from rlhf.trainer.progress import Progress
+from rlhf.trainer.progress import Progress, evaluation_updates
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
 from rlhf.trainer.session import Session
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.processes import is_first, size
+from rlhf.utils.processes import is_first
 from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
 from rlhf.utils.timing import timed
@@ -147,13 +146,12 @@ class OnPolicyLoop:
         self.gold = gold
         self.evaluator = Evaluator(
             sampler,
-            passes,
+            replace(passes, actor=Actor(host.actor.policy), share_first=False),  # an evaluation needs no values
             tokenizer,
             self.rewards,
             judges=[eval_functions] if eval_functions is not None else [],
             seed=config.run.seed,
             purpose="evaluate",
-            batch=size() * budget_of(sampler.device, config).eval_batch_size,
             keeps_graphs=True,
         )
 
@@ -210,10 +208,12 @@ class OnPolicyLoop:
                 break  # all updates are done, --episodes are spent, or a callback asked for it
             update = self.host.state.global_step + 1
             metrics = self.update_step(update)
-            if self.reason_to_end() is not None or update % self.config.run.eval_every == 0:
+            if self.reason_to_end() is not None or update in evaluation_updates(self.config.run, self.sampler.updates):
                 self.evaluate()
             self.events.call("on_update_done", update)
             self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
+        if self.evaluations[-1].update < self.host.state.global_step:  # a callback asked for the end after the update
+            self.evaluate()
         self.events.call("on_train_end")
         return Metrics(metrics | self.evaluations[-1].metrics())
 
@@ -379,10 +379,11 @@ class OnPolicyLoop:
             raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
         return kept
 
-    def fix_text(self) -> None:
-        """Choose the text for the perplexity, on the first call. The policy must still be the start model then."""
+    def fix_text(self, start: Completed | None = None) -> None:
+        """Choose the text for the perplexity, on the first call. The policy must still be the start model then.
+        `start` returns its completions of prompts; None: they are sampled."""
         if self.evaluator.text is None:
-            start = self.evaluator.start_completions
+            start = start or self.evaluator.start_completions
             file = self.config.data.eval_text
             self.evaluator.text = fixed_text(self.processing_class, self.evaluation_prompts, start, file)
 
@@ -397,8 +398,16 @@ class OnPolicyLoop:
         rows = [(k * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for k in range(samples)]
         sampling = None if run.eval_temperature is None else self.config.eval_sampling
         with timed("evaluation"), self.passes.weights.in_use(), self.passes.raise_on_oom("an evaluation"):
-            self.fix_text()
-            result = self.evaluator.evaluate(rows, samples, sampling)
+            self.passes.clear()  # sampling needs the memory
+            if prompts is not self.evaluation_prompts or sampling not in (None, self.config.sampling):
+                self.fix_text()
+            result = self.evaluator.evaluate(
+                rows,
+                samples,
+                sampling,
+                # of the first evaluation, the first completions of the prompts are the text
+                sampled=lambda ids: self.fix_text(lambda few: ids[: len(few) * samples : samples]),
+            )
         if not scored(result.scores).size:
             names = ", ".join(self.rewards.names)
             raise RunError(

@@ -44,7 +44,7 @@ class Progress:
         save_every = run.save_every or -(-SAVE_SECONDS // median(self.seconds["updates"][-LATEST:]))
         counts = {
             "updates": updates - update,
-            "evaluations": -(-updates // run.eval_every) - done // run.eval_every,  # one is after the last update
+            "evaluations": sum(due >= update for due in evaluation_updates(run, updates)),
             "checkpoints": -(-updates // save_every) - done // save_every,
         }
         return {part: counts.get(part, 0) * median(each[-LATEST:]) for part, each in self.seconds.items()}
@@ -58,6 +58,14 @@ class Progress:
             for name, values in scores.by_function.items():
                 known = [value for value in values if value is not None]
                 self.functions[name] = _extended(self.functions.get(name, []), known)
+
+
+def evaluation_updates(run: RunSettings, updates: int) -> list[int]:
+    """Return after which of a run's `updates` an evaluation is due; 0 is the start model's. Without --eval-every they
+    are the quarters of the run."""
+    if run.eval_every is None:
+        return sorted({-(-updates * quarter // 4) for quarter in range(5)})
+    return [*range(0, updates, run.eval_every), updates]
 
 
 def _extended(extremes: list[float], values: list[float]) -> list[float]:

@@ -30,8 +30,8 @@ PROMPTS = [str(i) for i in range(64)]
 
 
 def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), kl=None) -> EvalPoint:
-    """Return an evaluation after 10 episodes per update. `kl` is one value or one per completion."""
-    kls = np.broadcast_to(update / 10 if kl is None else kl, len(scores)).tolist()
+    """Return an evaluation after 10 episodes per update. `kl` is one value or one per completion (None: unknown)."""
+    kls = np.broadcast_to(update / 10 if kl is None else np.array(kl), len(scores)).tolist()
     rows = [
         {"prompt": [{"role": "user", "content": p}], "completion": "x", "score": s, "kl": k, "ended": True}
         for p, s, k in zip(prompts, scores, kls, strict=True)
@@ -183,6 +183,16 @@ def test_spread_over_prompts_includes_the_error_of_the_kl():
     assert _values(at_kl([start, end], 4), "score")[1] == 3, "the only prompt with a score has no spread"
 
 
+def test_a_kl_of_half_of_the_prompts_has_twice_the_weight():
+    """At KL 4 the gain is 2, so the slope is 2 / (2 x 4) for four prompts and twice that for the two with a KL."""
+    start = eval_point(0, 0, (0, 0, 0, 0), "abcd", kl=0)
+    end = eval_point(1, 1, (1, 2, 3, 2), "abcd", kl=(2, None, 6, None))
+    assert _values(at_kl([start, end], 4), "score").tolist() == [2, 2, 2, 2]
+    assert common_kls({"PPO": [[start, end]], "GRPO": [[start, end]]})[0] == [4]
+    end = eval_point(1, 1, (None, 2, 3, 2), "abcd", kl=(2, None, 6, None))
+    assert _values(at_kl([start, end], 4), "score").tolist()[1:] == [2, 3, 2]
+
+
 def test_equal_kl_is_rated_by_the_judge_once_per_evaluation():
     rated = []
 
@@ -256,11 +266,13 @@ def test_pairs_have_the_names_and_the_level_of_the_verdict():
 # --- error rate at equal KL, with noise on both axes -----------------------------------------------------------------
 
 
-def trained_equally(rng, seeds: int, evaluations: int, shape: str, scatter: float = 0.1) -> dict[str, list[list]]:
+def trained_equally(
+    rng, seeds: int, evaluations: int, shape: str, scatter: float = 0.1, measured: int = 64
+) -> dict[str, list[list]]:
     """Return two groups whose true score is 1 - exp(-2 KL). The KL of PPO rises twice as fast as that of GRPO.
 
     Gains differ between seeds by `scatter`, speeds by 1.5 times as much. A completion's KL has a standard deviation of
-    1.5 times its mean, and its score one of 0.5.
+    1.5 times its mean, and its score one of 0.5. The KL is that of the first `measured` prompts.
     """
     prompts = rng.normal(0, 1, 64)
     times = np.arange(evaluations + 1) / evaluations
@@ -272,6 +284,7 @@ def trained_equally(rng, seeds: int, evaluations: int, shape: str, scatter: floa
             kl = way if shape == "linear" else np.minimum(3 * way, 1)
             score = np.exp(rng.normal(0, scatter)) * (1 - np.exp(-2 * kl))
             kls = kl[:, None] * rng.gamma(1 / 1.5**2, 1.5**2, (len(times), 64))
+            kls[:, measured:] = np.nan
             scores = prompts + rng.normal(0, 0.3, 64) * times[:, None] + rng.normal(score[:, None], 0.5, kls.shape)
             runs.append([eval_point(i, i, s, PROMPTS, k) for i, (s, k) in enumerate(zip(scores, kls, strict=True))])
     return groups
@@ -297,12 +310,12 @@ def significant(groups: dict[str, list[list]], rule: str = "monotone regression"
     return None if result == "unknown" else result != "equal"
 
 
-@pytest.mark.parametrize(("seeds", "scatter"), [(1, 0.0), (3, 0.1)])
-def test_error_rate_at_equal_kl_is_small(monkeypatch, seeds, scatter):
+@pytest.mark.parametrize(("seeds", "scatter", "measured"), [(1, 0.0, 64), (1, 0.0, 16), (3, 0.1, 64)])
+def test_error_rate_at_equal_kl_is_small(monkeypatch, seeds, scatter, measured):
     """At most 3 of 40 comparisons are significant; with one seed about 8, if intervals ignore the error of the KL."""
     monkeypatch.setattr(statistics, "RESAMPLES", 300)
     rng = np.random.default_rng(0)
-    found = [significant(trained_equally(rng, seeds, 8, "linear", scatter)) for _ in range(40)]
+    found = [significant(trained_equally(rng, seeds, 8, "linear", scatter, measured)) for _ in range(40)]
     assert None not in found and sum(found) <= 3
 
 

@@ -18,13 +18,13 @@ from rlhf.analysis.verdict import START, Arm, Evidence, contrast, judge_arms
 from rlhf.checkpoints.run_folder import RunLock
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
-from rlhf.models.budget import BUDGETS
 from rlhf.reports.comparison_tables import figure_table
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.types import Split
 from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.paths import path_on_page
@@ -233,15 +233,25 @@ def test_kl_and_lengths_match_plain_forward_passes(settings, start_model, tmp_pa
         assert measured.lengths[row // 2, row % 2] == count
 
 
-def test_completions_do_not_depend_on_the_generation_batch_size(settings, start_model, monkeypatch):
-    """Each completion has separate random numbers, so a second batch does not repeat the first."""
+def test_completions_do_not_depend_on_the_calls_of_the_sampler(settings, start_model, monkeypatch):
+    """Each completion has separate random numbers, so a second call does not repeat the first."""
     same_prompt = dataclasses.replace(settings, num_prompts=1, completions=8)
     evaluator, _ = evaluator_of([start_model], same_prompt)
     with monkeypatch.context() as patch:
-        patch.setitem(BUDGETS, "cpu", dataclasses.replace(BUDGETS["cpu"], generation_batch_size=4))
-        in_two_batches = evaluator.evaluate_start(Screen()).texts[0]
-    assert in_two_batches[:4] != in_two_batches[4:]
-    assert evaluator.evaluate_start(Screen()).texts[0] == in_two_batches, "one batch gives the same"
+        patch.setattr(Sampler, "calls", lambda self, rows, sampling=None: [rows[:4], rows[4:]])
+        in_two_calls = evaluator.evaluate_start(Screen()).texts[0]
+    assert in_two_calls[:4] != in_two_calls[4:]
+    assert evaluator.evaluate_start(Screen()).texts[0] == in_two_calls, "one call gives the same"
+
+
+def test_the_start_model_has_a_kl_of_0_without_a_pass_of_its_own(settings, start_model, monkeypatch):
+    """A model with its weights is another model."""
+    evaluator, models = evaluator_of([start_model], settings)
+    passes = []
+    original = ForwardPasses.logprobs
+    monkeypatch.setattr(ForwardPasses, "logprobs", lambda *a: passes.append(1) or original(*a))
+    assert not evaluator.evaluate_start(Screen()).kl.any() and not passes
+    assert np.abs(evaluator.evaluate(models[0], Screen()).kl).max() < 1e-6 and len(passes) == 1
 
 
 def swap_two_tokens(folder):

@@ -46,7 +46,7 @@ def test_help_texts_contain_the_budget_numbers():
 
 
 def test_settings_of_a_run_replace_numbers_of_the_budget(configured):
-    """An evaluation samples as many completions together as there are slots: 32 to 256."""
+    """A pass of the perplexity has as many texts as there are slots: 32 to 256."""
     found = budget_of(GPU, configured("--micro-batch-tokens", 2_048, "--rollout-slots", 64))
     assert (found.tokens_per_micro_batch, found.rollout_slots, found.eval_batch_size) == (2_048, 64, 64)
     assert [budget_of(GPU, configured("--rollout-slots", n)).eval_batch_size for n in (8, 1_024)] == [32, 256]

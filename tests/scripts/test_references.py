@@ -203,11 +203,11 @@ def test_mlx_phased_kl_flags(algorithm):
 
 @pytest.mark.parametrize("algorithm", MAINS)
 def test_mlx_phased_kl_commands_run(phased, algorithm):
-    """Every evaluation (by default every 50 updates) records perplexity, KL and peak memory."""
+    """Every evaluation (in the recipe every 50 updates) records perplexity, KL and peak memory."""
     words = [*shlex.split(PHASED[algorithm]), *SMALL, "--batch-size", "2", "--eval-every", "2"]
     MAINS[algorithm](words)
     output = phased / "checkpoints" / f"{algorithm}_seed42"
-    assert parse_cli([], algorithm).run.eval_every == 50
+    assert parse_cli(["--recipe", "phased-kl"], algorithm).run.eval_every == 50
     evaluations = RunRecord.read(output).best.evaluations
     assert [e["update"] for e in evaluations] == [0, 2, 3]
     assert all(e["perplexity"] > 1 and e["kl"] is not None and e["peak_memory_gib"] > 0 for e in evaluations)

@@ -24,18 +24,19 @@ FLAGS = ("--batch-size", 4, "--ppo-epochs", 2, "--max-new-tokens", 3, "--eval-sa
 
 
 @pytest.mark.parametrize(
-    ("flags", "algorithm", "reward_model", "update", "evaluation"),
+    ("flags", "algorithm", "reward_model", "prompts", "update", "evaluation"),
     [
         # 4 completions x (5 + 3) tokens = 32; sampling, policy and reference 3,000, two optimizer passes 6,000
-        ((), "ppo", None, 32 * 9_000, 36 * 3_000),  # 2 samples x (5 + 3 + 7 + 3) tokens = 36
-        ((), "ppo", 100, 32 * 9_100, 36 * 3_100),
-        (("--critic", "separate"), "ppo", 100, 32 * (4_100 + 12_000), 36 * 4_100),
-        (("--K", 2), "grpo", 100, 64 * 9_100, 36 * 3_100),
+        ((), "ppo", None, 2, 32 * 9_000, 36 * 3_000),  # 2 samples x (5 + 3 + 7 + 3) tokens = 36
+        ((), "ppo", 100, 2, 32 * 9_100, 36 * 3_100),
+        (("--critic", "separate"), "ppo", 100, 2, 32 * (4_100 + 12_000), 36 * 3_100),  # without values
+        (("--K", 2), "grpo", 100, 2, 64 * 9_100, 36 * 3_100),
+        ((), "ppo", 100, 128, 32 * 9_100, 64 * 36 * 2_100),  # the KL of 64 of 128 prompts
     ],
 )
-def test_the_products_are_those_of_paper(configured, flags, algorithm, reward_model, update, evaluation):
+def test_the_products_are_those_of_paper(configured, flags, algorithm, reward_model, prompts, update, evaluation):
     scorer = None if reward_model is None else replace(POLICY, parameters=reward_model)
-    given = Estimator(POLICY, scorer, CPU, PROMPTS, [5, 7], 10)
+    given = Estimator(POLICY, scorer, CPU, PROMPTS, [5, 7] * (prompts // 2), 10)
     found = predicted_seconds(configured(*FLAGS, *flags, algorithm=algorithm), given, 0.001)
     assert found == {"updates": [pytest.approx(update / 1_000)], "evaluations": [pytest.approx(evaluation / 1_000)]}
 

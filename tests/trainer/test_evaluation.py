@@ -14,16 +14,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.analysis.audit import figures
 from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.prompts import Prompt
 from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.reference import Reference
 from rlhf.rollout import continuous_batching
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.figures import compare, kl_of_phases, last_kl
 from rlhf.settings.training import SamplingSettings
 from rlhf.settings.types import KLTarget, kl_text
-from rlhf.trainer.evaluation import Evaluation, flat
+from rlhf.trainer import evaluation as evaluation_module
+from rlhf.trainer import evaluator
+from rlhf.trainer.evaluation import KL_PROMPTS, Evaluation, flat, kl_rows
 from rlhf.trainer.evaluator import FixedText, fixed_text, perplexity
 from rlhf.trainer.state import _evaluation_from_json, _evaluation_to_json
 from tests.conftest import attach
@@ -115,21 +119,170 @@ def test_evaluations_use_the_same_random_numbers(build):
 
 
 def test_an_evaluation_of_a_run_copies_the_weights_once(build, monkeypatch):
-    """Whatever the number of its batches. The kept forward pass of a rollout is released before."""
-    trainer = build("--eval-prompts", 6, "--rollout-engine", "slots")
-    trainer.evaluator.batch = 2
+    """Whatever the number of calls of the sampler. The kept forward pass of a rollout is released before."""
+    trainer = build("--eval-prompts", 6, "--rollout-engine", "slots", "--rollout-slots", 2, "--top-p", 0.9)
     copied = []
     kept = []
+    sampled = samplings_of(monkeypatch)
     make = continuous_batching.make_decoder
     monkeypatch.setattr(
         continuous_batching,
         "make_decoder",
-        lambda *given, **more: copied.append(1) or kept.append(trainer.evaluator.passes._kept) or make(*given, **more),
+        lambda *given, **more: copied.append(1) or kept.append(trainer.passes._kept) or make(*given, **more),
     )
-    monkeypatch.setattr(trainer.evaluator.passes, "_kept", object())
+    monkeypatch.setattr(trainer.passes, "_kept", object())
     trainer.evaluate()
     assert trainer.evaluations[-1].kl.shape == (6, 1)
+    assert [len(rows) for rows in sampled] == [2, 2, 2], "masks of allowed tokens of as many as there are slots"
     assert len(copied) == 1 and kept == [None]
+
+
+# --- nothing is computed twice ---------------------------------------------------------------------------------------
+
+
+def samplings_of(monkeypatch) -> list[list[int]]:
+    """Return a list that receives the numbers of the episodes of each call of the sampler."""
+    calls = []
+    original = Sampler.sample
+
+    def sample(self, prompts, seed, update, purpose, episodes=None, **more):
+        calls.append(list(episodes))
+        return original(self, prompts, seed, update, purpose, episodes, **more)
+
+    monkeypatch.setattr(Sampler, "sample", sample)
+    return calls
+
+
+@pytest.fixture
+def many_prompts(tmp_path):
+    """Return a file of 40 evaluation prompts without completions: more than a CPU's forward pass of 32 texts."""
+    file = tmp_path / "many.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"What is number {i}?"}) for i in range(40)))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("flags", "samplings"),
+    [
+        ((), [40]),
+        (("--eval-samples", 2), [80]),
+        (("--eval-temperature", 0.7, "--temperature", 0.7), [40]),
+        (("--eval-temperature", 0), [40, 40]),  # the text keeps the temperature of training
+        (("--rollout-engine", "plain"), [40]),
+    ],
+)
+def test_the_first_evaluation_is_one_rollout_and_its_completions_are_the_text(
+    build, many_prompts, monkeypatch, flags, samplings
+):
+    """Prompts sampled apart, as for an evaluation of other prompts, give the same text."""
+    flags = ("--eval-dataset", many_prompts, "--eval-prompts", 40, *flags)
+    sampled = samplings_of(monkeypatch)
+    trainer = build(*flags)
+    trainer.evaluate()
+    assert [len(rows) for rows in sampled] == samplings
+    apart = build(*flags)
+    apart.evaluate(["What is number 99?"])
+    assert trainer.evaluator.text == apart.evaluator.text and len(apart.evaluator.text.completions) == 40
+    assert trainer.evaluator.text.completions == apart.evaluator.start_completions(apart.evaluation_prompts)
+    sampled.clear()
+    with torch.no_grad():
+        trainer.actor.policy.get_input_embeddings().weight.mul_(1.1)
+    trainer.evaluate()
+    assert [len(rows) for rows in sampled] == samplings[:1]
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-lora",)])
+def test_the_kl_of_the_start_model_is_0_without_a_pass(build, monkeypatch, tmp_path, flags):
+    """Only while the policy has the weights of the reference: not after another change of its weights."""
+    trainer = build(*flags)
+    original = Reference.logprobs
+    passes = []
+    monkeypatch.setattr(Reference, "logprobs", lambda *a: passes.append(1) or original(*a))
+    trainer.evaluate()
+    assert trainer.evaluations[0].kl.tolist() == [[0.0]] * 6 and not passes
+    trained = next(w for name, w in trainer.actor.policy.named_parameters() if "lora_B" in name or not flags)
+    with torch.no_grad():
+        trained.add_(0.05)
+    trainer.evaluate()
+    assert len(passes) == 1 and np.abs(trainer.evaluations[1].kl).min() > 0
+    trainer.save_model(tmp_path / "changed")
+    again = build(*flags)
+    again.load_model(tmp_path / "changed")
+    again.evaluate()
+    assert again.evaluations[0].kl.tolist() == trainer.evaluations[1].kl.tolist()
+
+
+def test_an_evaluation_computes_no_values(build, monkeypatch):
+    """Nobody reads the values of the critic, which with a backbone of its own take a pass of another model."""
+    trainer = build("--critic", "separate")
+    with torch.no_grad():
+        trainer.actor.policy.get_input_embeddings().weight.mul_(1.1)
+    monkeypatch.setattr(type(trainer.actor), "forward_backbone", lambda *_: pytest.fail("the critic was called"))
+    trainer.evaluate()
+    assert np.abs(trainer.evaluations[0].kl).max() > 0
+
+
+def test_equal_weights_are_evaluated_once(build, monkeypatch):
+    """The policy does not change in the warm-up of the critic, so the three evaluations before update 3 have the same
+    completions. A function that depends on the update gives each its own score."""
+
+    def update_of(completions, trainer_state, **_):
+        return [float(trainer_state.global_step)] * len(completions)
+
+    trainer = build("--critic-warmup", 2, "--num-iterations", 3, "--eval-every", 1, rewards=[update_of])
+    sampled = samplings_of(monkeypatch)
+    texts = []
+    original = evaluator.perplexity
+    monkeypatch.setattr(evaluator, "perplexity", lambda *a: texts.append(1) or original(*a))
+    trainer.train()
+    first, *others, last = trainer.evaluations
+    evaluated = [rows for rows in sampled if len(rows) == 6]
+    assert len(evaluated) == len(texts) == 2
+    assert [one.update for one in trainer.evaluations] == [one.score for one in trainer.evaluations] == [0, 1, 2, 3]
+    for one in others:
+        assert (one.texts, one.perplexity) == (first.texts, first.perplexity) and not one.kl.any()
+    assert np.abs(last.kl).max() > 0
+    with torch.no_grad():  # a return to evaluated weights is a change, too
+        trainer.actor.policy.get_input_embeddings().weight[0, 0] += 1e-6
+    trainer.evaluate()
+    assert len(texts) == 3
+
+
+# --- the prompts on which the KL is measured -------------------------------------------------------------------------
+
+
+def test_the_kl_is_measured_on_some_prompts_the_same_for_every_seed(build, monkeypatch):
+    """Its values are those of an evaluation that measures all prompts, also with several completions of each."""
+    found = {}
+    for measured in (64, 2):
+        monkeypatch.setattr(evaluation_module, "KL_PROMPTS", measured)
+        trainer = build("--eval-samples", 2)
+        with torch.no_grad():
+            trainer.actor.policy.get_input_embeddings().weight.mul_(1.1)
+        trainer.evaluate()
+        (found[measured],) = trainer.evaluations
+    some = ~np.isnan(found[2].kl)
+    rows = sorted(set(np.nonzero(some)[0].tolist()))
+    assert some.sum() == 4 and kl_rows(6, 2) == [2 * row + k for row in rows for k in (0, 1)]
+    assert found[2].kl[some] == pytest.approx(found[64].kl[some], abs=1e-4)
+    logged = found[2].metrics()
+    assert logged["eval/kl_divergence"] == pytest.approx(found[2].kl[rows].mean())
+    assert logged["eval/kl_divergence/token"] == pytest.approx(found[2].kl[rows].sum() / found[2].lengths[rows].sum())
+    stored = [row["kl"] for row in found[2].rows(trainer.evaluation_prompts)]
+    assert [kl is not None for kl in stored] == some.ravel().tolist()
+    assert figures(found[2])["kl"] == pytest.approx(logged["eval/kl_divergence"])
+    assert figures(found[2])["kl_per_token"] == pytest.approx(logged["eval/kl_divergence/token"])
+    assert compare(found[2], found[2], seed=1)["kl_after"] == pytest.approx(logged["eval/kl_divergence"])
+    again = _evaluation_from_json(json.loads(json.dumps(_evaluation_to_json(found[2]))))
+    np.testing.assert_equal(again.kl, found[2].kl)
+
+
+def test_the_prompts_of_the_kl_are_spread_over_all():
+    """A file may be sorted by topic."""
+    rows = kl_rows(256, 1)
+    assert len(rows) == KL_PROMPTS and rows == sorted(set(rows))
+    assert min(sum(start <= row < start + 64 for row in rows) for start in (0, 64, 128, 192)) >= 8
+    assert kl_rows(3, 2) == [0, 1, 2, 3, 4, 5]
 
 
 def test_evaluation_metrics_match_values_computed_by_hand():

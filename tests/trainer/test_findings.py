@@ -16,7 +16,14 @@ from rlhf.callbacks.logging import FindingsWarning, speed_text
 from rlhf.rewards.scores import Scores
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.evaluation import shown_prompts
-from rlhf.trainer.findings import SampleFigures, findings_of, hardly_changed, run_figures, short_fields
+from rlhf.trainer.findings import (
+    SampleFigures,
+    findings_of,
+    hardly_changed,
+    run_figures,
+    short_fields,
+    show_run_findings,
+)
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.console import Screen
@@ -166,6 +173,23 @@ def test_a_run_that_changed_nothing_reports_it_once_at_its_end(configured, capsy
     make_trainer(config, PROMPTS, [last_word], evaluation_prompts=HELD_OUT, progress=False).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if "hardly changed" in line]
     assert len(lines) == reported and all("--learning-rate 1e-08" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("updates", "evaluations", "reported"),
+    [(300.0, [30.0, 45.1], True), (300.1, [30.0, 45.0], False), (1.0, [30.0, 29.9], False)],  # a fifth, and a minute
+)
+def test_evaluations_that_take_more_than_a_fifth_of_the_time_are_a_finding(
+    build, capsys, updates, evaluations, reported
+):
+    trainer = build()
+    trainer.evaluate()
+    trainer.progress.seconds = {"updates": [updates], "evaluations": evaluations}
+    show_run_findings(trainer, Screen())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "evaluations took" in line]
+    assert len(lines) == reported and all(" 20% " in line and "--eval-prompts 6" in line for line in lines)
+    show_run_findings(trainer, Screen(), ended=False)
+    assert "evaluations took" not in capsys.readouterr().out
 
 
 def test_a_short_run_reports_them_once(configured, capsys):

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +17,9 @@ from rlhf.callbacks import checkpointing, incidents
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.load import bad_weights
-from rlhf.trainer import collect, optimize
+from rlhf.trainer import collect, evaluator, optimize
 from rlhf.trainer.evaluator import FixedText, perplexity
+from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
@@ -197,18 +197,21 @@ def test_three_skipped_updates_at_the_end_fail_the_run(run_flags, tmp_path, caps
 
 @pytest.mark.parametrize("name", ["kl", "perplexity"])
 def test_non_finite_evaluation_ends_the_run(build, monkeypatch, name, user_error):
+    """A KL that is NaN is none that was not measured."""
     trainer = build()
-    original = trainer.evaluator.evaluate
+    original = ForwardPasses.logprobs
 
-    def evaluated(*args):
-        result = original(*args)
-        kl = result.kl.copy()
-        kl[0, 0] = math.nan
-        bad = {"kl": kl, "perplexity": math.inf}
-        return replace(result, **{name: bad[name]})
+    def logprobs(*given):
+        found = original(*given)
+        return found._replace(ref_logprobs=found.ref_logprobs * math.nan)
 
-    monkeypatch.setattr(trainer.evaluator, "evaluate", evaluated)
-    found = {"kl": "KL is nan", "perplexity": "perplexity is inf"}[name]
+    with torch.no_grad():  # the KL of the start model is not computed
+        trainer.actor.policy.get_input_embeddings().weight.mul_(1.1)
+    if name == "kl":
+        monkeypatch.setattr(ForwardPasses, "logprobs", logprobs)
+    else:
+        monkeypatch.setattr(evaluator, "perplexity", lambda *_: math.inf)
+    found = {"kl": "KL is inf", "perplexity": "perplexity is inf"}[name]
     with user_error(found, "update 0", kind=RunError):
         trainer.train()
 

@@ -10,7 +10,7 @@ import pytest
 import train_ppo
 from rlhf.callbacks.logging import ProgressLine
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.progress import Progress, parts_text
+from rlhf.trainer.progress import Progress, evaluation_updates, parts_text
 from rlhf.trainer.state import STATE_FILE
 from rlhf.utils.console import Screen
 
@@ -44,6 +44,41 @@ def test_checkpoints_by_time_follow_from_the_seconds_of_an_update(update, second
     run = SimpleNamespace(eval_every=4, save_every=None)
     found = Progress(seconds={**SECONDS, "updates": [seconds]}).left(run, 10, update)
     assert found["checkpoints"] == 100 * checkpoints
+
+
+@pytest.mark.parametrize(
+    ("every", "updates", "expected"),
+    [
+        (None, 24, [0, 6, 12, 18, 24]),
+        (None, 10, [0, 3, 5, 8, 10]),
+        (None, 2, [0, 1, 2]),
+        (None, 1, [0, 1]),
+        (6, 24, [0, 6, 12, 18, 24]),
+        (4, 10, [0, 4, 8, 10]),
+        (50, 10, [0, 10]),
+    ],
+)
+def test_evaluations_are_due_at_the_quarters_of_a_run_or_every_few_updates(every, updates, expected):
+    run = SimpleNamespace(eval_every=every, save_every=5)
+    assert evaluation_updates(run, updates) == expected
+    progress = Progress(seconds={"evaluations": [1.0]})
+    for update in range(updates + 1):
+        assert progress.left(run, updates, update) == {"evaluations": sum(due >= update for due in expected)}
+
+
+@pytest.mark.parametrize(("stopped", "evaluated"), [(None, [0, 2, 4, 6, 8]), (3, [0, 2, 3])])
+def test_a_run_is_evaluated_at_its_quarters_and_at_its_end(build, stopped, evaluated):
+    """Also if a callback ends it."""
+    trainer = build("--num-iterations", 8, "--eval-every", "none")
+
+    class Stops:
+        def on_update_done(self, update):
+            if update == stopped:
+                trainer.request_stop()
+
+    trainer.add_callback(Stops())
+    trainer.train()
+    assert [evaluation.update for evaluation in trainer.evaluations] == evaluated
 
 
 def test_a_run_that_begins_has_one_more_evaluation():

@@ -35,6 +35,7 @@ class Experience:
     values: Tensor | None = None  # (B, T) at rollout time, undefined where `mask` is False; None without a critic
     returns: Tensor | None = None  # (B, T) sum of the rewards to go, target of a critic; None: one per completion
     rewards: Tensor | None = None  # (B, T) per token, with the KL in the reward; None: one per completion
+    counted: list[bool] | None = None  # of each completion: it can have a gradient; None: all of them can
 
     @classmethod
     def of(

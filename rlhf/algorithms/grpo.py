@@ -15,6 +15,8 @@ from rlhf.rollout.completions import Rollout
 class GRPO(PolicyGradient):
     """Advantages relative to the mean reward of the group, and the clipped policy loss in one of several forms."""
 
+    compares_groups = True
+
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
 

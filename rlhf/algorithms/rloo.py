@@ -16,6 +16,9 @@ from rlhf.rollout.completions import Rollout
 class RLOO(PolicyGradient):
     """Advantages relative to the mean of the group's other completions, and PPO-clip on whole-completion ratios."""
 
+    compares_groups = True
+    per_completion = ("policy/clipfrac", "policy/ratio")
+
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
 

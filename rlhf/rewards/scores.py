@@ -38,10 +38,8 @@ class Scores:
         return {name: fmean(scores) for name, scores in known.items() if scores}
 
     def equal_groups(self, group_size: int) -> Tensor:
-        """Return which groups have equal `shaped` scores, or fewer than two, (B / group_size,): they teach nothing
-        about the score."""
-        groups = self.shaped.view(-1, group_size)
-        return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
+        """Return which groups have equal `shaped` scores, as `have_equal_scores` does."""
+        return have_equal_scores(self.shaped, group_size)
 
     def for_control(self, control: str, seed: int, update: int) -> Scores:
         """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
@@ -80,6 +78,13 @@ class Scores:
             return {n: chosen(own.get(n, missing[0]), other.get(n, missing[1])) for n in columns}
 
         return replace(self, **{f.name: chosen(getattr(self, f.name), getattr(new, f.name)) for f in fields(self)})
+
+
+def have_equal_scores(scores: Tensor, group_size: int) -> Tensor:
+    """Return which groups have equal scores (B,), or fewer than two, (B / group_size,): they teach nothing about the
+    score. NaN: no score."""
+    groups = scores.view(-1, group_size)
+    return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
 
 
 def score_tensor(scores: Sequence[float | None], device: torch.device) -> Tensor:

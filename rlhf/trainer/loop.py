@@ -273,7 +273,9 @@ class OnPolicyLoop:
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""
-        return self.algorithm.advantages(rollout, scores, self.kl.beta)
+        experience = self.algorithm.advantages(rollout, scores, self.kl.beta)
+        experience.counted = self.algorithm.counted(rollout, scores, self.kl.beta).tolist()
+        return experience
 
     def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
         """Let the KL control set the next beta. After several updates with a KL far above the target,

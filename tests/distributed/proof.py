@@ -43,6 +43,7 @@ CASES: dict[str, list] = {
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
     "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
+    "grpo-equal-groups": [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE"],
     "grpo-control": [*GRPO, "--control", "shuffled"],
     "rloo": RLOO,
     "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],

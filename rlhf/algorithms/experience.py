@@ -24,9 +24,9 @@ class Experience:
     scored_mask: Tensor  # (B, T) the same as loss_mask, but False on completions without a score
     # log pi(a|s), nats; undefined where `mask` is False
     logprobs: Tensor  # (B, T) rollout policy
-    ref_logprobs: Tensor  # (B, T) frozen reference
+    ref_logprobs: Tensor  # (B, T) frozen reference; NaN in rows that it has not scored (`Config.reference_every`)
     # KL to the reference
-    kl: Tensor  # (B, T) k1 estimate, nats
+    kl: Tensor  # (B, T) k1 estimate, nats; NaN in rows that the reference has not scored
     kl_coef: float  # beta of this update, score units per nat
     # score units, unless whitened or divided by a standard deviation
     raw_advantages: Tensor  # (B, T) before whitening and importance weights

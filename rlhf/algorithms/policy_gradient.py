@@ -28,7 +28,8 @@ class PolicyGradient:
         self.clip = Clip(*config.batch.clip)
 
     def kl_and_loss_mask(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T)."""
+        """Return the KL to the reference (k1, nats) and the mask of the tokens in the loss, both (B, T). The KL is NaN
+        in rows that the reference has not scored: only the logged KL needs it then."""
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         return kl, tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
 

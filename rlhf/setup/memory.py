@@ -161,9 +161,9 @@ class _Run:
                 "logits": self.logits(row),
             },
         }
-        return Forecast(self.held(len(prompts)), phases, row.episodes, row.tokens)
+        return Forecast(self.held(), phases, row.episodes, row.tokens)
 
-    def held(self, completions: int) -> dict[str, int]:
+    def held(self) -> dict[str, int]:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
         m = self.config.model
         policy = self.given.policy
@@ -172,7 +172,8 @@ class _Run:
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
         sampled = self.config.sampling
         evaluated = self.config.eval_sampling
-        masks = max(self.token_masks(completions, sampled), self.token_masks(len(self.evaluated), evaluated))
+        trained = self.config.most_episodes(1)  # with a draw of dynamic sampling, which is one more rollout
+        masks = max(self.token_masks(trained, sampled), self.token_masks(len(self.evaluated), evaluated))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
             "adapters": own if m.use_lora else 0,
@@ -216,7 +217,7 @@ class _Run:
     def slots(self) -> int:
         """Completions sampled at the same time, in training or in an evaluation."""
         evaluated = min(len(self.evaluated), self.budget.eval_batch_size)
-        most = max(self.config.episodes_per_update, evaluated)
+        most = max(self.config.most_episodes(1), evaluated)
         if self.engine == "plain":
             return most
         if self.engine == "graph":

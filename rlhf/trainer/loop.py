@@ -1,4 +1,4 @@
-"""The training loop that all algorithms share: sample, score, advantages, optimize, next beta.
+"""The training loop that all algorithms share: sample, score, log-probs, advantages, optimize, next beta.
 
 An algorithm defines only how scores become advantages, and the loss. Two runs of the same budget with different
 algorithms therefore differ in nothing else.
@@ -235,20 +235,25 @@ class OnPolicyLoop:
             began = perf_counter()
             self.events.call("on_update_begin", update)
             before = timed.seconds()
+            earlier = replace(self.progress)
             experience = None
-            # 1. sample: completions, their log-probs, the reference's, and the critic's values
-            rollout = self.collector.collect(self.episodes_of(update), update)
+            # 1. sample: one completion per episode
+            rollout = self.collector.sample(self.episodes_of(update), update)
             try:
                 # 2. score: reward model and reward functions, then dynamic sampling and the control
-                check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
                 scores = self.collector.score(rollout)
                 rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
                 scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+                # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
+                every = self.config.reference_every(self.kl.beta)
+                rollout = self.collector.logprobs(rollout, every)
+                reference = rollout.ref_logprobs[::every]
+                check_finite(logprobs=rollout.logprobs, ref_logprobs=reference, values=rollout.values)
                 with timed("optimizer steps"):
-                    # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
+                    # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
                     experience = self.advantages(rollout, scores.shaped)
                     self.events.call("on_batch", update, experience, scores)
-                    # 4. optimize: passes over shuffled minibatches
+                    # 5. optimize: passes over shuffled minibatches
                     stats = self.policy_optimizer.run(experience, update)
             except SkipUpdate as reason:
                 return self.skip_update(update, reason.rollout or rollout, experience, reason)
@@ -257,8 +262,8 @@ class OnPolicyLoop:
             self.progress.count_update(scores)
             self.progress.spend("updates", began)
             require_finite_weights(self.host.model, update, self.session.advice)
-            metrics = self.metrics_of(update, experience, scores, before) | stats
-            # 5. next beta: towards the KL target
+            metrics = self.metrics_of(update, experience, scores, before, earlier) | stats
+            # 6. next beta: towards the KL target
             self.adjust_beta(update, metrics)
             self.count_update(update)
             self.events.call("on_update_end", update, metrics)
@@ -305,18 +310,22 @@ class OnPolicyLoop:
         self.finish_epoch(update)
         return {"updates/skipped": float(self.progress.skipped)}
 
-    def metrics_of(self, update: int, experience: Experience, scores: Scores, before: dict) -> dict[str, float]:
-        """Return the metrics of an update, without those of its optimizer steps. `before`: seconds at its begin."""
+    def metrics_of(
+        self, update: int, experience: Experience, scores: Scores, before: dict, earlier: Progress
+    ) -> dict[str, float]:
+        """Return the metrics of an update, without those of its optimizer steps. `before` and `earlier`: the seconds
+        and the counters at its begin."""
         self.update_peak_memory()
-        sampler = self.dynamic_sampler
         kl = self.config.kl
-        tokens = experience.completions.tokens
-        episodes = self.config.episodes_per_update
+        tokens = self.progress.completion_tokens - earlier.completion_tokens
+        episodes = self.progress.episodes - earlier.episodes
+        drawn = (episodes - self.config.episodes_per_update) / self.config.group_size
+        counts = {"rewards/resampled_groups": drawn, "episodes": float(self.episodes)}
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
-            **speed_metrics(timed.since(before), tokens + sampler.replaced_tokens, episodes + sampler.episodes),
-            **sampler.metrics(),
+            **speed_metrics(timed.since(before), tokens, episodes),
+            **(counts if self.config.group.dynamic_sampling else {}),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),

@@ -41,6 +41,7 @@ CASES: dict[str, list] = {
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
     "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
+    "grpo-kl-logged": [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0],
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
     "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
     "grpo-equal-groups": [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE"],

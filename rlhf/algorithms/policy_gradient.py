@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,8 @@ class PolicyGradient:
     """Base of the algorithms: the terms that their equations have in common. An algorithm adds `advantages` and
     `loss`."""
 
-    compares_groups: ClassVar[bool] = False  # True: with equal scores, the completions of a group have advantage 0
-    per_completion: ClassVar[tuple[str, ...]] = ()  # the statistics among MEANS that are means over completions
+    compares_groups = False  # True: with equal scores, the completions of a group have advantage 0
+    per_completion = ()  # the statistics among MEANS that are means over completions
 
     def __init__(self, config: Config):
         self.config = config

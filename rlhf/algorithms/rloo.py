@@ -33,7 +33,7 @@ class RLOO(PolicyGradient):
         per_completion = objectives.leave_one_out_advantages(rewards, self.config.group_size)
         advantages = torch.where(loss_mask, per_completion.unsqueeze(1), 0.0)
         return Experience.of(
-            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, one_action=True
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, one_action=True
         )
 
     def loss(

@@ -125,10 +125,10 @@ class RolloutCollector:
         release_gpu_cache()  # of sampling
         return Rollout(completions, [prompt for _, prompt in episodes], completions.texts(self.tokenizer))
 
-    def logprobs(self, rollout: Rollout, reference_every: int = 1) -> Rollout:
+    def logprobs(self, rollout: Rollout, reference_every: int = 1, rows: Sequence[int] | None = None) -> Rollout:
         """Return the rollout with what `ForwardPasses.logprobs` computes. The forward pass is stored for the first
         optimizer step, if it is shared."""
-        found = self.passes.logprobs(rollout.completions, keep_first=True, reference_every=reference_every)
+        found = self.passes.logprobs(rollout.completions, True, reference_every, rows)
         return replace(rollout, **found._asdict())
 
     @timed("scoring")

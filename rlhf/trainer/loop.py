@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,8 +21,8 @@ from rlhf.algorithms.experience import Experience
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import PromptSampler, metric_names
-from rlhf.distributed.group import agree, copy_from_first, largest
-from rlhf.models.actor_critic import Actor, set_adapter_dropout
+from rlhf.distributed.group import agree, copy_from_first, gather, largest
+from rlhf.models.actor_critic import Actor, ActorCritic, set_adapter_dropout
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
@@ -126,6 +127,7 @@ class OnPolicyLoop:
         tokenizer = self.processing_class
         batch = config.batch
         model = config.model
+        one_minibatch = batch.minibatches == 1 and not model.has_adapter_dropout
         for functions in filter(None, (self.rewards, eval_functions)):
             functions.trainer_state = host.state
         self.passes = passes = ForwardPasses(
@@ -136,12 +138,13 @@ class OnPolicyLoop:
             packed=config.speed.packed,
             max_rows=batch.micro_batch_size,
             max_tokens=batch.micro_batch_tokens,
-            share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
+            share_first=one_minibatch and not model.gradient_checkpointing,
             oom_hint=self.session.memory_advice,
         )
         longest = max(len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts])
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
+        self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic)
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
         sampler = self.collector.sampler
         self.gold = gold
@@ -246,12 +249,17 @@ class OnPolicyLoop:
                 scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
                 # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
                 every = self.config.reference_every(self.kl.beta)
-                rollout = self.collector.logprobs(rollout, every)
+                # by the first optimizer step, unless a critic, the KL or vLLM's weights need them for advantages
+                sampled = rollout.completions.sampled_logprobs
+                deferred = self.deferrable and sampled is None and not self.algorithm.beta_in_reward(self.kl.beta)
+                rows = self.rows_of_logprobs(rollout, scores.shaped, every, deferred)
+                rollout = self.collector.logprobs(rollout, every, rows)
                 reference = rollout.ref_logprobs[::every]
-                check_finite(logprobs=rollout.logprobs, ref_logprobs=reference, values=rollout.values)
+                check_finite(logprobs=rollout.logprobs[rows], ref_logprobs=reference, values=rollout.values)
                 with timed("optimizer steps"):
                     # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
                     experience = self.advantages(rollout, scores.shaped)
+                    experience.deferred = deferred
                     self.events.call("on_batch", update, experience, scores)
                     # 5. optimize: passes over shuffled minibatches
                     stats = self.policy_optimizer.run(experience, update)
@@ -275,6 +283,17 @@ class OnPolicyLoop:
         """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
         prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
+
+    def rows_of_logprobs(self, rollout: Rollout, scores: Tensor, every: int, deferred: bool) -> list[int]:
+        """Return the rows whose log-probs are computed before the optimizer steps. A callback and token records can
+        read all. Otherwise these are one row in `every`, for the KL, and those with a gradient; if the log-probs of
+        these are `deferred`, the others."""
+        counted = self.algorithm.counted(rollout, scores, self.kl.beta)
+        rows = torch.arange(len(counted), device=counted.device)
+        if any(gather(self.events.read_batches or self.config.record.record_tokens)):
+            return rows.tolist()
+        logged = rows % every == 0
+        return rows[logged & ~counted if deferred else logged | counted].tolist()
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.policy_gradient import MEANS
 from rlhf.distributed.gradients import add_up_gradients
+from rlhf.distributed.group import add_up
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
@@ -49,8 +50,8 @@ class PolicyOptimizer:
                 self.seed_dropout(update, len(steps))
                 steps.append(self.step(experience, rows, update, epoch == 0))
         self.host.lr_scheduler.step()
-        names = dict.fromkeys(name for stats in steps for name in stats)
-        found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in names}
+        most = max(steps, key=len)  # later epochs have no entropy, steps without a completion no means
+        found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in most}
         means = torch.stack([values.mean() for values in found.values()]).tolist()
         stats = dict(zip(found, means, strict=True)) | {"learning_rate": rates[0]}
         if self.config.critic.critic_learning_rate is not None:
@@ -115,13 +116,22 @@ class PolicyOptimizer:
         except Exception as found:
             error = found
         stats = add_up_gradients(self.host.model.parameters(), stats, error)
+        if experience.deferred:
+            known = torch.zeros_like(experience.logprobs)
+            known[own] = experience.logprobs[own]
+            experience.logprobs[counted] = add_up(known)[counted]
+            experience.deferred = False
         if counted:
             of_tokens = tokens / self.tokens_in_loss(experience, counted)
             of_completions = self.config.minibatch_size / len(counted)
             for name in stats.keys() & MEANS:
                 stats[name] = stats[name] * (of_completions if name in self.algorithm.per_completion else of_tokens)
         else:
-            stats = self.zero_gradients()
+            zero = torch.zeros_like(tokens)
+            stats = {"loss": zero, "policy/loss": zero, "policy/ratio": zero + 1}
+            for weight in self.host.model.parameters():
+                # not None: Adam's momentum moves the weights in this step, too
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         if only_critic:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
@@ -133,14 +143,6 @@ class PolicyOptimizer:
         """Return the number of tokens of these rows in the loss, at least 1, a scalar."""
         chosen = on_device(self.passes.device, np.array(rows))
         return experience.loss_mask.index_select(0, chosen).sum().float().clamp(min=1)
-
-    def zero_gradients(self) -> dict[str, Tensor]:
-        """Set all gradients to 0, for a minibatch without a row that has one; returns its statistics."""
-        for weight in self.host.model.parameters():
-            if weight.requires_grad:
-                weight.grad = torch.zeros_like(weight)  # not None: Adam's momentum moves the weight in this step, too
-        zero = torch.zeros((), device=self.passes.device)
-        return {"loss": zero, "policy/loss": zero, "policy/ratio": zero + 1}
 
     def gradients(self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True) -> dict:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
@@ -162,7 +164,11 @@ class PolicyOptimizer:
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
                     self.passes.temperature, limits, how,
                 )  # fmt: skip
-            loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], outputs, tokens)
+            index = micro_batch.row_index[rows]
+            if experience.deferred:
+                # detail 10: of this pass (this project). A second one, before the step, would only repeat it.
+                experience.logprobs.index_copy_(0, index, outputs.logprobs.detach())
+            loss, part = self.algorithm.loss(experience, index, outputs, tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
         hidden.backward(leaf.grad)

@@ -71,9 +71,15 @@ class ForwardPasses:
         self._kept: tuple[Completions, Pass] | None = None
 
     @timed("log-probs")
-    def logprobs(self, completions: Completions, keep_first: bool = False, reference_every: int = 1) -> LogProbs:
+    def logprobs(
+        self,
+        completions: Completions,
+        keep_first: bool = False,
+        reference_every: int = 1,
+        rows: Sequence[int] | None = None,
+    ) -> LogProbs:
         """Compute log-probs, reference log-probs and values of the completions, each (B, T). `reference_every` is the
-        `every` of `reference_logprobs`.
+        `every` of `reference_logprobs`. `rows` are those of the policy's pass, None: all; other log-probs are NaN.
 
         With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first optimizer step,
         if all completions fit into one pass. Each process computes its share of the completions, that of an optimizer
@@ -83,11 +89,17 @@ class ForwardPasses:
         self.clear()
         # before the policy's pass, which may be stored
         reference = self.reference_logprobs(completions, reference_every)
-        shares = completions.shares(range(len(completions.mask)))
+        rows = list(range(len(completions.mask)) if rows is None else rows)
+        logprobs = torch.full_like(reference, torch.nan)
+        if not rows:
+            return LogProbs(logprobs, reference)
+        keep = keep_first and len(rows) == len(logprobs)
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
-        _, own = own_share(shares, lambda rows: self._own_logprobs(completions, rows, keep_first))
-        return exchange_logprobs(own, completions.mask)._replace(ref_logprobs=reference)
+        _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))
+        found = exchange_logprobs(own, completions.mask)
+        logprobs[rows] = found.logprobs[rows]
+        return LogProbs(logprobs, reference, found.values)
 
     def reference_logprobs(self, completions: Completions, every: int = 1) -> Tensor:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N

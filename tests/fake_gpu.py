@@ -126,7 +126,7 @@ def experience_of(episodes: int, length: int, vocabulary: int) -> Experience:
     mask = completions.mask
     return Experience(
         prompts=prompts, completions=completions, scores=zeros[:, 0], mask=mask, loss_mask=mask, scored_mask=mask,
-        logprobs=zeros, ref_logprobs=zeros, kl=zeros, kl_coef=0.1, raw_advantages=zeros, advantages=zeros,
+        logprobs=zeros, ref_logprobs=zeros, kl_coef=0.1, raw_advantages=zeros, advantages=zeros,
         values=zeros, returns=zeros, rewards=zeros,
     )  # fmt: skip
 

@@ -211,6 +211,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     logged |= {tag_of("NAME", figure) for figure in ("value", "low", "high", "pass_at_K")}  # with --eval-func
     logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     logged |= {"rewards/resampled_groups", "episodes"}  # with --dynamic-sampling
+    logged |= {"kl_divergence/completions"}  # with --kl-placement none
     logged |= {"eval/gold"}  # in the demo
     logged |= {"learning_rate/critic"}  # with --critic-learning-rate
     for algorithm in ALGORITHMS:

@@ -24,9 +24,7 @@ class Experience:
     scored_mask: Tensor  # (B, T) the same as loss_mask, but False on completions without a score
     # log pi(a|s), nats; undefined where `mask` is False
     logprobs: Tensor  # (B, T) rollout policy
-    ref_logprobs: Tensor  # (B, T) frozen reference
-    # KL to the reference
-    kl: Tensor  # (B, T) k1 estimate, nats
+    ref_logprobs: Tensor  # (B, T) frozen reference; NaN in rows that it has not scored (`Config.reference_every`)
     kl_coef: float  # beta of this update, score units per nat
     # score units, unless whitened or divided by a standard deviation
     raw_advantages: Tensor  # (B, T) before whitening and importance weights
@@ -35,6 +33,14 @@ class Experience:
     values: Tensor | None = None  # (B, T) at rollout time, undefined where `mask` is False; None without a critic
     returns: Tensor | None = None  # (B, T) sum of the rewards to go, target of a critic; None: one per completion
     rewards: Tensor | None = None  # (B, T) per token, with the KL in the reward; None: one per completion
+    counted: list[bool] | None = None  # of each completion: it can have a gradient; None: all of them can
+    # True: the pass of the first optimizer step computes `logprobs`, because the policy has the weights that sampled
+    deferred: bool = False
+
+    @property
+    def kl(self) -> Tensor:
+        """The KL to the reference, k1 estimate, (B, T) in nats."""
+        return objectives.kl_k1(self.logprobs, self.ref_logprobs, self.mask)
 
     @classmethod
     def of(
@@ -42,7 +48,6 @@ class Experience:
         rollout: Rollout,
         scores: Tensor,
         *,
-        kl: Tensor,
         kl_coef: float,
         loss_mask: Tensor,
         raw_advantages: Tensor,
@@ -56,7 +61,7 @@ class Experience:
         Args:
             rollout: B completions.
             scores: (B,) NaN marks completions without a score.
-            kl, kl_coef, raw_advantages, returns, rewards: the fields of these names.
+            kl_coef, raw_advantages, returns, rewards: the fields of these names.
             loss_mask: (B, T) as `tokens_of_loss` returns it.
             advantages: (B, T) after whitening; None: the raw ones. If vLLM sampled the completions, they are
                 multiplied by truncated importance weights.
@@ -77,7 +82,6 @@ class Experience:
             scored_mask=scored_mask(loss_mask, scores),
             logprobs=rollout.logprobs,
             ref_logprobs=rollout.ref_logprobs,
-            kl=kl,
             kl_coef=kl_coef,
             raw_advantages=raw_advantages,
             advantages=advantages,

@@ -15,6 +15,8 @@ from rlhf.rollout.completions import Rollout
 class GRPO(PolicyGradient):
     """Advantages relative to the mean reward of the group, and the clipped policy loss in one of several forms."""
 
+    compares_groups = True
+
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
 
@@ -28,7 +30,7 @@ class GRPO(PolicyGradient):
         # A_it = (R_i - mean of the group's R) / scale
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(loss_mask, groups.unsqueeze(1), 0.0)
-        return Experience.of(rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages)
+        return Experience.of(rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages)
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor

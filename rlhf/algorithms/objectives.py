@@ -85,13 +85,18 @@ def last_token(mask: Tensor) -> Tensor:
     return mask & ~after
 
 
+def charged(kl: Tensor, beta: float) -> Tensor:
+    """Return the penalty beta * KL, in score units. Without beta it is 0, also if the KL is not known (NaN)."""
+    return beta * kl if beta else torch.zeros_like(kl)
+
+
 def completion_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float) -> Tensor:
     """Return one reward per completion, (B,) in score units: the score (B,) minus beta times the KL of the sequence.
 
     `kl` is (B, T) in nats. Source: Ahmadian et al. 2024, arXiv 2402.14740, sec. 2.
     """
     # R_i = score_i - beta * sum_t KL_it
-    return scores - beta * torch.where(mask, kl, 0.0).sum(1)
+    return scores - charged(torch.where(mask, kl, 0.0).sum(1), beta)
 
 
 def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_penalty_at: str = "token") -> Tensor:
@@ -103,10 +108,10 @@ def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_pena
     final = last_token(mask)
     if kl_penalty_at == "eos":
         # r_T = score - beta * sum_t KL_t
-        return torch.where(final, (scores - beta * kl.sum(1)).unsqueeze(1), 0.0)
+        return torch.where(final, (scores - charged(kl.sum(1), beta)).unsqueeze(1), 0.0)
     # detail 19: r_t = -beta * KL_t, and at EOS r_T = score - beta * KL_T (Ziegler et al. 2019, eq. 2). One position
     # later, the critic would have one more target.
-    return torch.where(mask, -beta * kl, 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
+    return torch.where(mask, -charged(kl, beta), 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
 
 
 def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -41,7 +41,7 @@ class PPO(PolicyGradient):
         # detail 25: over the whole update (N details). Otherwise the step size depends on the unit of the score.
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
-            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages,
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages,
             advantages=whitened, returns=returns, rewards=rewards,
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ class ReinforcePlusPlus(PolicyGradient):
         returns, _ = objectives.generalized_advantage_estimate(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
         # A_t = (G_t - mean) / std, both over all tokens of the batch
         return Experience.of(
-            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=returns,
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=returns,
             advantages=objectives.whiten(returns, mask), returns=returns, rewards=rewards,
         )  # fmt: skip
 

@@ -16,6 +16,9 @@ from rlhf.rollout.completions import Rollout
 class RLOO(PolicyGradient):
     """Advantages relative to the mean of the group's other completions, and PPO-clip on whole-completion ratios."""
 
+    compares_groups = True
+    per_completion = ("policy/clipfrac", "policy/ratio")
+
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
 
@@ -30,7 +33,7 @@ class RLOO(PolicyGradient):
         per_completion = objectives.leave_one_out_advantages(rewards, self.config.group_size)
         advantages = torch.where(loss_mask, per_completion.unsqueeze(1), 0.0)
         return Experience.of(
-            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, one_action=True
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, one_action=True
         )
 
     def loss(

@@ -98,6 +98,8 @@ class ProgressLine(Callback):
         left = progress.left(self.trainer.config.run, updates, update)
         kl = metrics[target.metric]
         aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
+        if "kl_divergence/completions" in metrics:
+            aim += f", of {metrics['kl_divergence/completions']:.0f} completions"
         topic = self.trainer.sampler.topic_of(update)
         score = f"score {number(metrics['rewards/mean'], sign='+')}" if "rewards/mean" in metrics else "no score"
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "

@@ -68,8 +68,8 @@ class PromptSampler:
         positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
         return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
 
-    def other_prompts(self, update: int, number: int, count: int, drawn: Sequence[Prompt]) -> list[Prompt]:
-        """Return `count` prompts for draw `number` (from 1) of dynamic sampling, ordered by (seed, update, number).
+    def other_prompts(self, update: int, count: int, drawn: Sequence[Prompt]) -> list[Prompt]:
+        """Return `count` prompts for dynamic sampling, ordered by (seed, update).
 
         Prompts that the update has not `drawn` come first, then those that it has drawn least often. With topics, all
         are of the update's topic.
@@ -77,7 +77,7 @@ class PromptSampler:
         topic, _ = self._position(update)
         prompts = self.by_topic[self._topics[topic]]
         uses = Counter(map(id, drawn))
-        order = rng_for(self.config.run.seed, update, "other prompts", number).permutation(len(prompts)).tolist()
+        order = rng_for(self.config.run.seed, update, "other prompts", 1).permutation(len(prompts)).tolist()
         order.sort(key=lambda i: uses[id(prompts[i])])  # a stable sort: otherwise the order stays random
         return [prompts[order[n % len(order)]] for n in range(count)]
 

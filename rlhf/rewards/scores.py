@@ -38,10 +38,8 @@ class Scores:
         return {name: fmean(scores) for name, scores in known.items() if scores}
 
     def equal_groups(self, group_size: int) -> Tensor:
-        """Return which groups have equal `shaped` scores, or fewer than two, (B / group_size,): they teach nothing
-        about the score."""
-        groups = self.shaped.view(-1, group_size)
-        return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
+        """Return which groups have equal `shaped` scores, as `have_equal_scores` does."""
+        return have_equal_scores(self.shaped, group_size)
 
     def for_control(self, control: str, seed: int, update: int) -> Scores:
         """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
@@ -57,29 +55,40 @@ class Scores:
         order = rng_for(seed, update, "control").permutation(len(scored)).tolist()
         return replace(self, shaped=self.shaped.index_copy(0, scored, self.shaped[scored[order]]))
 
-    def replaced(self, rows: Sequence[int], new: Scores) -> Scores:
-        """Return the scores with those of `rows` replaced by the scores `new` of other completions, in this order.
+    def joined(self, new: Scores, rows: Sequence[int]) -> Scores:
+        """Return the scores of `rows`: first come these B completions, then those of `new`.
 
-        A column that only one of them logged has None for the other's completions. Fields without an entry for each
-        completion stay.
+        A column that only one of them logged has None for the other's completions. `logged` has the means over all
+        completions. Other fields without an entry for each completion stay.
         """
-        count = len(self.total)
-        place = dict(zip(rows, range(count, count + len(rows)), strict=True))
-        order = [place.get(row, row) for row in range(count)]
+        counts = len(self.total), len(new.total)
 
         def chosen(own: Any, other: Any) -> Any:
             if isinstance(own, Tensor):
-                return torch.cat([own, other])[order]
+                return torch.cat([own, other])[rows]
             if isinstance(own, list):
                 both = own + other
-                return [both[row] for row in order]
+                return [both[row] for row in rows]
             columns = {**own, **other} if isinstance(own, dict) else {"": own}
             if not all(isinstance(column, list) for column in columns.values()):
                 return own
-            missing = [None] * count, [None] * len(rows)
+            missing = [[None] * count for count in counts]
             return {n: chosen(own.get(n, missing[0]), other.get(n, missing[1])) for n in columns}
 
-        return replace(self, **{f.name: chosen(getattr(self, f.name), getattr(new, f.name)) for f in fields(self)})
+        found = {f.name: chosen(getattr(self, f.name), getattr(new, f.name)) for f in fields(self)}
+        logged = {}
+        for name in {**self.logged, **new.logged}:
+            parts = zip(counts, (self.logged, new.logged), strict=True)
+            known = [(count, means[name]) for count, means in parts if name in means]
+            logged[name] = sum(count * mean for count, mean in known) / sum(count for count, _ in known)
+        return replace(self, **found | {"logged": logged})
+
+
+def have_equal_scores(scores: Tensor, group_size: int) -> Tensor:
+    """Return which groups have equal scores (B,), or fewer than two, (B / group_size,): they teach nothing about the
+    score. NaN: no score."""
+    groups = scores.view(-1, group_size)
+    return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
 
 
 def score_tensor(scores: Sequence[float | None], device: torch.device) -> Tensor:

@@ -126,9 +126,9 @@ class Completions(TokenBatch):
 class LogProbs(NamedTuple):
     """What forward passes over B completions with at most T tokens compute."""
 
-    logprobs: Tensor  # (B, T) log pi(a|s) of the policy, nats
-    ref_logprobs: Tensor  # (B, T) of the frozen reference
-    values: Tensor | None  # (B, T) score units; None without a critic
+    logprobs: Tensor | None = None  # (B, T) log pi(a|s) of the policy, nats
+    ref_logprobs: Tensor | None = None  # (B, T) of the frozen reference; NaN in rows that it has not scored
+    values: Tensor | None = None  # (B, T) score units; None without a critic
 
 
 @dataclass
@@ -138,10 +138,10 @@ class Rollout:
     completions: Completions
     prompts: list[Prompt]
     texts: list[str]
-    # log pi(a|s), nats
-    logprobs: Tensor  # (B, T) rollout policy
-    ref_logprobs: Tensor  # (B, T) frozen reference
-    values: Tensor | None  # (B, T) score units; None without a critic
+    # log pi(a|s), nats; None before they are computed, as in an update that a bad score ends
+    logprobs: Tensor | None = None  # (B, T) rollout policy
+    ref_logprobs: Tensor | None = None  # (B, T) frozen reference; NaN in rows that it has not scored
+    values: Tensor | None = None  # (B, T) score units; None without a critic
 
     @property
     def mask(self) -> Tensor:
@@ -149,8 +149,8 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout], pad: int) -> Rollout:
-        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Values are
-        None if a part has none."""
+        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Log-probs
+        and values are None if a part has none."""
         completions = Completions.concatenate([part.completions for part in parts], pad)
         return cls(**joined_fields(parts, pad) | {"completions": completions})
 

@@ -77,11 +77,10 @@ def exchange_logprobs(own: LogProbs | None, mask: Tensor) -> LogProbs:
     `mask` is (B, T)."""
     if size() == 1:
         return own
-    kinds = gather(None if own is None else (own.logprobs.dtype, own.values is not None))
-    dtype, has_values = next(kind for kind in kinds if kind is not None)
-    if own is None:
-        together = torch.zeros(2 + has_values, *mask.shape, dtype=dtype, device=mask.device)
-    else:
-        together = torch.stack([values.to(dtype) for values in own if values is not None])
-    found = add_up(together).unbind()
-    return LogProbs(*found) if has_values else LogProbs(*found, values=None)
+    known = {} if own is None else {name: values for name, values in own._asdict().items() if values is not None}
+    kinds = gather({name: values.dtype for name, values in known.items()})
+    dtypes = next(filter(None, kinds))
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    # one tensor, in the precision of the first: one exchange
+    together = torch.stack([known.get(name, zeros).to(next(iter(dtypes.values()))) for name in dtypes])
+    return LogProbs(**dict(zip(dtypes, add_up(together), strict=True)))

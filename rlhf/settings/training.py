@@ -424,8 +424,8 @@ class GroupSettings:
 
     dynamic_sampling: int = setting(
         0,
-        "groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, at "
-        "most this many times per update; 0: off. The additional episodes count for --episodes",
+        "groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, of "
+        "which one rollout samples at most this many for each; 0: off. The additional episodes count for --episodes",
         ge=0,
         le=100,
     )
@@ -876,6 +876,16 @@ class Config(Command):
     @property
     def episodes_per_update(self) -> int:
         return self.batch.batch_size * self.group_size
+
+    def reference_every(self, beta: float) -> int:
+        """Return N: the reference scores one completion in N of an update with this beta.
+
+        N is 1 if the KL of each completion is used: beta follows it, or it is in the reward, in the loss or in token
+        records. Otherwise N is 8, because the KL is only logged. These completions are from as many prompts as
+        possible, so their mean is closer to that of all than the mean of whole groups.
+        """
+        is_charged = self.kl.kl_placement != "none" and beta > 0
+        return 1 if self.kl.steered or is_charged or self.record.record_tokens else 8
 
     @property
     def minibatch_size(self) -> int:

@@ -162,9 +162,9 @@ class _Run:
                 "logits": self.logits(row),
             },
         }
-        return Forecast(self.held(len(prompts)), phases, row.episodes, row.tokens)
+        return Forecast(self.held(), phases, row.episodes, row.tokens)
 
-    def held(self, completions: int) -> dict[str, int]:
+    def held(self) -> dict[str, int]:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
         m = self.config.model
         policy = self.given.policy
@@ -175,7 +175,8 @@ class _Run:
         # those of one call of the sampler, and of the completions whose KL is measured
         kept = kl_rows(len(self.given.evaluation), self.config.run.eval_samples)
         evaluated = min(self.budget.rollout_slots, len(self.evaluated)) + len(kept)
-        masks = max(self.token_masks(completions, sampled), self.token_masks(evaluated, self.config.eval_sampling))
+        trained = self.config.most_episodes(1)  # with a draw of dynamic sampling, which is one more rollout
+        masks = max(self.token_masks(trained, sampled), self.token_masks(evaluated, self.config.eval_sampling))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
             "adapters": own if m.use_lora else 0,
@@ -219,7 +220,7 @@ class _Run:
     def slots(self) -> int:
         """Completions sampled at the same time, in training or in an evaluation."""
         evaluated = min(len(self.evaluated), self.budget.rollout_slots)
-        most = max(self.config.episodes_per_update, evaluated)
+        most = max(self.config.most_episodes(1), evaluated)
         if self.engine == "plain":
             return most
         if self.engine == "graph":

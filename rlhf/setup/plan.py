@@ -208,7 +208,7 @@ def optimizer_line(config: Config, updates: int) -> str:
 def kl_line(config: Config, updates: int) -> str:
     kl = config.kl
     if kl.kl_placement == "none":
-        return "logged, not penalised"
+        return f"logged for 1 completion in {config.reference_every(0.0)}, not penalised"
     controller = kl_controller(config, updates)
     phases = controller.phases
     named = [f"{target} (updates {a} to {b})" if len(phases) > 1 else str(target) for a, b, target in phases if b >= a]

@@ -1,4 +1,4 @@
-"""From prompts to a scored rollout: sample completions, compute their log-probabilities, score them."""
+"""From prompts to a rollout: sample completions, score them, compute the log-probabilities of those that are kept."""
 
 from __future__ import annotations
 
@@ -102,16 +102,18 @@ class RolloutCollector:
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
 
-    def collect(self, episodes: Episodes, update: int, purpose: str = "rollout", keep_pass: bool = True) -> Rollout:
-        """Sample one completion per episode for training, and compute log-probs, reference log-probs and values.
+    def collect(self, episodes: Episodes, update: int, purpose: str = "rollout") -> Rollout:
+        """Return a rollout with its log-probs: `sample`, then `logprobs`."""
+        return self.logprobs(self.sample(episodes, update, purpose))
+
+    def sample(self, episodes: Episodes, update: int, purpose: str = "rollout") -> Rollout:
+        """Sample one completion per episode for training. The rollout has no log-probs yet.
 
         Args:
-            episodes: (number of the episode in the run, prompt) of each completion.
+            episodes: (number in the stream of random numbers, prompt) of each completion.
             update: number of the update, from 1.
-            purpose: name of the stream of random numbers: "rollout", or a draw of dynamic sampling.
-            keep_pass: store the forward pass for the first optimizer step, if it is shared (`ForwardPasses`).
+            purpose: name of the stream of random numbers: "rollout", or "draw" of dynamic sampling.
         """
-        self.passes.clear()  # of the rollout whose groups are replaced: sampling needs its memory
         release_gpu_cache()  # of the last update
         seed = self.config.run.seed
         sample = (self.vllm or self.sampler).sample
@@ -121,14 +123,18 @@ class RolloutCollector:
         self.progress.episodes += len(episodes)
         self.progress.completion_tokens += completions.tokens
         release_gpu_cache()  # of sampling
-        prompts = [prompt for _, prompt in episodes]
-        logprobs = self.passes.logprobs(completions, keep_pass)
-        return Rollout(completions, prompts, completions.texts(self.tokenizer), *logprobs)
+        return Rollout(completions, [prompt for _, prompt in episodes], completions.texts(self.tokenizer))
+
+    def logprobs(self, rollout: Rollout, reference_every: int = 1, rows: Sequence[int] | None = None) -> Rollout:
+        """Return the rollout with what `ForwardPasses.logprobs` computes. The forward pass is stored for the first
+        optimizer step, if it is shared."""
+        found = self.passes.logprobs(rollout.completions, True, reference_every, rows)
+        return replace(rollout, **found._asdict())
 
     @timed("scoring")
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
-        """Score the completions. NaN marks a completion without a score. Raises SkipUpdate if a score is not finite.
-        `drawn_again` as in `_shaped`."""
+        """Score the completions. NaN marks a completion without a score. Raises SkipUpdate, with the rollout, if a
+        score is not finite. `drawn_again` as in `_shaped`."""
         completions = rollout.completions
         try:
             with self.passes.raise_on_oom("scoring"):
@@ -136,7 +142,7 @@ class RolloutCollector:
                     rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
                 )
         except BadScore as error:
-            raise SkipUpdate(str(error), by_score=True) from None
+            raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
         raw = score_tensor(given.total, completions.ended.device)
         return replace(given, raw=raw, shaped=self._shaped(raw, completions.ended, drawn_again))
 

@@ -36,6 +36,7 @@ class Events:
         """`host` is a trainer of transformers."""
         self.of_transformers = TransformersCallbacks(host)
         self.callbacks: list[Any] = []
+        self.read_batches = False  # a callback of the program reads batches before the optimizer steps
         self.check: Callable[[], None] | None = None
 
     def add(self, callback: Any) -> None:
@@ -45,6 +46,7 @@ class Events:
             self.of_transformers.host.add_callback(callback)
         else:
             self.callbacks.append(callback)
+            self.read_batches |= hasattr(callback, "on_batch")
 
     @contextmanager
     def extended(self, callbacks: Sequence[Any], check: Callable[[], None] | None) -> Iterator[None]:

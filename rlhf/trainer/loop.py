@@ -1,4 +1,4 @@
-"""The training loop that all algorithms share: sample, score, advantages, optimize, next beta.
+"""The training loop that all algorithms share: sample, score, log-probs, advantages, optimize, next beta.
 
 An algorithm defines only how scores become advantages, and the loss. Two runs of the same budget with different
 algorithms therefore differ in nothing else.
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,8 +21,8 @@ from rlhf.algorithms.experience import Experience
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import PromptSampler, metric_names
-from rlhf.distributed.group import agree, copy_from_first, largest
-from rlhf.models.actor_critic import Actor, set_adapter_dropout
+from rlhf.distributed.group import agree, copy_from_first, gather, largest
+from rlhf.models.actor_critic import Actor, ActorCritic, set_adapter_dropout
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
@@ -125,6 +126,7 @@ class OnPolicyLoop:
         tokenizer = self.processing_class
         batch = config.batch
         model = config.model
+        one_minibatch = batch.minibatches == 1 and not model.has_adapter_dropout
         for functions in filter(None, (self.rewards, eval_functions)):
             functions.trainer_state = host.state
         self.passes = passes = ForwardPasses(
@@ -135,12 +137,13 @@ class OnPolicyLoop:
             packed=config.speed.packed,
             max_rows=batch.micro_batch_size,
             max_tokens=batch.micro_batch_tokens,
-            share_first=batch.minibatches == 1 and not (model.gradient_checkpointing or model.has_adapter_dropout),
+            share_first=one_minibatch and not model.gradient_checkpointing,
             oom_hint=self.session.memory_advice,
         )
         longest = max(len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts])
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
+        self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic)
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
         sampler = self.collector.sampler
         self.gold = gold
@@ -231,20 +234,30 @@ class OnPolicyLoop:
             began = perf_counter()
             self.events.call("on_update_begin", update)
             before = timed.seconds()
+            earlier = replace(self.progress)
             experience = None
-            # 1. sample: completions, their log-probs, the reference's, and the critic's values
-            rollout = self.collector.collect(self.episodes_of(update), update)
+            # 1. sample: one completion per episode
+            rollout = self.collector.sample(self.episodes_of(update), update)
             try:
                 # 2. score: reward model and reward functions, then dynamic sampling and the control
-                check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
                 scores = self.collector.score(rollout)
                 rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
                 scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+                # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
+                every = self.config.reference_every(self.kl.beta)
+                # by the first optimizer step, unless a critic, the KL or vLLM's weights need them for advantages
+                sampled = rollout.completions.sampled_logprobs
+                deferred = self.deferrable and sampled is None and not self.algorithm.beta_in_reward(self.kl.beta)
+                rows = self.rows_of_logprobs(rollout, scores.shaped, every, deferred)
+                rollout = self.collector.logprobs(rollout, every, rows)
+                reference = rollout.ref_logprobs[::every]
+                check_finite(logprobs=rollout.logprobs[rows], ref_logprobs=reference, values=rollout.values)
                 with timed("optimizer steps"):
-                    # 3. advantages: from the scores and, with the penalty in the reward, beta times the KL
+                    # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
                     experience = self.advantages(rollout, scores.shaped)
+                    experience.deferred = deferred
                     self.events.call("on_batch", update, experience, scores)
-                    # 4. optimize: passes over shuffled minibatches
+                    # 5. optimize: passes over shuffled minibatches
                     stats = self.policy_optimizer.run(experience, update)
             except SkipUpdate as reason:
                 return self.skip_update(update, reason.rollout or rollout, experience, reason)
@@ -253,8 +266,8 @@ class OnPolicyLoop:
             self.progress.count_update(scores)
             self.progress.spend("updates", began)
             require_finite_weights(self.host.model, update, self.session.advice)
-            metrics = self.metrics_of(update, experience, scores, before) | stats
-            # 5. next beta: towards the KL target
+            metrics = self.metrics_of(update, experience, scores, before, earlier) | stats
+            # 6. next beta: towards the KL target
             self.adjust_beta(update, metrics)
             self.count_update(update)
             self.events.call("on_update_end", update, metrics)
@@ -267,9 +280,22 @@ class OnPolicyLoop:
         prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
+    def rows_of_logprobs(self, rollout: Rollout, scores: Tensor, every: int, deferred: bool) -> list[int]:
+        """Return the rows whose log-probs are computed before the optimizer steps. A callback and token records can
+        read all. Otherwise these are one row in `every`, for the KL, and those with a gradient; if the log-probs of
+        these are `deferred`, the others."""
+        counted = self.algorithm.counted(rollout, scores, self.kl.beta)
+        rows = torch.arange(len(counted), device=counted.device)
+        if any(gather(self.events.read_batches or self.config.record.record_tokens)):
+            return rows.tolist()
+        logged = rows % every == 0
+        return rows[logged & ~counted if deferred else logged | counted].tolist()
+
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""
-        return self.algorithm.advantages(rollout, scores, self.kl.beta)
+        experience = self.algorithm.advantages(rollout, scores, self.kl.beta)
+        experience.counted = self.algorithm.counted(rollout, scores, self.kl.beta).tolist()
+        return experience
 
     def adjust_beta(self, update: int, metrics: dict[str, float]) -> None:
         """Let the KL control set the next beta. After several updates with a KL far above the target,
@@ -299,18 +325,22 @@ class OnPolicyLoop:
         self.finish_epoch(update)
         return {"updates/skipped": float(self.progress.skipped)}
 
-    def metrics_of(self, update: int, experience: Experience, scores: Scores, before: dict) -> dict[str, float]:
-        """Return the metrics of an update, without those of its optimizer steps. `before`: seconds at its begin."""
+    def metrics_of(
+        self, update: int, experience: Experience, scores: Scores, before: dict, earlier: Progress
+    ) -> dict[str, float]:
+        """Return the metrics of an update, without those of its optimizer steps. `before` and `earlier`: the seconds
+        and the counters at its begin."""
         self.update_peak_memory()
-        sampler = self.dynamic_sampler
         kl = self.config.kl
-        tokens = experience.completions.tokens
-        episodes = self.config.episodes_per_update
+        tokens = self.progress.completion_tokens - earlier.completion_tokens
+        episodes = self.progress.episodes - earlier.episodes
+        drawn = (episodes - self.config.episodes_per_update) / self.config.group_size
+        counts = {"rewards/resampled_groups": drawn, "episodes": float(self.episodes)}
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
-            **speed_metrics(timed.since(before), tokens + sampler.replaced_tokens, episodes + sampler.episodes),
-            **sampler.metrics(),
+            **speed_metrics(timed.since(before), tokens, episodes),
+            **(counts if self.config.group.dynamic_sampling else {}),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),

@@ -23,14 +23,16 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     mask = batch.mask
     scored = batch.scored_mask
     raw = scores.raw[~scores.raw.isnan()]
-    k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
+    known = ~batch.ref_logprobs.isnan().any(1)  # the reference has scored these completions
+    kl = batch.kl[known]
+    k3 = objectives.kl_k3(batch.logprobs[known], batch.ref_logprobs[known], mask[known])
     tokens = mask.sum()
     values = {
         "rewards/mean": raw.mean(),
         "rewards/std": raw.std(unbiased=False),
         # detail 21: in every run (this project). Without it, a run without a penalty could drift unseen.
-        "kl_divergence": batch.kl.sum(1).mean(),
-        "kl_divergence/token": batch.kl.sum() / tokens,
+        "kl_divergence": kl.sum(1).mean(),
+        "kl_divergence/token": kl.sum() / mask[known].sum(),
         "kl_divergence/k3": k3.sum(1).mean(),
         "advantage/mean": objectives.masked_mean(batch.raw_advantages, scored),
         "advantage/std": objectives.masked_var(batch.raw_advantages, scored).sqrt(),
@@ -39,6 +41,8 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     }
     if batch.values is not None and batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
+    if len(kl) < len(mask):
+        values["kl_divergence/completions"] = known.sum()
     if group_size > 1:
         values["rewards/equal_groups"] = scores.equal_groups(group_size).float().mean()
     if len(raw) < len(mask):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.policy_gradient import MEANS
 from rlhf.distributed.gradients import add_up_gradients
+from rlhf.distributed.group import add_up
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
@@ -48,7 +50,8 @@ class PolicyOptimizer:
                 self.seed_dropout(update, len(steps))
                 steps.append(self.step(experience, rows, update, epoch == 0))
         self.host.lr_scheduler.step()
-        found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in steps[0]}
+        most = max(steps, key=len)  # later epochs have no entropy, steps without a completion no means
+        found = {name: torch.stack([stats[name] for stats in steps if name in stats]) for name in most}
         means = torch.stack([values.mean() for values in found.values()]).tolist()
         stats = dict(zip(found, means, strict=True)) | {"learning_rate": rates[0]}
         if self.config.critic.critic_learning_rate is not None:
@@ -88,12 +91,15 @@ class PolicyOptimizer:
     ) -> dict[str, Tensor]:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
         process computes those of its share of the rows, and they are added up. `entropy` as in `gradients`;
-        `only_critic`: the policy gets no gradients."""
+        `only_critic`: the policy gets no gradients.
+
+        Completions without a gradient are not computed. They count in the divisors of the loss, but not in the
+        statistics that are means. If there are no others, the gradients are 0.
+        """
         completions = experience.completions
-        chosen = on_device(self.passes.device, np.array(rows))
-        learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
-        tokens = learned.clamp(min=1)
-        own = completions.shares(rows)[rank()]
+        tokens = self.tokens_in_loss(experience, rows)
+        counted = [row for row in rows if experience.counted is None or experience.counted[row]]
+        own = completions.shares(counted)[rank()]
 
         def all_micro_batches(passes: Iterator[Pass]) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
@@ -110,13 +116,33 @@ class PolicyOptimizer:
         except Exception as found:
             error = found
         stats = add_up_gradients(self.host.model.parameters(), stats, error)
+        if experience.deferred:
+            known = torch.zeros_like(experience.logprobs)
+            known[own] = experience.logprobs[own]
+            experience.logprobs[counted] = add_up(known)[counted]
+            experience.deferred = False
+        if counted:
+            of_tokens = tokens / self.tokens_in_loss(experience, counted)
+            of_completions = self.config.minibatch_size / len(counted)
+            for name in stats.keys() & MEANS:
+                stats[name] = stats[name] * (of_completions if name in self.algorithm.per_completion else of_tokens)
+        else:
+            zero = torch.zeros_like(tokens)
+            stats = {"loss": zero, "policy/loss": zero, "policy/ratio": zero + 1}
+            for weight in self.host.model.parameters():
+                # not None: Adam's momentum moves the weights in this step, too
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         if only_critic:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         # detail 34: clipped (37 details, 11). Otherwise one bad minibatch can move the weights far.
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
-        ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
-        return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
+        return {**stats, "policy/grad_norm": torch.as_tensor(norm).to(self.passes.device)}
+
+    def tokens_in_loss(self, experience: Experience, rows: Sequence[int]) -> Tensor:
+        """Return the number of tokens of these rows in the loss, at least 1, a scalar."""
+        chosen = on_device(self.passes.device, np.array(rows))
+        return experience.loss_mask.index_select(0, chosen).sum().float().clamp(min=1)
 
     def gradients(self, experience: Experience, forward: Pass, tokens: Tensor, entropy: bool = True) -> dict:
         """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
@@ -138,7 +164,11 @@ class PolicyOptimizer:
                     leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
                     self.passes.temperature, limits, how,
                 )  # fmt: skip
-            loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], outputs, tokens)
+            index = micro_batch.row_index[rows]
+            if experience.deferred:
+                # detail 10: of this pass (this project). A second one, before the step, would only repeat it.
+                experience.logprobs.index_copy_(0, index, outputs.logprobs.detach())
+            loss, part = self.algorithm.loss(experience, index, outputs, tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
         hidden.backward(leaf.grad)

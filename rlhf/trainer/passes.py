@@ -40,7 +40,8 @@ class Pass(NamedTuple):
     """One forward pass of the actor's backbone."""
 
     micro_batch: MicroBatch
-    hidden: Tensor  # (M, H) the hidden states from which the M completion tokens are predicted
+    # (M, H) the hidden states from which the M completion tokens are predicted; None: the reference scores them
+    hidden: Tensor | None
 
 
 @dataclass
@@ -70,8 +71,15 @@ class ForwardPasses:
         self._kept: tuple[Completions, Pass] | None = None
 
     @timed("log-probs")
-    def logprobs(self, completions: Completions, keep_first: bool = False) -> LogProbs:
-        """Compute log-probs, reference log-probs and values of the completions, each (B, T).
+    def logprobs(
+        self,
+        completions: Completions,
+        keep_first: bool = False,
+        reference_every: int = 1,
+        rows: Sequence[int] | None = None,
+    ) -> LogProbs:
+        """Compute log-probs, reference log-probs and values of the completions, each (B, T). `reference_every` is the
+        `every` of `reference_logprobs`. `rows` are those of the policy's pass, None: all; other log-probs are NaN.
 
         With `keep_first` and `share_first`, the pass is stored with its autograd graph for the first optimizer step,
         if all completions fit into one pass. Each process computes its share of the completions, that of an optimizer
@@ -79,11 +87,35 @@ class ForwardPasses:
         """
         self.actor.eval()
         self.clear()
-        shares = completions.shares(range(len(completions.mask)))
+        # before the policy's pass, which may be stored
+        reference = self.reference_logprobs(completions, reference_every)
+        rows = list(range(len(completions.mask)) if rows is None else rows)
+        logprobs = torch.full_like(reference, torch.nan)
+        if not rows:
+            return LogProbs(logprobs, reference)
+        keep = keep_first and len(rows) == len(logprobs)
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
-        _, own = own_share(shares, lambda rows: self._own_logprobs(completions, rows, keep_first))
-        return exchange_logprobs(own, completions.mask)
+        _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))
+        found = exchange_logprobs(own, completions.mask)
+        logprobs[rows] = found.logprobs[rows]
+        return LogProbs(logprobs, reference, found.values)
+
+    def reference_logprobs(self, completions: Completions, every: int = 1) -> Tensor:
+        """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N
+        and so on; they are NaN in other rows."""
+        work = partial(self.heads, completions)
+        phase = "computing the reference's log-probabilities"
+
+        def run(rows: Sequence[int]) -> Pass:
+            return Pass(self.micro_batch(completions, rows), None)
+
+        shares = completions.shares(range(0, len(completions.mask), every))
+        _, own = own_share(shares, lambda rows: self.over(completions, rows, work, phase, run))
+        found = exchange_logprobs(own, completions.mask).ref_logprobs
+        whole = torch.full_like(found, torch.nan)
+        whole[::every] = found[::every]
+        return whole
 
     def _own_logprobs(self, completions: Completions, rows: Sequence[int], keep_first: bool) -> LogProbs:
         """Compute the log-probs of `rows`, as `logprobs` does. They are 0 in other rows."""
@@ -99,16 +131,19 @@ class ForwardPasses:
 
     @torch.no_grad()
     def heads(self, completions: Completions, passes: Iterable[Pass]) -> LogProbs:
-        """Compute the log-probs of the passes' completions, each (B, T). They are 0 in other rows."""
+        """Compute the log-probs and values, or the reference's log-probs, of the passes' completions, each (B, T).
+        They are 0 in other rows."""
         whole: LogProbs | None = None
         with autocast(self.device, self.dtype):
             for micro_batch, hidden in passes:
                 allowed = completions.allowed_mask(micro_batch)
-                outputs = self.actor.forward_heads(
-                    hidden.detach(), micro_batch.tokens, micro_batch.mask, self.temperature, allowed, "none"
-                )
-                reference = self.reference.logprobs(micro_batch, self.temperature, allowed)
-                found = outputs.logprobs, reference, outputs.values
+                if hidden is None:
+                    found = LogProbs(ref_logprobs=self.reference.logprobs(micro_batch, self.temperature, allowed))
+                else:
+                    outputs = self.actor.forward_heads(
+                        hidden.detach(), micro_batch.tokens, micro_batch.mask, self.temperature, allowed, "none"
+                    )
+                    found = LogProbs(outputs.logprobs, values=outputs.values)
                 if whole is None:
                     whole = LogProbs(*(v if v is None else v.new_zeros(completions.mask.shape) for v in found))
                 for into, new in zip(whole, found, strict=True):
@@ -117,18 +152,25 @@ class ForwardPasses:
         return whole
 
     def over(
-        self, completions: Completions, rows: Sequence[int], work: Callable[[Iterator[Pass]], T], phase: str
+        self,
+        completions: Completions,
+        rows: Sequence[int],
+        work: Callable[[Iterator[Pass]], T],
+        phase: str,
+        run: Callable[[Sequence[int]], Pass] | None = None,
     ) -> T:
-        """Return `work(passes)`. `passes` runs the actor's backbone over `rows`, one micro-batch at a time.
+        """Return `work(passes)`. `passes` calls `run` over `rows`, one micro-batch at a time. None: it runs the
+        actor's backbone.
 
         After an out-of-memory error, the micro-batch size is halved for the rest of the training run, and `work` is
         called again. Raises RunError if the micro-batches have only one completion. Messages contain `phase`, what
         `work` does.
         """
+        run = run or (lambda part: self._pop(completions, part) or self.run(completions, part))
         while True:
             parts = self.split(completions, rows)
             try:
-                return work(self._pop(completions, part) or self.run(completions, part) for part in parts)
+                return work(map(run, parts))
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             largest = max(map(len, parts))
@@ -139,10 +181,14 @@ class ForwardPasses:
 
     def run(self, completions: Completions, rows: Sequence[int]) -> Pass:
         """Run the actor's backbone over one micro-batch, `rows`."""
-        micro_batch = (PackedMicroBatch if self.packed else PaddedMicroBatch)(completions, rows)
+        micro_batch = self.micro_batch(completions, rows)
         # a separate context: under no_grad, autocast would cache bfloat16 weights without their autograd graph
         with autocast(self.device, self.dtype):
             return Pass(micro_batch, self.actor.forward_backbone(micro_batch))
+
+    def micro_batch(self, completions: Completions, rows: Sequence[int]) -> MicroBatch:
+        """Return the micro-batch of `rows`."""
+        return (PackedMicroBatch if self.packed else PaddedMicroBatch)(completions, rows)
 
     def _pop(self, completions: Completions, rows: Sequence[int]) -> Pass | None:
         """Return the stored pass if it covers exactly these rows, otherwise None. It is removed in either case: it is

@@ -82,7 +82,8 @@ def test_ppo_and_grpo_log_the_same_kl_for_the_same_completions(build, tmp_path):
     completions = []
     for algorithm in ("ppo", "grpo"):
         for placement in ("reward", "loss", "none"):
-            trainer = build("--kl-placement", placement, algorithm=algorithm)
+            every = ("--record-tokens",) if placement == "none" else ()  # otherwise of one completion in 8
+            trainer = build("--kl-placement", placement, *every, algorithm=algorithm)
             trainer.load_model(tmp_path / "trained")
             trainer.episodes_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
             completions.append(trainer.collector.collect(trainer.episodes_of(1), 1).texts)

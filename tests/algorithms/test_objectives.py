@@ -71,6 +71,20 @@ def test_shaped_rewards_match_values_computed_by_hand():
     assert_close(eos, row(0, 2.85, 0))
 
 
+def test_a_kl_that_is_not_known_costs_nothing_without_beta_and_is_not_overlooked_with_it():
+    kl = row(math.nan, math.nan, 5.0)
+    on = mask(1, 1, 0)
+    scores = torch.tensor([3.0])
+    for beta in (0.0, 0.5):
+        tokens = o.shape_rewards(kl, scores, on, beta)
+        eos = o.shape_rewards(kl, scores, on, beta, kl_penalty_at="eos")
+        whole = o.completion_rewards(kl, scores, on, beta)
+        if beta:
+            assert tokens[:, :2].isnan().all() and eos[0, 1].isnan() and whole.isnan().all()
+        else:
+            assert tokens.tolist() == eos.tolist() == [[0, 3, 0]] and whole.tolist() == [3]
+
+
 def test_whitening_matches_values_computed_by_hand():
     # values 1, 2, 3: mean 2, unbiased variance 1
     assert_close(o.whiten(row(1, 2, 3, 50), mask(1, 1, 1, 0)), row(-1, 0, 1, 0))

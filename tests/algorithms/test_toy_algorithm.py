@@ -53,7 +53,7 @@ class Toy(PolicyGradient):
         advantages = torch.where(rollout.mask, (rewards - baselines).unsqueeze(1), 0.0)
         critic = {"returns": rollout.values, "rewards": rollout.values} if rollout.values is not None else {}
         return Experience.of(
-            rollout, scores, kl=kl, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, **critic
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=advantages, **critic
         )
 
     def loss(

@@ -22,6 +22,7 @@ PPO = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6]
 GROUPS = ["--batch-size", 4, "--K", 4]
 GRPO = ["grpo", *GROUPS]
 RLOO = ["rloo", *GROUPS]
+EQUAL = [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE"]  # every second group
 # name -> algorithm and flags
 CASES: dict[str, list] = {
     "ppo": PPO,
@@ -41,8 +42,12 @@ CASES: dict[str, list] = {
     "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
     "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
+    "grpo-kl-logged": [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0],
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
     "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
+    "grpo-equal-groups": EQUAL,
+    "grpo-one-pass": [*GRPO, "--kl-placement", "loss", "--minibatches", 1],
+    "grpo-one-pass-equal-groups": [*EQUAL, "--minibatches", 1],
     "grpo-control": [*GRPO, "--control", "shuffled"],
     "rloo": RLOO,
     "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],
@@ -134,6 +139,7 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
             found["beta"].append(trainer.kl_coef)
 
     trainer.add_callback(Watch())
+    trainer.events.read_batches = False  # `Watch` reads no log-probs, which may be computed later
     zero = {name for name, weight in trainer.host.model.named_parameters() if not weight.any()}
     trainer.evaluate()
     for update in range(1, updates + 1):

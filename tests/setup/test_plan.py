@@ -38,6 +38,10 @@ def test_kl_phase_without_updates_is_not_listed(configured):
     assert line.count("(updates") == 2 and "0.05/token (updates 1 to 1), 0.01/token (updates 2 to 2)" in line
 
 
+def test_the_plan_has_the_share_of_a_logged_kl(configured):
+    assert "1 completion in 8" in kl_line(configured("--kl-placement", "none"), 2)
+
+
 def test_plan_prints_the_maximum_change_of_beta(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
     show_plan(config, load_inputs(config, Screen()), CPU, Screen())

@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import train_rloo
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.analysis.curves import read_curves, write_table
 from rlhf.analysis.equal_budget import read_eval_points
+from rlhf.callbacks.incidents import BATCH_FILE, save_incident
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config
@@ -27,7 +27,6 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Completions, Rollout
 from rlhf.setup.plan import budget
-from rlhf.trainer.dynamic_sampling import _means
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
 SCRIPTS = {"grpo": train_grpo, "rloo": train_rloo}
@@ -141,14 +140,14 @@ def test_scores_and_logged_columns_stay_aligned():
                    torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), [4, 3, 2, 1])  # fmt: skip
     new = WithRank([7, 8], {"a": [7, 8], "b": [0.5, None]}, {"y": [10, 20]}, {"m": 2.0, "n": 3.0},
                    torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), [6, 5])  # fmt: skip
-    both = old.replaced([0, 1], new)
-    assert (both.total, both.rank, both.logged) == ([7, 8, 2, 3], [6, 5, 2, 1], {"m": 1.0})
+    both = old.joined(new, [4, 5, 2, 3])
+    assert (both.total, both.rank) == ([7, 8, 2, 3], [6, 5, 2, 1])
+    assert both.logged == {"m": pytest.approx((4 * 1 + 2 * 2) / 6), "n": 3.0}, "over all completions"
     assert both.raw.tolist() == [7, 8, 2, 3] and both.shaped.tolist() == [6, 7, 1, 2]
     assert both.by_function == {"a": [7, 8, 2, 3], "b": [0.5, None, None, None]}
     assert both.per_function == {"a": 5.0, "b": 0.5}
     assert both.extra == {"x": [None, None, "r", "s"], "y": [10, 20, None, None]}
     assert old.raw.tolist() == [1, 1, 2, 3], "the old scores are unchanged"
-    assert _means([(4, {"m": 1.0, "n": 2.0}), (2, {"m": 4.0})]) == {"m": 2.0, "n": 2.0}
 
 
 def test_normalizer_uses_the_estimates_of_the_first_draw():
@@ -164,14 +163,39 @@ def test_other_prompts_come_before_drawn_ones(build):
     sampler = build(algorithm="grpo").sampler
     prompts = sampler.by_topic[None]
     drawn = prompts[:-3]
-    first = sampler.other_prompts(1, 1, 2, drawn)
+    first = sampler.other_prompts(1, 2, drawn)
     assert {id(p) for p in first} <= {id(p) for p in prompts[-3:]} and len({id(p) for p in first}) == 2
-    assert sampler.other_prompts(1, 1, 2, drawn) == first, "without state"
-    every = sampler.other_prompts(1, 1, len(prompts) + 1, [*drawn, *drawn, prompts[-1]])
+    assert sampler.other_prompts(1, 2, drawn) == first, "without state"
+    every = sampler.other_prompts(1, len(prompts) + 1, [*drawn, *drawn, prompts[-1]])
     assert {id(p) for p in every[:2]} == {id(p) for p in prompts[-3:-1]} and every[2] is prompts[-1]
     assert Counter(map(id, every[:-1])) == Counter(map(id, prompts)) and every[-1] is every[0]
-    orders = {tuple(map(id, sampler.other_prompts(u, n, 9, []))) for u in (1, 2) for n in (1, 2)}
-    assert len(orders) == 4, "each update and each draw has another order"
+    orders = {tuple(map(id, sampler.other_prompts(update, 9, []))) for update in (1, 2)}
+    assert len(orders) == 2, "each update has another order"
+
+
+@pytest.mark.parametrize(
+    ("batch", "limit", "equal", "drawn"),
+    [
+        (8, 1, 5, 5),  # one for each
+        (7, 2, 4, 6),  # 4 + 4 x 4/8
+        (7, 3, 4, 7),  # 4 + 2 + 1
+        (3, 2, 3, 6),  # 3 + 3 x 3/4, rounded up
+        (7, 9, 0, 0),
+        (7, 0, 4, 0),
+        (1, 100, 1, 2),  # 1 + 1/2 + 1/4 and so on
+    ],
+)
+def test_number_of_groups_to_draw_by_hand(build, batch, limit, equal, drawn):
+    trainer = build("--batch-size", batch, "--minibatches", 1, "--dynamic-sampling", limit, algorithm="grpo")
+    assert trainer.dynamic_sampler._groups_to_draw(equal) == drawn <= limit * equal
+
+
+@pytest.mark.parametrize(("episodes", "drawn"), [(100, 4), (7, 4), (6, 3), (5, 3), (1, 1), (0, 0), (-3, 0)])
+def test_episodes_limit_the_groups_to_draw(build, episodes, drawn):
+    """Two prompts x 2 completions, all groups are equal: 2 + 2 x 2/3 groups, if as many episodes are left."""
+    trainer = build("--episodes", 100, "--dynamic-sampling", 2, algorithm="grpo")
+    trainer.progress.episodes = 100 - episodes
+    assert trainer.dynamic_sampler._groups_to_draw(2) == drawn
 
 
 # --- updates ---------------------------------------------------------------------------------------------------------
@@ -180,34 +204,43 @@ def test_other_prompts_come_before_drawn_ones(build):
 @pytest.mark.parametrize("algorithm", WITH_GROUPS)
 @pytest.mark.parametrize("flags", [(), ("--top-p", 0.8), ("--no-packed",), ("--minibatches", 2)])
 def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
-    """The batch keeps its size and its other groups. Its log-probs are those of its completions."""
+    """The batch keeps its size and its other groups. The new ones are sampled at once, before any log-probs, which are
+    those of the kept completions."""
     seen = []
+    events = []
 
     def score(prompts, completion_ids, **_):
-        seen.append(len(prompts))
+        seen.append(list(prompts))
+        events.append("score")
         return by_prompt(prompts, completion_ids)
 
     recorder = Recorder()
     common = ("--batch-size", 4, "--K", 2, *flags)
     trainer = build(*common, "--dynamic-sampling", 9, algorithm=algorithm, rewards=rewards_of(build, score),
                     callbacks=[recorder])  # fmt: skip
-    plain = [p for _, p in trainer.episodes_of(1)]
+    compute = trainer.passes.logprobs
+
+    def logprobs(completions, *given, **named):
+        events.append(completions.rows())
+        return compute(completions, *given, **named)
+
+    trainer.passes.logprobs = logprobs
     metrics = trainer.update_step(1)
     (batch,), (scores,) = recorder.batches, recorder.scores
-    assert seen[0] == len(batch.prompts) == 8 and sum(seen[1:]) == trainer.progress.resampled_episodes > 0
-    assert all(n % 2 == 0 for n in seen) and all(a >= b for a, b in pairwise(seen))
+    assert events == ["score", "score", batch.completions.rows()]
+    first, drawn = seen
+    assert len(first) == len(batch.prompts) == 8 and len(drawn) == trainer.progress.resampled_episodes > 0
     texts = kept_prompts(batch)
     assert scores.raw.tolist() == by_prompt(texts, batch.completions.rows())
     assert len(scores.by_function["score"]) == 8
-    wanted = [sum(map(ord, p.example.messages[-1]["content"])) % 3 == 0 for p in plain]
-    kept = [now is before for now, before in zip(batch.prompts, plain, strict=True)]
-    assert not any(k and not w for k, w in zip(kept, wanted, strict=True)), "equal groups are replaced"
-    assert metrics["rewards/resampled_groups"] == sum(seen[1:]) / 2
-    assert metrics["episodes"] == sum(seen) == trainer.host.state.episode == trainer.episodes
+    useful = iter([prompt for prompt in drawn[::2] if sum(map(ord, prompt)) % 3 == 0])
+    expected = [p if sum(map(ord, p)) % 3 == 0 else next(useful, p) for p in first[::2]]
+    assert texts[::2] == expected != first[::2], "in their order, as far as there are new ones"
+    assert metrics["rewards/resampled_groups"] == len(drawn) / 2
+    assert metrics["episodes"] == 8 + len(drawn) == trainer.host.state.episode == trainer.episodes
     fresh = build(*common, algorithm=algorithm)
     for name, value in zip(("logprobs", "ref_logprobs"), fresh.passes.logprobs(batch.completions), strict=False):
         assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
-    assert trainer.passes._kept is None
     tokens = trainer.progress.completion_tokens
     assert tokens > int(batch.mask.sum()), "replaced completions count"
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5)
@@ -222,13 +255,14 @@ def test_first_step_of_a_mixed_rollout_has_ratio_1(build, algorithm):
 
 
 def test_groups_that_stay_equal_are_kept_and_counted(build):
-    """Two prompts, three draws: 2 x 3 groups are sampled again, and the advantages are 0."""
+    """Two prompts, three draws: 2 + 2 x 2/3 + 2 x 4/9 groups are sampled, and the advantages are 0."""
     recorder = Recorder()
     trainer = build("--dynamic-sampling", 3, algorithm="grpo", callbacks=[recorder],
                     rewards=rewards_of(build, lambda completions, **_: [1.0] * len(completions)))  # fmt: skip
     metrics = trainer.update_step(1)
-    assert metrics["rewards/equal_groups"] == 1 and metrics["rewards/resampled_groups"] == 6
-    assert metrics["episodes"] == 4 + 12 and trainer.progress.resampled_episodes == 12
+    assert metrics["rewards/equal_groups"] == 1 and metrics["rewards/resampled_groups"] == 5
+    assert metrics["episodes"] == 4 + 10 and trainer.progress.resampled_episodes == 10
+    assert [id(p) for p in recorder.batches[0].prompts] == [id(p) for _, p in trainer.episodes_of(1)]
     assert float(recorder.batches[0].raw_advantages.abs().max()) == 0
 
 
@@ -260,7 +294,7 @@ def test_groups_left_out_of_the_loss_are_replaced(build):
     trainer = build(*flags, "--mask-truncated-completions", algorithm="grpo", rewards=scores)
     metrics = trainer.update_step(1)
     assert metrics["completions/eos_rate"] == 0 and metrics["rewards/equal_groups"] == 0
-    assert metrics["rewards/resampled_groups"] == 2 * 2, "two groups, two draws"
+    assert metrics["rewards/resampled_groups"] == 2 * 2, "2 + 2 x 2/3, rounded up"
     most = budget(trainer.config, 1).completion_tokens_at_most
     assert trainer.progress.completion_tokens == most == 3 * 4 * 2, "three times four completions of two tokens"
     assert build(*flags, algorithm="grpo", rewards=scores).update_step(1)["rewards/resampled_groups"] == 0
@@ -309,14 +343,14 @@ def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch)
     recorder = Recorder()
     trainer = build("--dynamic-sampling", 4, "--batch-size", 4, algorithm="grpo", callbacks=[recorder],
                     rewards=rewards_of(build, by_prompt))  # fmt: skip
-    collect = trainer.collector.collect
+    sample = trainer.collector.sample
 
     def as_vllm(*given, **named):
-        rollout = collect(*given, **named)
-        rollout.completions.sampled_logprobs = rollout.logprobs - 0.25
+        rollout = sample(*given, **named)
+        rollout.completions.sampled_logprobs = trainer.passes.logprobs(rollout.completions).logprobs - 0.25
         return rollout
 
-    monkeypatch.setattr(trainer.collector, "collect", as_vllm)
+    monkeypatch.setattr(trainer.collector, "sample", as_vllm)
     assert trainer.update_step(1)["rewards/resampled_groups"] > 0
     (batch,) = recorder.batches
     used = batch.mask & (batch.raw_advantages != 0)
@@ -326,7 +360,7 @@ def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad):
+def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad, tmp_path):
     calls = []
     skipped = []
 
@@ -342,8 +376,11 @@ def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad):
     plain = [p for _, p in trainer.episodes_of(1)]
     trainer.update_step(1)
     ((rollout, reason),) = skipped
-    assert reason.by_score and len(rollout.prompts) == 4
-    assert not any(a is b for a, b in zip(rollout.prompts, plain, strict=True)), "the new groups are in the incident"
+    assert reason.by_score and len(rollout.prompts) == 2 * 4 == trainer.progress.resampled_episodes
+    assert rollout.logprobs is None
+    save_incident(trainer, tmp_path, 1, rollout, None, reason)
+    assert len((tmp_path / BATCH_FILE).read_text().splitlines()) == 8
+    assert not {*map(id, rollout.prompts)} & {*map(id, plain)}, "the new groups are in the incident"
 
 
 # --- checkpoints and budget ------------------------------------------------------------------------------------------

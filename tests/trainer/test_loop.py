@@ -18,6 +18,7 @@ from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
+from rlhf.callbacks.logging import ProgressLine
 from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import PackedMicroBatch
@@ -27,6 +28,7 @@ from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError
 from tests.conftest import BY_TIER, attach, whole_gradient
 
@@ -183,8 +185,8 @@ def test_pass_is_kept_only_if_it_covers_the_whole_first_step(make, flags):
     for one in (trainer, default):
         one.collector.collect(one.episodes_of(1), 1)
     assert (trainer.passes._kept is None, default.passes._kept is None) == (True, False)
-    default.collector.collect(default.episodes_of(1), 1, "draw 1", keep_pass=False)
-    assert default.passes._kept is None
+    default.passes.logprobs(default.collector.sample(default.episodes_of(1), 1).completions)
+    assert default.passes._kept is None, "of an evaluation"
 
 
 def test_sampling_for_training_is_counted_where_it_is_done(make):
@@ -224,14 +226,15 @@ def test_kept_pass_is_freed_after_a_skipped_update_and_after_an_error(build, err
     trainer = build("--num-iterations", 3, "--eval-every", 100)
     kept = []
 
-    def bad(completions, **_):
-        kept.append(trainer.passes._kept is not None)
-        if error is not None:
-            raise error("a test")
-        return [float("inf")] * len(completions)
+    class Bad:
+        def on_batch(self, update, batch, scores):
+            kept.append(trainer.passes._kept is not None)
+            if error is not None:
+                raise error("a test")
+            batch.advantages.fill_(math.inf)
 
-    trainer.rewards.functions[0] = bad
-    with pytest.raises(RunError) if error is not None else nullcontext():
+    trainer.add_callback(Bad())
+    with pytest.raises(error) if error is not None else nullcontext():
         trainer.update_step(1)
     assert kept[0] and trainer.passes._kept is None
 
@@ -548,6 +551,83 @@ def test_reference_model_runs_once_per_rollout(make):
         trainer.update_step(1)
         assert len(passes) == 1
         assert getattr(trainer, "ref_model", None) in (None, trainer.reference.copy)
+
+
+class Kept(Callback):
+    def __init__(self):
+        self.batches = []
+
+    def on_batch(self, update, batch, scores):
+        self.batches.append(batch)
+
+
+FIXED = "--kl-schedule fixed --kl-coef"
+
+
+@pytest.mark.parametrize(
+    ("flags", "every"),
+    [
+        ("", 1),
+        ("--kl-placement loss", 1),
+        (f"{FIXED} 0.1", 1),
+        (f"--kl-placement loss {FIXED} 0.1", 1),
+        (f"{FIXED} 0", 8),
+        (f"--kl-placement loss {FIXED} 0", 8),
+        ("--kl-placement none", 8),
+        ("--kl-placement none --record-tokens", 1),
+    ],
+)
+def test_a_kl_that_is_only_logged_is_that_of_an_eighth_of_the_completions(make, monkeypatch, flags, every):
+    """The weights are bit-identical to those of a run in which the reference scores all completions. With 10 prompts,
+    or 5 x 2 completions, the rows are 0 and 8."""
+    runs = []
+    prompts = 10 if ALGORITHMS[make.keywords["algorithm"]].group_size == 1 else 5
+    for own in (True, False):
+        kept = Kept()
+        trainer = make("--batch-size", prompts, "--learning-rate", "1e-3", *flags.split(), callbacks=[kept])
+        scored = []
+        reference = trainer.reference.logprobs
+
+        def logprobs(micro_batch, *given, scored=scored, run=reference):
+            scored += micro_batch.rows
+            return run(micro_batch, *given)
+
+        trainer.reference.logprobs = logprobs
+        with monkeypatch.context() as patch:
+            if not own:
+                patch.setattr(Config, "reference_every", lambda *_: 1)
+            trainer.update_step(1)
+            scored.clear()
+            metrics = trainer.update_step(2)
+        assert sorted(scored) == list(range(0, 10, every if own else 1))
+        runs.append((weights(trainer), metrics, kept.batches[-1]))
+    (one, logged, batch), (other, _, whole) = runs
+    assert largest_difference(one, other) == 0
+    kl = whole.kl.sum(1)
+    assert float(kl.abs().min()) > 0
+    assert logged["kl_divergence"] == pytest.approx(float(kl[::every].mean()), abs=1e-5)
+    tokens = int(whole.mask[::every].sum())
+    assert logged["kl_divergence/token"] == pytest.approx(float(kl[::every].sum()) / tokens, abs=1e-6)
+    assert logged.get("kl_divergence/completions") == (2 if every == 8 else None)
+    others = [row for row in range(10) if row % every]
+    assert batch.ref_logprobs[others].isnan().all() and batch.kl[others][batch.mask[others]].isnan().all()
+    assert_close(batch.kl[::every], whole.kl[::every], rtol=0, atol=1e-5)
+
+
+def test_a_beta_from_a_callback_needs_the_kl_of_all_completions(make):
+    kept = Kept()
+    trainer = make(*f"{FIXED} 0".split(), callbacks=[kept])
+    assert trainer.update_step(1)["kl_divergence/completions"] == 1, "of 4"
+    trainer.set_kl_coef(0.1)
+    assert "kl_divergence/completions" not in trainer.update_step(2)
+    assert kept.batches[0].kl[1:].isnan().any() and not kept.batches[1].kl.isnan().any()
+
+
+def test_the_progress_line_counts_the_completions_of_the_kl(build, capsys):
+    for flags, counted in (("--kl-placement none", True), ("", False)):
+        trainer = build(*flags.split())
+        ProgressLine(trainer, Screen()).on_update_end(1, trainer.update_step(1))
+        assert (", of 1 completions)" in capsys.readouterr().out) == counted
 
 
 def test_special_tokens_in_a_prompt_are_encoded_as_text(make, tmp_path):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
@@ -23,8 +24,8 @@ from benchmarks.gpu_section import Section
 from benchmarks.machine import seconds
 from benchmarks.operators import around_calls, counting
 from rlhf.algorithms.experience import Experience
-from rlhf.callbacks.base import Callback
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.safety import SkipUpdate
 
 ROWS = (8, 64, 256)  # completions of an optimizer step
 # those of the recipe smollm2-sums; K: completions per prompt
@@ -40,32 +41,28 @@ Parts = Mapping[str, Sequence[tuple[Any, str]]]  # part of a step -> its methods
 
 def update_profile(section: Section) -> None:
     """Measure the parts of optimizer steps on the first 8, 64 and 256 completions of one rollout."""
-    trainer, experience = trained_once(section)
+    trainer, experience = after_rollout(section)
     for rows in ROWS:
         section.attempt(f"{rows} rows", partial(profile_step, section, trainer, experience, rows))
 
 
-def trained_once(section: Section) -> tuple[OnPolicyLoop, Experience]:
-    """Return a trainer after its first update, and the experience of that. GRPO with random weights, in bfloat16 also
-    on a CPU, because only then there are cast weights."""
-    work = work_for(section, algorithm="grpo", batch_size=ROWS[-1] // K, K=K, ppo_epochs=1)
+def after_rollout(section: Section) -> tuple[OnPolicyLoop, Experience]:
+    """Return a trainer and the experience of its first update, without its optimizer steps. GRPO with random weights,
+    in bfloat16 also on a CPU, because only then there are cast weights."""
+    # two epochs: with one step per rollout, the log-probs of the rollout could come from the step's own pass
+    work = work_for(section, algorithm="grpo", batch_size=ROWS[-1] // K, K=K, ppo_epochs=2)
     work = replace(work, dtype="bfloat16", **LENGTHS)
     make_shared_models(work)
     trainer = ours.build(work)
-    kept = Kept()
-    trainer.add_callback(kept)
-    ours.measured_update(trainer, 1, work.device)  # allocates the optimizer's state
-    return trainer, kept.experience
+    found = []
 
+    def keep(experience: Experience, update: int) -> None:
+        found.append(experience)
+        raise SkipUpdate("the profile takes the optimizer steps")
 
-@dataclass
-class Kept(Callback):
-    """Keeps the experience of the latest update."""
-
-    experience: Experience | None = None
-
-    def on_batch(self, update, batch, scores):
-        self.experience = batch
+    with patch.object(trainer.policy_optimizer, "run", keep):
+        trainer.update_step(1)
+    return trainer, found[0]
 
 
 def parts_of(trainer: OnPolicyLoop) -> Parts:
@@ -94,7 +91,9 @@ def profile_step(section: Section, trainer: OnPolicyLoop, experience: Experience
     parts = parts_of(trainer)
     spent = {}
     count = Launches(section.on_gpu)
+    trainer.host.model.train()
     with trainer.passes.weights.in_use():
+        step()  # a warm-up, which also allocates the optimizer's state
         for methods in (whole, parts):
             spent |= median_seconds(section, methods, step)
             with around_calls(methods, count):

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
-from benchmarks.constants import KINDS, ROOT, TIMES
+from benchmarks.constants import KINDS, ROOT
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import RunError, UserError, run_command
@@ -350,7 +350,8 @@ def times_of(time: dict[str, float]) -> dict[str, float]:
 
 def with_times(evaluations: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a run, each with TIMES: the seconds of the run until this evaluation has ended. An
-    evaluation includes writing best/. Unchanged if the run was resumed, or has no record of its times.
+    evaluation includes writing best/. Unchanged if the run was resumed, or has no record of its times. A run that
+    saves by the clock has no "checkpoints": their updates are not recorded.
 
     The newest checkpoint has the seconds of each update, evaluation and checkpoint.
     """
@@ -363,10 +364,12 @@ def with_times(evaluations: Sequence[dict[str, Any]], folder: Path) -> list[dict
     start = evaluations[0]["seconds"] - spent["evaluations"][0]
     found = []
     for number, one in enumerate(evaluations, 1):
-        saves = max(0, one["update"] - 1) // every
-        saved = spent.get("checkpoints", [])[:saves]  # the first checkpoint has no time of one yet
-        parts = [spent["evaluations"][:number], saved, spent["updates"][: one["update"]]]
-        found.append({**one, **dict(zip(TIMES, [start, *map(sum, parts)], strict=True))})
+        measuring = sum(spent["evaluations"][:number])
+        times = {"start": start, "measuring": measuring, "learning": sum(spent["updates"][: one["update"]])}
+        if every:
+            saves = max(0, one["update"] - 1) // every
+            times["checkpoints"] = sum(spent.get("checkpoints", [])[:saves])  # the first one has no time of one yet
+        found.append({**one, **times})
     return found
 
 

@@ -18,13 +18,13 @@ from benchmarks.real_smollm2 import times_of, with_times
 CURVE = ((0, 45, 0.1), (2, 165, 0.2), (4, 290, 0.6))
 
 
-def write_run(folder: Path, sessions: list | None = None) -> list[dict]:
+def write_run(folder: Path, sessions: list | None = None, save_every: int | None = 2) -> list[dict]:
     """Write a run folder of 4 updates of 40 seconds, evaluated and saved every 2. Returns its evaluations."""
     checkpoint = folder / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     seconds = {"updates": [40.0] * 4, "evaluations": [30.0, 35.0, 40.0], "checkpoints": [5.0]}
     (checkpoint / "training.json").write_text(json.dumps({"progress": {"seconds": seconds}}), encoding="utf-8")
-    record = {"sessions": sessions, "settings": {"run": {"save_every": 2}}}
+    record = {"sessions": sessions, "settings": {"run": {"save_every": save_every}}}
     (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
     return [dict(zip(("update", "seconds", "accuracy"), point, strict=True)) for point in CURVE]
 
@@ -41,6 +41,11 @@ def test_each_evaluation_has_the_times_of_the_run_until_it_ended(tmp_path):
         [15.0, 65.0, 0.0, 80.0],
         [15.0, 105.0, 5.0, 160.0],
     ]
+
+
+def test_checkpoints_that_the_clock_decided_have_no_known_update(tmp_path):
+    found = with_times(write_run(tmp_path, save_every=None), tmp_path)
+    assert [one["learning"] for one in found] == [0, 80, 160] and all("checkpoints" not in one for one in found)
 
 
 @pytest.mark.parametrize("resumed", [True, False], ids=["resumed", "older"])

@@ -50,6 +50,22 @@ def test_the_results_page_has_the_table_over_seeds(results):
     assert len(table.splitlines()) == 6 and table in page
 
 
+def test_times_of_a_whole_run_are_in_the_table(tmp_path):
+    """The published runs recorded none: a dash."""
+    facts = json.loads((RESULTS / "grpo_42.json").read_text(encoding="utf-8"))
+    facts["seconds"] |= {"total": 600.0, "start": 6.0, "measuring": 120.0, "checkpoints": 30.0, "learning": 360.0}
+    (tmp_path / "grpo_42.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def times(results):
+        head, _, *runs = tables(results).split("Time\n\n")[1].split("\n\n")[0].splitlines()
+        first = cells(head).index("whole run, min")
+        assert cells(head)[first + 1 : first + 5] == [f"{name}, min" for name in TIMES]
+        return [cells(run)[first : first + 5] for run in runs]
+
+    assert times(tmp_path) == [["10.0", "0.1", "2.0", "0.5", "6.0"]]
+    assert all(run[1:] == ["-"] * 4 for run in times(RESULTS))
+
+
 @pytest.mark.parametrize("run", [("ppo", 1), ("grpo", 1)])
 def test_facts_of_a_finished_run_have_its_times(runs, tmp_path, run):
     """Two updates, each evaluated."""

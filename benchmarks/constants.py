@@ -13,6 +13,8 @@ KINDS = {
     "rloo": ("rloo", ()),
     "control": ("grpo", ("--control", "shuffled")),
 }
+# the time of a run: from the command to the first evaluation; evaluations; checkpoints; updates
+TIMES = ("start", "measuring", "checkpoints", "learning")
 # stock_sums.py
 EPISODES = 64  # completions per update
 GOAL = 0.4  # share of right answers

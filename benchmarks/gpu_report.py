@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stock_sums import markdown
 from rlhf.utils.files import write_json, write_text
 
 RUNNING = "running"
@@ -104,6 +105,9 @@ class Report:
                 lines += ["", f"error: {one_line(record.error)}"]
             if record.figures:
                 lines += ["", *table(list(record.figures.values()))]
+            for figure in record.figures.values():
+                if "table" in figure:
+                    lines += ["", f"### {figure['name']}", "", markdown(figure["table"])]
         return "\n".join(lines) + "\n"
 
 

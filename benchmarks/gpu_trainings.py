@@ -14,6 +14,7 @@ import psutil
 from benchmarks.constants import SEEDS
 from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
+from benchmarks.real_smollm2 import times_of
 from rlhf.algorithms.table import ALGORITHMS as TABLE
 from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
@@ -24,6 +25,7 @@ ALGORITHMS = tuple(TABLE)
 REAL = ("grpo", "ppo", "rloo")  # the shortest first
 TOGETHER = "all algorithms at the same time"
 RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
+SAVING = ("checkpoints", "best", "final save")  # parts of a run's time in run.json
 START_SD = "standard deviations of the start model's scores"
 
 
@@ -138,6 +140,20 @@ def report_finished(section: Section, name: str, finished: RunRecord) -> None:
     ]
     gain = figures["score_rise_in_start_sd"]
     section.figure(f"{name}: score gain", gain, START_SD, "; ".join(notes), figures=figures)
+    record_times(section, name, finished.time)
+
+
+def record_times(section: Section, name: str, time: dict[str, float]) -> None:
+    """Record the share of a run's time that is not spent in updates, with the share of saving, and a table of all
+    parts in run.json."""
+    whole = sum(time.values())
+    saving = sum(seconds for part, seconds in time.items() if part.split("/")[0] in SAVING)
+    rows = [[part, f"{seconds:.1f}", f"{seconds / whole:.1%}"] for part, seconds in sorted(time.items())]
+    section.figure(
+        f"{name}: time of all but the updates", 100 * (1 - times_of(time)["learning"] / whole), "%",
+        f"of {whole:.0f} s; {', '.join(SAVING)}: {saving / whole:.1%}",
+        table=[["part", "seconds", "share"], *rows], time=time,
+    )  # fmt: skip
 
 
 def report_stopped(section: Section, name: str, output: Path) -> None:
@@ -314,13 +330,15 @@ def real_run(section: Section, folder: Path, algorithm: str) -> None:
     record = RunRecord.read(output)
     how = "--overwrite" if record is None or record.status == "finished" else "--resume"
     run(section, [f"train_{algorithm}.py", "--recipe", "smollm2-sums", "--output", output, how], folder)
-    figures = RunRecord.require(output, "--output").figures
+    finished = RunRecord.require(output, "--output")
+    figures = finished.figures
     section.figure(
         f"{algorithm.upper()}, smollm2-sums, right answers", 100 * figures["score_after"], "%",
         f"{100 * figures['score_before']:.1f}% before; {figures['seconds']:.0f} s, "
         f"KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']}, peak {figures['peak_memory_gib']:.2f} GiB",
         figures=figures,
     )  # fmt: skip
+    record_times(section, f"{algorithm.upper()}, smollm2-sums", finished.time)
 
 
 SECTIONS = {

@@ -1,12 +1,15 @@
 """Measures this project on a GPU. Call it again to continue where it stopped.
 
 python benchmarks/on_gpu.py            9 minutes per call, three calls: runs of all algorithms in bfloat16, decoding,
-                                       updates, peak memory, GPU tests, operators, --fit, the demo
+                                       updates and their parts, peak memory, GPU tests, operators, --fit, the demo
 python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, recipes, whole epochs,
                                        determinism, out of memory; with --minutes 150 in one call, because
                                        shorter calls extrapolate the epochs and stop the demo early
 python benchmarks/on_gpu.py --real     trains SmolLM2-135M-Instruct with the recipe smollm2-sums
 python benchmarks/on_gpu.py --device cpu --minutes 2    tries the script with tiny models on the CPU
+python benchmarks/on_gpu.py --only update-profile       2 minutes: time, GPU-busy time and kernels of forward, loss,
+                                       backward, clipping, AdamW and the refresh of the cast weights; on a CPU add
+                                       --device cpu --size smollm2 --full (8 minutes)
 
 Each result is written to OUTPUT/figures.json and OUTPUT/figures.md as soon as it is measured, so an interruption loses
 nothing. A call continues the first section that is not finished, and skips what is measured. Each section runs in a
@@ -54,10 +57,10 @@ from rlhf.utils.system import WINDOWS
 MINUTES = 9  # of a call
 # Largest number of minutes of each section. What shows that results are correct comes first, and CUDA graphs after the
 # other engines: after a failed capture, nothing works in that process.
-SHORT = {"runs": 4, "decoding-plain": 0.7, "decoding-slots": 1.5, "decoding-graph": 2, "update": 4, "memory": 2,
-         "self-test": 5, "operators": 1, "fit": 2, "demo": 4}  # fmt: skip
-FULL = {**SHORT, "decoding-graph": 4, "update": 8, "memory": 4, "self-test": 12, "demo": 30, "same seed": 5,
-        "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
+SHORT = {"runs": 4, "decoding-plain": 0.7, "decoding-slots": 1.5, "decoding-graph": 2, "update": 4,
+         "update-profile": 2, "memory": 2, "self-test": 5, "operators": 1, "fit": 2, "demo": 4}  # fmt: skip
+FULL = {**SHORT, "decoding-graph": 4, "update": 8, "update-profile": 8, "memory": 4, "self-test": 12, "demo": 30,
+        "same seed": 5, "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 9}
 # of these minutes, and at least so many, with tiny models
 TINY_SHARE = 0.3

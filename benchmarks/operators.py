@@ -13,8 +13,11 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
@@ -83,26 +86,37 @@ def counted_parts(last: dict[str, Counter]):
     from rlhf.rollout.continuous_batching import ContinuousBatcher
     from rlhf.trainer.optimize import PolicyOptimizer
 
-    owners = dict(zip(PARTS, (ContinuousBatcher, PolicyOptimizer, PolicyOptimizer), strict=True))
-    originals = {name: getattr(owners[name], method) for name, method in PARTS.items()}
+    @contextmanager
+    def around(part: str):
+        counter = Counter()
+        with counting(counter):
+            yield
+        last[part] = counter
 
-    def wrapped(name):
+    owners = (ContinuousBatcher, PolicyOptimizer, PolicyOptimizer)
+    with around_calls({part: [(owner, PARTS[part])] for part, owner in zip(PARTS, owners, strict=True)}, around):
+        yield
+
+
+@contextmanager
+def around_calls(
+    parts: Mapping[str, Sequence[tuple[Any, str]]], around: Callable[[str], AbstractContextManager]
+) -> Iterator[None]:
+    """Run each call of some methods inside the context manager `around(part)`. `parts` has the methods of each part:
+    a class or an object, and the name of the method."""
+
+    def inside(part: str, original: Callable) -> Callable:
         def call(*args, **kwargs):
-            counter = Counter()
-            with counting(counter):
-                result = originals[name](*args, **kwargs)
-            last[name] = counter
-            return result
+            with around(part):
+                return original(*args, **kwargs)
 
         return call
 
-    try:
-        for name, method in PARTS.items():
-            setattr(owners[name], method, wrapped(name))
+    with ExitStack() as stack:
+        for part, methods in parts.items():
+            for owner, name in methods:
+                stack.enter_context(patch.object(owner, name, inside(part, getattr(owner, name))))
         yield
-    finally:
-        for name, method in PARTS.items():
-            setattr(owners[name], method, originals[name])
 
 
 def summary(counts: dict[str, Counter]) -> dict[str, dict[str, float]]:

@@ -46,6 +46,13 @@ STORED_SETTINGS = (
     *("use_lora", "reward_func", "control", "missing_eos_penalty", "eval_every"),
 )
 OF_THE_MACHINE = ("time/", "throughput/", "memory/")  # beginnings of names of figures
+# TIMES -> parts in run.json. An evaluation of a better model writes best/
+PARTS = {
+    "start": ("imports", "checks", "demo parts", "models and data"),
+    "measuring": ("evaluation", "best"),
+    "checkpoints": ("checkpoints", "final save"),
+    "learning": ("sampling", "scoring", "log-probs", "optimizer steps"),
+}
 SESSION = "# session "  # begins the first line of each session in a run's console log
 
 
@@ -241,7 +248,7 @@ def facts_of_run(folder: Path, log: Path) -> dict[str, Any]:
         "seed": run.seed,
         "machine": machine(device.type),
         **{name: getattr(run, name) for name in ("python", "platform", "versions", "commit")},
-        "start_model": {"name": settings["actor_model"], "weights_sha256": run.data["start_model"]}
+        "start_model": {"name": settings["actor_model"], "files": run.data["start_model_files"]}
         | (run.data.get("start_model_gguf") or {}),
         "settings": {name: settings[name] for name in STORED_SETTINGS if name in settings},
         "sessions": 1 + len(run.sessions or ()),
@@ -328,7 +335,42 @@ def evaluations_of(folder: Path, log: Path, run: RunRecord, rule: str, files: Se
     updates = [sum(v for name, v in row.items() if name.startswith("time/")) for row in rows if "loss" in row]
     total = found[-1]["seconds"] + _seconds(run.ended) - last
     busy = [s["busy_before_percent"] for s in sessions_of(log)]
-    return found, {"total": total, "update_median": median(updates), "busy_before_percent": max(busy, default=None)}
+    seconds = {"total": total, "update_median": median(updates), "busy_before_percent": max(busy, default=None)}
+    return with_times(found, folder), {**seconds, **times_of(run.time or {})}
+
+
+def times_of(time: dict[str, float]) -> dict[str, float]:
+    """Return TIMES of a whole run in seconds, from those of its run.json; {} for a run of an older release."""
+    found = {
+        name: sum(seconds for part, seconds in time.items() if part.split("/")[0] in parts)
+        for name, parts in PARTS.items()
+    }
+    return found if time else {}
+
+
+def with_times(evaluations: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run, each with TIMES: the seconds of the run until this evaluation has ended. An
+    evaluation includes writing best/. Unchanged if the run was resumed, or has no record of its times. A run that
+    saves by the clock has no "checkpoints": their updates are not recorded.
+
+    The newest checkpoint has the seconds of each update, evaluation and checkpoint.
+    """
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    files = sorted(folder.glob("checkpoint-*/training.json"), key=lambda file: int(file.parent.name.split("-")[1]))
+    spent = json.loads(files[-1].read_text(encoding="utf-8"))["progress"].get("seconds") if files else None
+    if record.get("sessions") or not spent:
+        return list(evaluations)
+    every = record["settings"]["run"]["save_every"]
+    start = evaluations[0]["seconds"] - spent["evaluations"][0]
+    found = []
+    for number, one in enumerate(evaluations, 1):
+        measuring = sum(spent["evaluations"][:number])
+        times = {"start": start, "measuring": measuring, "learning": sum(spent["updates"][: one["update"]])}
+        if every:
+            saves = max(0, one["update"] - 1) // every
+            times["checkpoints"] = sum(spent.get("checkpoints", [])[:saves])  # the first one has no time of one yet
+        found.append({**one, **times})
+    return found
 
 
 def sessions_of(log: Path) -> list[dict[str, float]]:

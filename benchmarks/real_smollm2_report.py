@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.constants import TIMES
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.reports.plot_style import COLOURS, LineStyle, line_styles_of, new_figure, save_picture, style
 from rlhf.utils.errors import UserError
@@ -167,7 +168,8 @@ def run_table(runs: Sequence[Facts]) -> str:
 
 
 def minutes_table(runs: Sequence[Facts]) -> str:
-    """Return one row per run: minutes from the start of the command to each evaluation, with its accuracy."""
+    """Return one row per run: minutes from the start of the command to each evaluation, with its accuracy, and those
+    of the parts of the whole run. Older runs recorded no parts."""
     updates = sorted({e["update"] for run in runs for e in run["evaluations"]})
     rows = []
     for run in runs:
@@ -176,11 +178,13 @@ def minutes_table(runs: Sequence[Facts]) -> str:
         busy = run["seconds"]["busy_before_percent"]
         rows.append([
             LABELS[run["kind"]], str(run["seed"]), *(at.get(update, "") for update in updates),
-            f"{s['total'] / 60:.1f}", f"{s['update_median']:.1f}", "" if busy is None else f"{busy:.0f}",
+            f"{s['total'] / 60:.1f}", *(f"{s[name] / 60:.1f}" if name in s else "-" for name in TIMES),
+            f"{s['update_median']:.1f}", "" if busy is None else f"{busy:.0f}",
             "bfloat16" if run["settings"]["bf16"] else "float32",
             run["machine"]["card"] or f"{run['machine']['processor']}, {run['machine']['cores']} cores",
         ])  # fmt: skip
-    columns = ["run", "seed", *(f"update {update}" for update in updates), "whole run, min", "update, s (median)"]
+    columns = ["run", "seed", *(f"update {update}" for update in updates)]
+    columns += ["whole run, min", *(f"{name}, min" for name in TIMES), "update, s (median)"]
     return markdown("Time", [*columns, "CPU used by others at the start, %", "precision", "device"], rows)
 
 

@@ -43,9 +43,10 @@ def main() -> None:
     section = Section(plan, channel)
     choose_device(plan.device)
     quiet_libraries()
-    from benchmarks import gpu_measures, gpu_trainings, gpu_updates  # after the choice of the device
+    from benchmarks import gpu_measures, gpu_profile, gpu_trainings, gpu_updates  # after the choice of the device
 
-    sections = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
+    modules = (gpu_measures, gpu_updates, gpu_profile, gpu_trainings)
+    sections = {name: measure for module in modules for name, measure in module.SECTIONS.items()}
     section.machine()
     sections[plan.section](section)
     if section.on_gpu:

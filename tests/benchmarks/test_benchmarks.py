@@ -14,8 +14,8 @@ from benchmarks.work import Work, make_models
 from tests.scripts.test_scripts import ROOT, run
 from tests.test_structure import imports_of, module_of
 
-SCRIPTS = ("against_trl", "epoch", "gpu_limits", "memory", "on_gpu", "operators", "processes", "real_smollm2",
-           "reference_pipeline", "side_by_side", "stock_sums")  # fmt: skip
+SCRIPTS = ("against_trl", "epoch", "gpu_limits", "memory", "minutes_to_result", "on_gpu", "operators",
+           "processes", "real_smollm2", "reference_pipeline", "side_by_side", "stock_sums")  # fmt: skip
 TINY = ["--size", "tiny", "--device", "cpu", "--threads", "1"]
 SHORT = [*TINY, "--prompt-length", "8", "--ppo-epochs", "2"]
 

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_trainings, gpu_updates, on_gpu
+from benchmarks import gpu_commands, gpu_limits, gpu_measures, gpu_profile, gpu_trainings, gpu_updates, on_gpu
 from benchmarks.gpu_limits import GPUS
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report
 from benchmarks.gpu_section import OutOfTime, Plan, Section
@@ -46,12 +47,24 @@ def run_sections(folder: Path, *flags: str) -> dict[str, dict]:
 
 @pytest.mark.ci
 def test_sections_are_measured_and_written(tmp_path):
-    found = run_sections(tmp_path, "--only", "operators", "--minutes", "2")
-    assert {name: record["state"] for name, record in found.items()} == {"operators": DONE}
+    found = run_sections(tmp_path, "--only", "operators", "update-profile", "--minutes", "3")
+    assert {name: record["state"] for name, record in found.items()} == dict.fromkeys(
+        ("operators", "update-profile"), DONE
+    )
     for algorithm in ("PPO", "GRPO", "RLOO"):
         assert 50 < found["operators"]["figures"][f"{algorithm}, operators: decoding step"]["value"] < 200
     written = (tmp_path / "figures.md").read_text(encoding="utf-8")
     assert "- GPU: none" in written and "| PPO, operators: decoding step |" in written
+    for rows in gpu_profile.ROWS:
+        name = f"{rows} rows, one optimizer step"
+        parts = found["update-profile"]["figures"][name]["parts"]
+        counts = {part: figures["launches"] for part, figures in parts.items()}
+        assert counts["refresh of the cast weights"] == 1 and 1 <= counts["AdamW"] <= 10
+        assert counts["backward"] > counts["forward"] > 50 < counts["clip"] + counts["loss"]
+        assert 0 < counts["rest"] < counts["whole step"] / 2
+        assert all(figures["seconds"] > 0 for part, figures in parts.items() if part != "rest")
+        assert {figures["busy_seconds"] for figures in parts.values()} == {None}
+        assert f"### {name}\n\n| part | wall time, ms | GPU busy, ms | operators |" in written
 
 
 @pytest.mark.proof
@@ -69,8 +82,9 @@ def test_all_sections(tmp_path):
 
 
 def test_every_section_of_a_plan_exists():
-    known = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
-    assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
+    modules = (gpu_measures, gpu_updates, gpu_profile, gpu_trainings)
+    known = {name for module in modules for name in module.SECTIONS}
+    assert known == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
     selected = on_gpu.shares_of(on_gpu.parse(["--only", "decoding-graph", "demo"]))
     assert selected == {"decoding-graph": 2 * 60, "demo": 4 * 60}
     names = list(on_gpu.SHORT)
@@ -309,7 +323,53 @@ def test_pairs_with_stock_trl_are_recorded_as_they_are_measured(tmp_path, monkey
     assert figures["PPO, stock TRL's time / ours"]["all"] == [1.5] * pairs
 
 
+def test_the_time_of_a_run_is_recorded_with_the_shares_of_saving_and_of_all_but_the_updates(tmp_path):
+    """Of 200 s, 120 s are updates; checkpoints, best/ and the final save took 20 s."""
+    time = {"imports": 10.0, "evaluation/sampling": 50.0, "sampling": 40.0, "optimizer steps": 80.0,
+            "checkpoints/write": 12.0, "best/write": 6.0, "final save": 2.0}  # fmt: skip
+    report = Report(tmp_path, [], "today")
+    section = section_of(tmp_path, report, "real")
+    gpu_trainings.record_times(section, "GRPO", time)
+    report.begin("real", 60.0)
+    report.add("real", json.loads(section.channel.getvalue()))
+    figure = report.sections["real"].figures["GRPO: time of all but the updates"]
+    assert figure["value"] == pytest.approx(40) and figure["time"] == time and "10.0%" in figure["note"]
+    assert "| optimizer steps | 80.0 | 40.0% |" in (tmp_path / "figures.md").read_text(encoding="utf-8")
+
+
 # --- what only runs on a GPU, with stand-ins -------------------------------------------------------------------------
+
+
+def test_kernels_of_a_part_are_those_that_the_gpu_ran():
+    """Two kernels of 3 and 5 microseconds in one call and one of 2 in the next; events of the CPU and names of ranges
+    do not count."""
+
+    def event(device, microseconds, annotation=False):
+        times = SimpleNamespace(elapsed_us=lambda: microseconds)
+        return SimpleNamespace(device_type=device, time_range=times, is_user_annotation=annotation)
+
+    count = gpu_profile.Launches(on_gpu=True)
+    count.add("forward", [event(DeviceType.CPU, 9), event(DeviceType.CUDA, 3), event(DeviceType.CUDA, 5)])
+    count.add("forward", [event(DeviceType.CUDA, 100, annotation=True)])
+    count.add("forward", [event(DeviceType.CUDA, 2)])
+    count.add("whole step", [event(DeviceType.CUDA, 25)])
+    assert count.launches == {"forward": 3, "whole step": 1}
+    assert count.busy == {"forward": pytest.approx(10e-6), "whole step": pytest.approx(25e-6)}
+
+
+def test_the_rest_of_a_step_is_what_its_parts_leave():
+    def part(seconds, busy, launches):
+        return {"seconds": seconds, "busy_seconds": busy, "launches": launches}
+
+    found = {"forward": part(0.5, 0.25, 30), "AdamW": part(0.25, 0.125, 2), "whole step": part(1.0, 0.5, 40)}
+    found["rest"] = gpu_profile.rest_of(found)
+    assert found["rest"] == part(0.25, 0.125, 8)
+    assert gpu_profile.table_of(found, on_gpu=True)[1:] == [
+        ["forward", "500.00", "250.00", "30"],
+        ["AdamW", "250.00", "125.00", "2"],
+        ["rest", "250.00", "125.00", "8"],
+        ["whole step", "1000.00", "500.00", "40"],
+    ]
 
 
 def test_shares_of_the_hardware_of_a_known_gpu(tmp_path, monkeypatch):

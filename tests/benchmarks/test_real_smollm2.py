@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from benchmarks.real_smollm2 import first_updates
+from benchmarks.constants import TIMES
+from benchmarks.real_smollm2 import facts_of_run, first_updates
 from benchmarks.real_smollm2_report import draw, tables
 from tests.scripts.test_scripts import ROOT
 
@@ -47,6 +48,40 @@ def test_the_results_page_has_the_table_over_seeds(results):
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     table = tables(results).split("\n\n")[1]
     assert len(table.splitlines()) == 6 and table in page
+
+
+def test_times_of_a_whole_run_are_in_the_table(tmp_path):
+    """The published runs recorded none: a dash."""
+    facts = json.loads((RESULTS / "grpo_42.json").read_text(encoding="utf-8"))
+    facts["seconds"] |= {"total": 600.0, "start": 6.0, "measuring": 120.0, "checkpoints": 30.0, "learning": 360.0}
+    (tmp_path / "grpo_42.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def times(results):
+        head, _, *runs = tables(results).split("Time\n\n")[1].split("\n\n")[0].splitlines()
+        first = cells(head).index("whole run, min")
+        assert cells(head)[first + 1 : first + 5] == [f"{name}, min" for name in TIMES]
+        return [cells(run)[first : first + 5] for run in runs]
+
+    assert times(tmp_path) == [["10.0", "0.1", "2.0", "0.5", "6.0"]]
+    assert all(run[1:] == ["-"] * 4 for run in times(RESULTS))
+
+
+@pytest.mark.parametrize("run", [("ppo", 1), ("grpo", 1)])
+def test_facts_of_a_finished_run_have_its_times(runs, tmp_path, run):
+    """Two updates, each evaluated."""
+    facts = facts_of_run(runs[run], tmp_path / "run.log")
+    folder = runs[run]
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert facts["start_model"] == {"name": record["settings"]["model"]["actor_model"],
+                                    "files": record["data"]["start_model_files"]}  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    updates = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
+    assert all(facts["seconds"][name] > 0 for name in TIMES)
+    assert [one["update"] for one in facts["evaluations"]] == [0, 1, 2]
+    assert [one["learning"] > 0 for one in facts["evaluations"]] == [False, True, True]
+    last = facts["evaluations"][-1]
+    assert 0 < 0.99 * updates <= last["learning"]
+    assert sum(last[name] for name in TIMES) <= 1.01 * last["seconds"]
 
 
 def test_the_hash_of_the_first_updates_ignores_times_and_evaluations(tmp_path):

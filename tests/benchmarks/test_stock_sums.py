@@ -10,7 +10,8 @@ import torch
 from trl import GRPOConfig
 
 from benchmarks import stock_sums
-from benchmarks.stock_sums import EPISODES, reached
+from benchmarks.constants import TIMES
+from benchmarks.stock_sums import EPISODES, reached, with_times
 from benchmarks.stock_sums_training import DIFFERENCES, SETTINGS, STEPS, Curve, build, chat, reward_function
 from rlhf.config import make_config
 from rlhf.data.chat_template import encode_prompt
@@ -108,6 +109,23 @@ def test_the_goal_is_interpolated_between_evaluations_and_has_a_time_limit(curve
     assert reached(points) == (found and pytest.approx(found))
 
 
+def test_a_run_of_stock_trl_has_the_times_until_each_evaluation():
+    """Two evaluations of 10 and 8 s, and three updates of 20 s: the first evaluation began after 5 s."""
+    run = {
+        "updates": [20.0, 20.0, 20.0],
+        "evaluations": [
+            {"update": 0, "seconds": 15.0, "evaluation_seconds": 10.0},
+            {"update": 3, "seconds": 84.0, "evaluation_seconds": 8.0},
+        ],
+        "seconds": {"total": 85.0},
+    }
+    found = with_times(run)
+    assert [[one[name] for name in TIMES] for one in found["evaluations"]] == [[5.0, 10.0, 0.0, 0.0],
+                                                                              [5.0, 18.0, 0.0, 60.0]]  # fmt: skip
+    assert found["seconds"] == {"total": 85.0, "start": 5.0, "measuring": 18.0, "checkpoints": 0.0, "learning": 60.0}
+    assert with_times(found) == found and with_times({"kind": "grpo"}) == {"kind": "grpo"}
+
+
 # --- the curve -------------------------------------------------------------------------------------------------------
 
 
@@ -151,21 +169,27 @@ def test_training_stops_at_the_time_limit(curve):
 
 
 def write_run(folder, name, curve, update_median, **facts):
-    """Write a JSON file. `curve` has (update, seconds, accuracy)."""
+    """Write a JSON file. `curve` has (update, seconds, accuracy) and, of runs that record it, TIMES."""
     folder.mkdir(exist_ok=True)
+    names = ("update", "seconds", "accuracy", *TIMES)
     facts |= {"machine": {"processor": "EPYC", "card": None}, "settings": {"bf16": False}}
-    facts["seconds"] = {"update_median": update_median}
-    facts["evaluations"] = [dict(zip(("update", "seconds", "accuracy"), point, strict=True)) for point in curve]
+    facts["seconds"] = {"update_median": update_median, "total": curve[-1][1] + 30, **facts.get("seconds", {})}
+    facts["evaluations"] = [dict(zip(names, point, strict=False)) for point in curve]
     (folder / f"{name}.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def test_table_of_finished_runs(tmp_path, capsys):
+    """Start, measuring, checkpoints and learning of a run are those that it recorded. Without them, learning is the
+    number of updates times the median update, and the others are unknown."""
     ours = tmp_path / "ours"
     stock = tmp_path / "stock"
     memory = tmp_path / "memory.json"
-    for seed, seconds in ((1, 300), (2, 600), (3, 900)):
+    for seed, seconds in ((1, 300), (2, 600)):
         points = [(0, 60, 0.05), (6, seconds - 60, 0.39), (12, seconds, 0.40), (18, 2000, 0.5)]
         write_run(ours, f"grpo_{seed}", points, 20.0, kind="grpo", seed=seed)
+    points = [(0, 60, 0.05, 30, 30, 0, 0), (6, 300, 0.3, 30, 60, 0, 210), (12, 600, 0.5, 30, 90, 12, 450)]
+    whole = {"total": 660.0, "start": 30, "measuring": 96, "checkpoints": 48, "learning": 450}
+    write_run(ours, "grpo_3", points, 40.0, kind="grpo", seed=3, seconds=whole)
     write_run(ours, "ppo_1", [(0, 1, 0.9)], 1.0, kind="ppo", seed=1)
     trl = {"versions": {"trl": "1.16.0"}, "set": []}
     write_run(stock, "trl-1_1", [(0, 60, 0.05), (6, 1200, 0.41)], 50.0, seed=1, **trl)
@@ -179,12 +203,15 @@ def test_table_of_finished_runs(tmp_path, capsys):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     here = ["float32, EPYC", "1, 2, 3"]
     assert rows[4][:3] == ["TRL 1.16.0, beta=0", "float32, EPYC", "1"]
+    assert rows[0][5:9] == rows[6][5:9] == list(TIMES)
     assert rows[2:4] == [
-        ["this project", *here, "5.00; 10.00; 15.00", "10.00", "4.00; 4.00; 4.00", "4.00",
-         "768; 768; 768", "768", "20.0"],
-        ["TRL 1.16.0", *here, "19.47; not reached; not reached", "not reached", "4.86; not reached; not reached",
-         "not reached", "373; not reached; not reached", "not reached", "50.0"],
+        ["this project", *here, "5.00; 10.00; 7.50", "7.50", "-; -; 0.50", "-; -; 1.25", "-; -; 0.10",
+         "4.00; 4.00; 5.50", "768; 768; 576", "768", "20.0"],
+        ["TRL 1.16.0", *here, "19.47; not reached; not reached", "not reached", "-; -; -", "-; -; -", "-; -; -",
+         "4.86; not reached; not reached", "373; not reached; not reached", "not reached", "50.0"],
     ]  # fmt: skip
+    assert rows[8] == ["this project", *here, "33.83; 33.83; 11.00", "33.83", "-; -; 0.50", "-; -; 1.60", "-; -; 0.80",
+                       "6.00; 6.00; 7.50", "18; 18; 12"]  # fmt: skip
     assert rows[-1] == ["GRPO, float32, TRL 1.16.0", "6.00 GiB", "2.00 GiB", "3.00"]
 
 

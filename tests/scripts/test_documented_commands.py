@@ -38,6 +38,10 @@ RUN_ELSEWHERE = {
     r"^python benchmarks/on_gpu\.py": ("tests/benchmarks/test_on_gpu.py", "on_gpu"),
     r"^python benchmarks/reference_pipeline": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
     r"\blater\b|benchmarks/stock_sums\.py": ("tests/benchmarks/test_stock_sums.py", "stock_sums"),
+    r"^python benchmarks/minutes_to_result\.py": (
+        "tests/benchmarks/test_minutes_to_result.py",
+        "def test_pairs_alternate",
+    ),
     r"^python benchmarks/real_smollm2\.py": ("tests/benchmarks/test_benchmarks.py", '"real_smollm2"'),
     r"tutorial_|my_questions|my\.csv": ("tests/real/test_tutorial.py", '"tutorial.md"'),
     r"--check prompts": ("tests/setup/test_scan.py", '"--check", "prompts"'),

@@ -51,7 +51,7 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
     """
     texts = [text for row in completions.texts for text in row]
     scores = completions.scores
-    kl = None if completions.kl is None else scored(completions.kl)
+    kl = completions.kl
     lengths = completions.lengths
     of_text = {
         "perplexity": completions.perplexity,
@@ -70,8 +70,8 @@ def figures(completions: Evaluation) -> dict[str, float | None]:
         **{m: _mean(values) for m, values in completions.measures.items() if m != "score"},
         **_pass_at_k(completions),
         **{f"variant/{name}": value for name, value in completions.variants.items()},
-        "kl": float(kl.mean()) if kl is not None else None,
-        "kl_per_token": float(kl.sum() / lengths[~np.isnan(completions.kl)].sum()) if kl is not None else None,
+        "kl": float(np.nanmean(kl)) if kl is not None else None,
+        "kl_per_token": completions.kl_per_token if kl is not None else None,
         **{name: value for name, value in of_text.items() if name in completions.units},
         "eos_rate": float(completions.ended.mean()),
         "distinct_2": distinct(texts, 2),
@@ -194,16 +194,14 @@ def _kl_outside(completions: Evaluation, this: dict, target: tuple[float, str] |
     if target is None or completions.kl is None:
         return []
     nats, per = target
-    measured = ~np.isnan(completions.kl).any(axis=1)
-    kls = completions.kl[measured]
     if per == "sequence":
         kl = this["kl"]
-        of_prompts = kls.mean(axis=1)
+        of_prompts = completions.kl.mean(axis=1)
     else:
         kl = this["kl_per_token"]
-        of_prompts = kls.sum(axis=1) / completions.lengths[measured].sum(axis=1)
+        of_prompts = completions.kl.sum(axis=1) / completions.lengths.sum(axis=1)
     most = KL_BAND[1] * nats
-    if not over_prompts(of_prompts - most, seed).above(0):
+    if not over_prompts(scored(of_prompts) - most, seed).above(0):
         return []
     return [
         f"the KL to the start model is {kl:.3g}/{per}, above {KL_BAND[1]:g} times the KL target ({most:.3g}/{per})"

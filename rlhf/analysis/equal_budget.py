@@ -190,7 +190,7 @@ def _rising(run: Sequence[EvalPoint]) -> tuple[np.ndarray, np.ndarray]:
 
     The measured KLs are noisy. Successive evaluations whose KL falls are one block with their mean.
     """
-    found = isotonic_regression([per_prompt(point.kl[np.newaxis])[0] for point in run])
+    found = isotonic_regression([np.nanmean(point.kl) for point in run])
     return found.x[found.blocks[:-1]], found.blocks
 
 

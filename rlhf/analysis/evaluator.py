@@ -310,13 +310,8 @@ class ModelEvaluator:
         """Evaluate completions of the prompts, `samples` of each, and print the progress. `how` as in
         `Evaluator.evaluate`."""
         episodes = list(enumerate(prompt for prompt in prompts for _ in range(samples)))
-        count = len(episodes)
-        return evaluator.evaluate(
-            episodes,
-            samples,
-            report=lambda done: screen.progress(f"{label}: {done} of {count} completions", last=done == count),
-            **how,
-        )
+        screen.progress(f"{label}: {len(episodes)} completions", last=True)
+        return evaluator.evaluate(episodes, samples, **how)
 
     def _variants(self, label: str, evaluator: Evaluator, screen: Screen) -> dict[str, float]:
         """Return the mean of the checker for greedy completions and for more tokens; of the start model also with

@@ -9,14 +9,11 @@ from rlhf.distributed.group import gather
 from rlhf.utils.errors import RaisedByAll, RunError
 from rlhf.utils.processes import size
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
-
 
 def checksums(model: nn.Module) -> list[int]:
-    """Return one number for each trainable weight: the sum of its floats, read as integers. Synchronizes with the
-    device once."""
-    weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
-    sums = [weight.view(INTEGERS[weight.element_size()]).sum() for weight in weights]
+    """Return one number for each trainable weight: the sum of its float32 numbers, read as integers. Synchronizes with
+    the device once."""
+    sums = [weight.detach().view(torch.int32).sum() for weight in model.parameters() if weight.requires_grad]
     return torch.stack(sums).tolist() if sums else []
 
 

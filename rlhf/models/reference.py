@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.distributed.weights import checksums
 from rlhf.models.actor_critic import scatter_to_padded
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import MicroBatch
@@ -23,6 +24,7 @@ class Reference:
 
     policy: PreTrainedModel | PeftModel
     copy: PreTrainedModel | None  # None: the policy has LoRA adapters
+    start: list[int] | None = None  # `checksums` of a policy that equals the reference; None: unknown
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:
@@ -31,27 +33,16 @@ class Reference:
         `dtype` is the precision of the policy's forward pass. With another one, the KL would include rounding errors.
         """
         if isinstance(policy, PeftModel):
-            return cls(policy, None)
+            return cls(policy, None, checksums(policy))
         frozen = copy.deepcopy(policy).eval().requires_grad_(False)
         store_frozen_weights(frozen, dtype)
-        return cls(policy, frozen)
+        return cls(policy, frozen, checksums(policy))
 
     @contextlib.contextmanager
     def model(self) -> Iterator[PreTrainedModel | PeftModel]:
         """Context manager that gives the reference as a causal LM."""
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
-
-    def equals(self, policy: PreTrainedModel | PeftModel) -> bool:
-        """Return True if a policy has the reference's weights, so that their KL is 0. Of policies other than its own,
-        only the copy itself is known to have them."""
-        if policy is not self.policy:
-            return policy is self.copy
-        if self.copy is None:  # A is random, and B is 0 until the first optimizer step
-            weights = [w for name, w in policy.named_parameters() if w.requires_grad and "lora_A" not in name]
-            return not any(weight.any() for weight in weights)
-        pairs = zip(policy.parameters(), self.copy.parameters(), strict=True)
-        return all(torch.equal(own.to(frozen.dtype), frozen) for own, frozen in pairs)
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
         """Return the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.

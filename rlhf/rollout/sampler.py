@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,9 +18,6 @@ from rlhf.rollout.engine import KeptBatcher, default_engine, free_copies, sample
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.stopping import StoppingCriterion, stopping_criterion
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.processes import size
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -66,11 +62,11 @@ class Sampler:
         """True if the engine samples a number of completions at a time."""
         return "plain" not in (self.engine, default_engine(self.policy, self.device))
 
-    def calls(self, rows: Sequence[T], sampling: SamplingSettings | None = None) -> list[Sequence[T]]:
-        """Return the rows to sample with one call of all processes each: all rows, but only as many as there are slots
-        if all of a call are in the cache together, or have masks of allowed tokens. `sampling` as in `sample`."""
+    def calls(self, rows: Sequence, sampling: SamplingSettings | None = None) -> list[Sequence]:
+        """Return the rows to sample with one call each: all, or as many as there are slots if all of a call are in the
+        cache together, or have masks of allowed tokens. `sampling` as in `sample`."""
         limited = not self.has_slots or (sampling or self.sampling).filters
-        most = size() * self.slots if limited else len(rows)
+        most = self.slots if limited else len(rows)
         return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     def sample(

@@ -22,7 +22,6 @@ from rlhf.models.device import autocast_dtype, installed
 from rlhf.rollout.choice import KEPT_SHARE, choose_engine, graph_slots
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.setup.shape import FLOAT, Row, Shape
-from rlhf.trainer.evaluation import kl_rows
 from rlhf.utils.console import gib
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
@@ -172,11 +171,9 @@ class _Run:
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
         sampled = self.config.sampling
-        # those of one call of the sampler, and of the completions whose KL is measured
-        kept = kl_rows(len(self.given.evaluation), self.config.run.eval_samples)
-        evaluated = min(self.budget.rollout_slots, len(self.evaluated)) + len(kept)
+        evaluated = self.config.eval_sampling
         trained = self.config.most_episodes(1)  # with a draw of dynamic sampling, which is one more rollout
-        masks = max(self.token_masks(trained, sampled), self.token_masks(evaluated, self.config.eval_sampling))
+        masks = max(self.token_masks(trained, sampled), self.token_masks(len(self.evaluated), evaluated))
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
             "adapters": own if m.use_lora else 0,

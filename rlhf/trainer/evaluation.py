@@ -15,7 +15,7 @@ from rlhf.demo.tasks import Gold
 from rlhf.utils.rng import rng_for
 from rlhf.utils.statistics import A_SHARE, interval_of, is_binary, mean_pass_at_k, over_prompts, per_prompt, scored
 
-KL_PROMPTS = 64  # the KL is measured on the completions of at most so many prompts
+KL_PROMPTS = 64  # the KL is measured on at most so many prompts, the same ones for all seeds and algorithms
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Evaluation:
     scores: np.ndarray  # (P, K) score units; NaN, also in `judged`: no function applies to the completion
     lengths: np.ndarray  # (P, K) tokens, EOS included
     ended: np.ndarray  # (P, K) True if the completion ends with EOS or a stop string
-    # (P, K) k1 to the start model, nats/sequence; NaN except in `kl_rows`; None if it cannot be computed
+    # (P, K) k1 to the start model, nats/sequence; NaN: not measured on this prompt; None: it cannot be computed
     kl: np.ndarray | None = None
     perplexity: float | None = None  # at temperature 1, on the evaluator's text
     bits_per_byte: float | None = None  # the same per UTF-8 byte of the text; None unless it is in `units`
@@ -70,14 +70,18 @@ class Evaluation:
         """The first judge's ratings (P, K); the scores without a judge."""
         return next(iter(self.judged.values()), self.scores)
 
+    @property
+    def kl_per_token(self) -> float:
+        """The KL of all completions for which it was measured, nats/token."""
+        return float(np.nansum(self.kl) / self.lengths[~np.isnan(self.kl)].sum())
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a run's evaluation by TensorBoard tag. docs/metrics.md describes them."""
-        kl = scored(self.kl)
         return {
             "eval/score": self.score,
             **({"eval/gold": fmean(self.gold.ravel())} if self.gold is not None else {}),
-            "eval/kl_divergence": fmean(kl),
-            "eval/kl_divergence/token": sum(kl.tolist()) / int(self.lengths[~np.isnan(self.kl)].sum()),
+            "eval/kl_divergence": fmean(scored(self.kl)),
+            "eval/kl_divergence/token": self.kl_per_token,
             "eval/perplexity": self.perplexity,
             "eval/length": fmean(self.lengths.ravel()),
             "eval/eos_rate": fmean(self.ended.ravel()),
@@ -165,13 +169,6 @@ def shown_prompts(count: int, seed: int, most: int = 5) -> list[int]:
     """Return the indices of up to `most` randomly drawn evaluation prompts out of `count`: the same ones throughout a
     run."""
     return sorted(rng_for(seed, 0, "show").permutation(count)[:most].tolist())
-
-
-def kl_rows(prompts: int, samples: int) -> list[int]:
-    """Return the indices of the completions whose KL is measured, prompt by prompt: all of the drawn prompts, which
-    are the same for all seeds and arms."""
-    drawn = shown_prompts(prompts, 0, KL_PROMPTS)
-    return [prompt * samples + k for prompt in drawn for k in range(samples)]
 
 
 # --- the metrics of an evaluation function ---------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ from rlhf.rollout.completions import Completions, token_batch
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
 from rlhf.trainer.collect import Episodes, sample_shares
-from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, kl_rows
+from rlhf.trainer.evaluation import KL_PROMPTS, Evaluation, as_array, by_prompt, shown_prompts
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
@@ -120,16 +119,6 @@ def perplexity(sampler: Sampler, text: FixedText) -> float:
         return math.inf
 
 
-class Measured(NamedTuple):
-    """What an evaluation finds before the completions are scored, in the order of the episodes."""
-
-    given: tuple  # what it depends on
-    ids: list[list[int]]
-    ended: list[bool]
-    kl: list[float | None]  # k1, nats/sequence; None except in `kl_rows`
-    perplexity: float | None  # None without a text
-
-
 @dataclass
 class Evaluator:
     """Evaluates a policy, with the same random numbers every time: those of (seed, update 0, purpose, episode)."""
@@ -144,7 +133,7 @@ class Evaluator:
     keeps_graphs: bool = False  # of the decoder, while the log-probs are computed
     text: FixedText | None = None  # for the perplexity; None: it is not computed
     units: tuple[str, ...] = Evaluation.units
-    latest: Measured | None = field(default=None, init=False)
+    latest: tuple = ()  # what the last call of `evaluate` measured, after what this depends on
 
     def evaluate(
         self,
@@ -152,7 +141,6 @@ class Evaluator:
         samples: int,
         sampling: SamplingSettings | None = None,
         scores_only: bool = False,
-        report: Callable[[int], None] = lambda _: None,
         sampled: Callable[[list[list[int]]], None] = lambda _: None,
     ) -> Evaluation:
         """Sample, score and rate completions, and compute their KL and the perplexity on `text`. With the weights and
@@ -163,24 +151,23 @@ class Evaluator:
             samples: completions of each prompt.
             sampling: settings in place of the sampler's, with the same stop strings.
             scores_only: neither KL nor perplexity.
-            report: receives the number of completions after each call of the sampler.
             sampled: receives the ids of the completions before `text` is used.
         """
-        policy = self.sampler.policy
+        weights = checksums(self.sampler.policy)
         reference = None if scores_only else self.passes.reference
-        rows = [] if reference is None else kl_rows(len(episodes) // samples, samples)
-        given = checksums(policy), episodes, sampling, scores_only
-        if self.latest is None or self.latest.given != (*given, self.text):
-            is_reference = reference is not None and reference.equals(policy)
-            ids, ended, parts = self._sampled(episodes, sampling, [] if is_reference else rows, report)
+        drawn = shown_prompts(len(episodes) // samples, 0, KL_PROMPTS) if reference else []
+        rows = [prompt * samples + k for prompt in drawn for k in range(samples)]
+        if self.latest[:3] != (weights, episodes, sampling):
+            is_reference = reference and (self.sampler.policy is reference.copy or weights == reference.start)
+            ids, ended, parts = self._sampled(episodes, sampling, [] if is_reference else rows)
             sampled(ids)
-            kl = dict(zip(rows, [0.0] * len(rows) if is_reference else self._kl(parts), strict=True))
-            per_token = None if scores_only or self.text is None else perplexity(self.sampler, self.text)
-            self.latest = Measured((*given, self.text), ids, ended, [kl.get(i) for i in range(len(ids))], per_token)
-        _, ids, ended, kl, per_token = self.latest
+            kl = [0.0] * len(rows) if is_reference else self._kl(parts)
+            per_token = perplexity(self.sampler, self.text) if self.text and not scores_only else None
+            self.latest = weights, episodes, sampling, ids, ended, dict(zip(rows, kl, strict=True)), per_token
+        *_, ids, ended, kl, per_token = self.latest
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
         if rows:
-            found = replace(found, kl=as_array(kl, samples))
+            found = replace(found, kl=as_array([kl.get(row) for row in range(len(ids))], samples))
         if per_token is None:
             return found
         bits = self._bits_per_byte(per_token) if "bits_per_byte" in self.units else None
@@ -214,7 +201,6 @@ class Evaluator:
         episodes: Episodes,
         sampling: SamplingSettings | None = None,
         rows: Sequence[int] = (),
-        report: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[list[int]], list[bool], list[Completions]]:
         """Sample a completion for each episode. Returns their ids, whether they ended, and those of `rows`, in parts,
         with the masks of allowed tokens."""
@@ -229,7 +215,6 @@ class Evaluator:
                     parts.append(completions.select(chosen))
                 ids += completions.rows()
                 ended += completions.ended.tolist()
-                report(len(ids))
         if not self.keeps_graphs:  # a large model and the decoder's copy of it may not fit beside the log-probs
             self.sampler.free()
         release_gpu_cache()

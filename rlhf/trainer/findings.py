@@ -4,7 +4,7 @@ end of a run use the same function and the same limits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -23,7 +23,7 @@ SAME_TEXTS = 0.5  # share of prompts with equal completions from which a low tem
 FAILED = (0.0, -1.0)  # values that a checker gives to a wrong answer
 LAST_UPDATES = 10  # findings of a run are about these
 HARDLY = 0.05  # KL to the start model, in nats per sequence, below which the policy has hardly changed
-MOST_EVALUATION = 0.2  # share of the time of a run above which its evaluations are a finding
+MOST_EVALUATION = 0.2  # share of a run's time above which its evaluations are a finding, from a minute on
 EXAMPLES = 3  # completions printed with their scores
 
 Range = Sequence[float]  # lowest and highest value
@@ -201,20 +201,6 @@ def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
     ]
 
 
-def slow_evaluations(seconds: Mapping[str, Sequence[float]], config: Config) -> list[Finding]:
-    """Return a finding if evaluations took more than a fifth of a run, and at least a minute. `seconds` are those of
-    each part of the run (`Progress`)."""
-    spent = sum(seconds["evaluations"])
-    whole = sum(map(sum, seconds.values()))
-    if spent < 60 or spent <= MOST_EVALUATION * whole:
-        return []
-    text = (
-        f"evaluations took {spent / whole:.0%} of the time: --eval-prompts {config.data.eval_prompts}. Use fewer "
-        "prompts, or a larger --eval-every"
-    )
-    return [Finding("slow_evaluations", text)]
-
-
 def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True) -> None:
     """Print the findings of a run as warnings, with completions of the last evaluation if a reward function never
     fires. `ended`: whether the policy should have changed by now."""
@@ -222,8 +208,12 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
     if ended and all(finding.name != "nothing" for finding in found):
         found += hardly_changed(trainer.host.state.log_history, trainer.config)
-    if ended:
-        found += slow_evaluations(trainer.progress.seconds, trainer.config)
+    seconds = trainer.progress.seconds
+    spent = sum(seconds["evaluations"])
+    whole = sum(map(sum, seconds.values()))
+    if ended and spent > max(60, MOST_EVALUATION * whole):
+        text = f"evaluations took {spent / whole:.0%} of the time: --eval-prompts. Use fewer, or a larger --eval-every"
+        found.append(Finding("slow_evaluations", text))
     last = trainer.evaluations[-1]
     seed = trainer.config.run.seed
     scores = flat(last.scores[:, :1])

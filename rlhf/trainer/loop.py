@@ -149,7 +149,7 @@ class OnPolicyLoop:
         self.gold = gold
         self.evaluator = Evaluator(
             sampler,
-            replace(passes, actor=Actor(host.actor.policy), share_first=False),  # an evaluation needs no values
+            replace(passes, actor=Actor(host.actor.policy)),  # an evaluation needs no values
             tokenizer,
             self.rewards,
             judges=[eval_functions] if eval_functions is not None else [],

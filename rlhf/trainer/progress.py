@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
 from time import perf_counter
 
@@ -63,9 +64,8 @@ class Progress:
 def evaluation_updates(run: RunSettings, updates: int) -> list[int]:
     """Return after which of a run's `updates` an evaluation is due; 0 is the start model's. Without --eval-every they
     are the quarters of the run."""
-    if run.eval_every is None:
-        return sorted({-(-updates * quarter // 4) for quarter in range(5)})
-    return [*range(0, updates, run.eval_every), updates]
+    every = run.eval_every or updates / 4
+    return sorted({*(ceil(number * every) for number in range(ceil(updates / every))), updates})
 
 
 def _extended(extremes: list[float], values: list[float]) -> list[float]:

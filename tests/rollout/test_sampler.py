@@ -62,15 +62,14 @@ def test_settings_of_a_call_replace_those_of_the_sampler(sampler):
     assert max(sampler.sample(PROMPTS, 1, 0, "a").completion_lengths) > 3
 
 
-def test_one_call_samples_all_rows_unless_they_take_memory(model, monkeypatch):
+def test_one_call_samples_all_rows_unless_they_take_memory(model):
     """Masks of allowed tokens, or the cache of an engine without slots."""
     top_p = SamplingSettings(max_new_tokens=12, top_p=0.9)
     sampler = Sampler(model, SAMPLING, EOS, 0, CPU, slots=4)
     assert sampler.calls(range(10)) == [range(10)]
     assert sampler.calls(range(10), top_p) == [range(4), range(4, 8), range(8, 10)]
     plain = Sampler(model, SAMPLING, EOS, 0, CPU, slots=4, engine="plain")
-    monkeypatch.setattr("rlhf.rollout.sampler.size", lambda: 2)
-    assert plain.calls(range(10)) == [range(8), range(8, 10)]
+    assert plain.calls(range(10)) == [range(4), range(4, 8), range(8, 10)]
 
 
 def test_weights_are_copied_once_while_they_do_not_change(sampler, model, copies):

@@ -187,7 +187,7 @@ def test_evaluations_that_take_more_than_a_fifth_of_the_time_are_a_finding(
     trainer.progress.seconds = {"updates": [updates], "evaluations": evaluations}
     show_run_findings(trainer, Screen())
     lines = [line for line in capsys.readouterr().out.splitlines() if "evaluations took" in line]
-    assert len(lines) == reported and all(" 20% " in line and "--eval-prompts 6" in line for line in lines)
+    assert len(lines) == reported and all(" 20% " in line and "--eval-prompts" in line for line in lines)
     show_run_findings(trainer, Screen(), ended=False)
     assert "evaluations took" not in capsys.readouterr().out
 

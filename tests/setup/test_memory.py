@@ -3,6 +3,7 @@ not much more."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -87,6 +88,14 @@ def test_saved_activations_of_a_layer_match_autograd(tmp_path, rows, targets, dt
     assert (row.episodes, row.tokens) == (len(lengths), micro_batch.ids.numel())
     predicted = shape_of(models[0]).saved_by_layer(row, 4 if dtype is None else dtype.itemsize, 4, targets or None)
     assert three - two <= predicted <= 1.6 * (three - two)
+
+
+@pytest.mark.parametrize(("draws", "sampled"), [(0, 4), (2, 3 * 4)])
+def test_token_masks_of_a_draw_are_in_memory_with_those_of_the_batch(configured, draws, sampled):
+    config = configured("--batch-size", 2, "--K", 2, "--top-p", 0.9, "--dynamic-sampling", draws, algorithm="grpo")
+    estimate = estimator(load_inputs(config, Screen()), 2, CPU)
+    forecast = dataclasses.replace(estimate, evaluation=[])(config)
+    assert forecast.held["token masks"] == sampled * config.sampling.max_new_tokens * estimate.policy.vocabulary // 8
 
 
 CRITICS = {"shared": [], "separate": ["--critic", "separate"], "reward-model": ["--critic", "reward-model"]}

@@ -59,6 +59,16 @@ def test_first_step_has_ratio_1_and_zero_kl(make, flags):
     assert abs(logged["kl_divergence/k3"]) <= per_token * logged["completions/mean_length"]
 
 
+def test_completions_are_scored_before_any_log_probs(make, monkeypatch):
+    order = []
+    trainer = make(rewards=[lambda completions, **_: order.append("score") or [1.0] * len(completions)])
+    for owner, name in ((trainer.reference, "logprobs"), (trainer.actor, "forward_heads")):
+        compute = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, of=name, run=compute, **k: order.append(of) or run(*a, **k))
+    trainer.update_step(1)
+    assert order[0] == "score" and order.count("score") == 1 and {"logprobs", "forward_heads"} <= {*order}
+
+
 def test_kl_grows_when_the_policy_changes(make):
     trainer = make("--learning-rate", "3e-3")
     assert trainer.update_step(1)["kl_divergence/k3"] < 1e-6

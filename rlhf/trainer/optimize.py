@@ -166,7 +166,7 @@ class PolicyOptimizer:
                 )  # fmt: skip
             index = micro_batch.row_index[rows]
             if experience.deferred:
-                # detail 10: of this pass (this project). A second one, before the step, would only repeat it.
+                # a pass before the step would only repeat this one
                 experience.logprobs.index_copy_(0, index, outputs.logprobs.detach())
             loss, part = self.algorithm.loss(experience, index, outputs, tokens)
             self.host.accelerator.backward(loss)

@@ -16,8 +16,8 @@ from rlhf.settings.training import Config
 class Budget:
     """The largest batch for each kind of work."""
 
-    # prompt and completion tokens of one forward pass, if --micro-batch-tokens is 0. With few tokens a GPU is idle.
-    # More than about a thousand do not make a CPU faster, and their activations take memory.
+    # prompt and completion tokens of one forward pass, if --micro-batch-tokens is 0. With few tokens a GPU is idle,
+    # and a CPU spends much of its time on adding up the gradients of micro-batches. Activations take memory.
     tokens_per_micro_batch: int
     # logits (tokens x vocabulary) that are in memory together: in bfloat16 64 MiB on a CPU, 256 MiB on a GPU. The
     # logits of a whole micro-batch would be its largest tensor.
@@ -41,7 +41,7 @@ VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the s
 
 BUDGETS = {
     "cpu": Budget(
-        tokens_per_micro_batch=1_024,
+        tokens_per_micro_batch=2_048,
         logits_per_chunk=2**25,
         floats_per_chunk=2**20,
         rollout_slots=64,

@@ -260,7 +260,7 @@ class BatchSettings:
     micro_batch_tokens: int = setting(
         0,
         "prompt and completion tokens per forward pass, also if --micro-batch-size is set; 0: on a GPU as many as the "
-        "free memory allows when the run starts, up to 16,384; 1,024 on a CPU. Changes the memory use, not the result",
+        "free memory allows when the run starts, up to 16,384; 2,048 on a CPU. Changes the memory use, not the result",
         ge=0,
         aliases=("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
     )

@@ -30,7 +30,7 @@ def test_logits_chunk_has_the_documented_size():
         assert budget_of(device).floats_per_chunk <= budget_of(device).logits_per_chunk
 
 
-@pytest.mark.parametrize(("device", "tokens"), [(CPU, "1,024"), (GPU, "16,384")])
+@pytest.mark.parametrize(("device", "tokens"), [(CPU, "2,048"), (GPU, "16,384")])
 def test_plan_prints_the_budget_of_the_device(configured, device, tokens):
     assert batch_line(configured(), 1, device).endswith(f"micro-batch: at most {tokens} tokens")
 

@@ -286,7 +286,7 @@ def test_longest_batch_is_a_batch_of_the_training_loop(build):
 
 def test_batch_line_describes_the_batch(configured):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
-    assert re.findall(r"[\d,]*\d", line) == ["4", "3", "12", "2", "6", "2", "4", "40", "1,024"]
+    assert re.findall(r"[\d,]*\d", line) == ["4", "3", "12", "2", "6", "2", "4", "40", "2,048"]
     smaller = batch_line(configured("--micro-batch-size", 2), 10, CPU)
     assert smaller.endswith(" 2 episodes")
 

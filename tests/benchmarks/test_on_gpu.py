@@ -364,6 +364,31 @@ def test_kernels_of_a_part_are_those_that_the_gpu_ran():
     assert count.busy == {"forward": pytest.approx(10e-6), "whole step": pytest.approx(25e-6)}
 
 
+def test_the_profiler_sees_all_kernels_of_a_part_and_none_of_another(monkeypatch):
+    order = []
+
+    class Profiler:
+        def __init__(self, activities):
+            assert activities == [gpu_profile.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            order.append("start")
+            return self
+
+        def __exit__(self, *_):
+            order.append("end")
+
+        def events(self):
+            return []
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    monkeypatch.setattr(gpu_profile, "profile", Profiler)
+    count = gpu_profile.Launches(on_gpu=True)
+    with count("forward"):
+        order.append("work")
+    assert order == ["wait", "start", "work", "wait", "end"] and count.launches == {"forward": 0}
+
+
 def test_the_rest_of_a_step_is_what_its_parts_leave():
     def part(seconds, busy, launches):
         return {"seconds": seconds, "busy_seconds": busy, "launches": launches}

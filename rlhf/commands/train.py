@@ -45,7 +45,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         from rlhf.run.looks import look as one_run
     else:
         with timed("imports"):
-            import_libraries(screen)
+            import_libraries(screen, "rlhf.run.train")
             from rlhf.distributed.join import join
             from rlhf.run.train import train as one_run
 

@@ -22,13 +22,13 @@ from rlhf.utils.system import threads_variable
 
 CLEARLY = 1.2  # times as fast: at less, norms, attention and rounding use up what the products save
 SMALLEST = 2**18  # weights of a feed-forward matrix; a model with smaller ones stays in float32
-SECONDS = 0.5  # of the measurement of each precision, and of the products for the plan
+SECONDS = 0.2  # of the measurement of each precision, and of the products for the plan
 # rows of a product: a part of a micro-batch, because a CPU without bfloat16 instructions is up to 30 times slower
 MOST_ROWS = 128
 FEWEST_ROWS = 32
 WORK = 2**28
 TWICE = 2  # times as fast: one thread is used from here on
-THREADS_S = 1.0  # of the measurement of the threads
+THREADS_S = 0.3  # of the measurement of the threads
 TURN_S = 0.05  # longer than the time slices of other programs
 TURNS = 3  # at least, of each number of threads
 

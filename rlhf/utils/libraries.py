@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -111,21 +112,31 @@ def check_trackers(names: Iterable[str]) -> None:
     )
 
 
-def import_libraries(screen: Screen) -> None:
-    """Import torch, transformers, peft and trl. They take up to 10 seconds.
+def import_libraries(screen: Screen, *modules: str) -> None:
+    """Import torch, transformers, peft, trl and `modules`. They take up to 10 seconds.
 
     bitsandbytes, which peft imports, would import torch's compiler, which takes a fifth of the time: it compiles
     functions that its native library replaces. Afterwards torch.compile works as usual.
+
+    Searching for garbage takes another fifth of the time. Nearly all objects that imports make are kept, so Python
+    searches neither during the imports nor later among these objects. In a program that has torch nothing changes,
+    because others of its objects may become garbage.
     """
     quiet_libraries()  # before the import of libraries that print at import
     without = "torch._dynamo" not in sys.modules and NO_COMPILER not in os.environ
+    is_first = "torch" not in sys.modules
     with screen:
         try:
+            if is_first:
+                gc.disable()
             if without:
                 os.environ[NO_COMPILER] = "1"
-            for name in LIBRARIES:
+            for name in (*LIBRARIES, *modules):
                 screen.progress(f"loading the libraries: {name.partition('.')[0]}")
                 importlib.import_module(name)
         finally:
             if without:
                 del os.environ[NO_COMPILER]
+            if is_first:
+                gc.freeze()
+                gc.enable()

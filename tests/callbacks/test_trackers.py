@@ -33,7 +33,7 @@ class Interrupted(BaseException):
 
 
 def test_a_missing_library_is_one_line_before_torch_is_imported(run_flags, monkeypatch):
-    monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda screen: pytest.fail("torch would be imported"))
+    monkeypatch.setattr("rlhf.commands.train.import_libraries", lambda *_: pytest.fail("torch would be imported"))
     monkeypatch.setattr("rlhf.utils.libraries.version_of", lambda name: None)
     with pytest.raises(UserError) as raised:
         train_ppo.main(run_flags("--report-to", "wandb", "trackio"))

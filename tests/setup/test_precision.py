@@ -70,6 +70,11 @@ def test_the_demos_and_the_tests_are_tiny_and_smollm2_is_not():
     assert 256 * 512 < precision.SMALLEST <= 576 * 1536
 
 
+def test_all_measurements_of_a_start_take_less_than_a_second():
+    """Of two precisions, of the products for the plan, and of the threads."""
+    assert 3 * precision.SECONDS + precision.THREADS_S < 1
+
+
 def test_a_measurement_changes_no_state_and_is_made_once_per_process():
     state = torch.get_rng_state()
     threads = torch.get_num_threads()

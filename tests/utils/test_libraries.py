@@ -1,4 +1,4 @@
-"""Tests of the imports of slow libraries: a progress line, torch's compiler is not imported, and python -OO."""
+"""Tests of the imports of slow libraries: a progress line, no compiler, no search for garbage, and python -OO."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pytest
 from tests.scripts.test_scripts import ROOT
 
 CODE = """
-import sys
+import gc, sys
 sys.path.insert(0, {root!r})
 from rlhf.utils.console import Screen
 from rlhf.utils.libraries import import_libraries
 import_libraries(Screen())
 print("compiler", "torch._inductor.compile_fx" in sys.modules)
+kept = gc.get_freeze_count()
+print("searched", gc.get_stats()[0]["collections"], "kept", kept > 100_000)
+assert gc.isenabled()
+import_libraries(Screen())  # in a program that has torch, whose objects may become garbage
+assert gc.get_freeze_count() <= kept
 import torch
 calls = []
 def backend(graph, example_inputs):
@@ -36,6 +41,8 @@ def test_the_compiler_is_not_imported():
     assert done.returncode == 0, done.stderr
     assert "loading the libraries: torch" in done.stdout
     assert "compiler False" in done.stdout and "compiled 1" in done.stdout
+    searched, _, kept = done.stdout.partition("searched ")[2].split()[:3]
+    assert int(searched) < 200 and kept == "True"
 
 
 COMMANDS = (

@@ -78,11 +78,11 @@ def demo(section: Section) -> None:
 
 
 PREPARE = """
-from rlhf.demo.parts import prepare_demo
+from rlhf.demo.parts import prepare_parts
 from rlhf.models.device import start_device
 from rlhf.utils.console import Screen
 screen = Screen()
-prepare_demo(screen, start_device(screen))
+prepare_parts("demo", screen, start_device(screen))
 """
 
 

@@ -68,6 +68,13 @@ def test_all_sections(tmp_path):
     assert figures["--dry-run"]["value"] > 0 and figures["--fit 800MB"]["value"] <= 800 / 1024
 
 
+def test_the_code_that_makes_the_demo_parts_imports_what_exists():
+    names = {}
+    exec("\n".join(line for line in gpu_trainings.PREPARE.splitlines() if line.startswith("from ")), names)
+    used = gpu_trainings.PREPARE.splitlines()[-1].partition("(")[0]
+    assert callable(names[used])
+
+
 def test_every_section_of_a_plan_exists():
     known = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
     assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}

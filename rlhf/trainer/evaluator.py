@@ -181,26 +181,12 @@ class Evaluator:
         size = sum(len(text.encode()) for text in texts)
         return math.log2(per_token) * sum(map(len, self.text.completions)) / size if size else None
 
-    def sample(self, episodes: Episodes, sampling: SamplingSettings | None = None) -> Completions:
-        """Sample one completion for each episode. `sampling` as in `evaluate`."""
-        release_gpu_cache()  # of the last call, or of training
-        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
-        completions = sample_shares(
-            self.sampler, self.passes, episodes, self.seed, 0, self.purpose, "an evaluation", sampling
-        )
-        if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0, and a KL of 0
-            return replace(completions, allowed_tokens=None)
-        return completions
-
     def start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the ids of one completion of each prompt, as an evaluation samples them."""
         return self._sampled(list(enumerate(prompts)))[0]
 
     def _sampled(
-        self,
-        episodes: Episodes,
-        sampling: SamplingSettings | None = None,
-        rows: Sequence[int] = (),
+        self, episodes: Episodes, sampling: SamplingSettings | None = None, rows: Sequence[int] = ()
     ) -> tuple[list[list[int]], list[bool], list[Completions]]:
         """Sample a completion for each episode. Returns their ids, whether they ended, and those of `rows`, in parts,
         with the masks of allowed tokens."""
@@ -209,7 +195,14 @@ class Evaluator:
         parts = []
         with self.sampler.same_weights():
             for call in self.sampler.calls(episodes, sampling):
-                completions = self.sample(call, sampling)
+                release_gpu_cache()  # of the last call, or of training
+                # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every
+                # comparison.
+                completions = sample_shares(
+                    self.sampler, self.passes, call, self.seed, 0, self.purpose, "an evaluation", sampling
+                )
+                if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0: a KL of 0
+                    completions = replace(completions, allowed_tokens=None)
                 chosen = [row - len(ids) for row in rows if len(ids) <= row < len(ids) + len(call)]
                 if chosen:
                     parts.append(completions.select(chosen))

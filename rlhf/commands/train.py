@@ -24,7 +24,9 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
 
     `user_file` is the user's config.py. Installed commands have none.
     """
-    config = parse_cli(argv, algorithm, user_file)
+    timed.restart()
+    with timed("checks"):
+        config = parse_cli(argv, algorithm, user_file)
     quiet_imports()
     if config.run.only_looks and leave_others():
         return None

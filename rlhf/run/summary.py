@@ -127,7 +127,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
 def show_time(seconds: Mapping[str, float], screen: Screen) -> None:
     """Print how the time of a command divides among its parts."""
     whole = sum(seconds.values())
-    rows = [[part, f"{passed:.1f}", f"{passed / whole:.1%}"] for part, passed in sorted(seconds.items())]
+    longest = [(part, passed) for part, passed in sorted(seconds.items()) if passed >= 0.05]
+    rows = [[part, f"{passed:.1f}", f"{passed / whole:.1%}"] for part, passed in longest]
     screen.say("where the time went:")
     screen.columns([["", "seconds", "share"], *rows, ["together", f"{whole:.1f}", ""]])
 

@@ -265,7 +265,8 @@ class OnPolicyLoop:
                 self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
             self.progress.count_update(scores)
             self.progress.spend("updates", began)
-            require_finite_weights(self.host.model, update, self.session.advice)
+            with timed("optimizer steps"):
+                require_finite_weights(self.host.model, update, self.session.advice)
             metrics = self.metrics_of(update, experience, scores, before, earlier) | stats
             # 6. next beta: towards the KL target
             self.adjust_beta(update, metrics)

@@ -81,7 +81,8 @@ def test_facts_of_a_finished_run_have_its_times(runs, tmp_path, run):
     assert [one["learning"] > 0 for one in facts["evaluations"]] == [False, True, True]
     last = facts["evaluations"][-1]
     assert 0 < 0.99 * updates <= last["learning"]
-    assert sum(last[name] for name in TIMES) <= 1.01 * last["seconds"]
+    # saves by the clock have no time at an evaluation
+    assert sum(last.get(name, 0) for name in TIMES) <= 1.01 * last["seconds"]
 
 
 def test_the_hash_of_the_first_updates_ignores_times_and_evaluations(tmp_path):

@@ -19,9 +19,9 @@ from tests.scripts.test_scripts import copy_project, run
 
 pytestmark = pytest.mark.demo
 IN_CI = [("ppo", "42"), ("grpo", "42")]
-# on 2 cores, with nothing else running
-FIRST_TIME_S = 4 * 60
-CACHED_S = 150
+# on 2 cores, with nothing else running: about twice the measured time, because a shared machine can be slower
+FIRST_TIME_S = 6 * 60
+CACHED_S = 210
 
 
 @pytest.fixture(scope="module")

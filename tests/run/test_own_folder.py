@@ -140,7 +140,7 @@ def test_the_error_of_the_run_is_reported_with_that_of_the_folder(run_flags, run
     (tmp_path / "mine.py").write_text(code)  # six evaluation prompts
     takeover = Takeover(tmp_path / "run", runs["ppo", 2])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        before_call(patch, RolloutCollector, "collect", takeover)
+        before_call(patch, RolloutCollector, "sample", takeover)
         flags = run_flags("--rm-model", "none", "--reward-func", f"{tmp_path / 'mine.py'}:broken", *FAST)
         run_command(lambda: train_ppo.main(flags))
     err = capsys.readouterr().err

@@ -99,7 +99,8 @@ def test_a_run_from_start_to_saved_model(project, forks, flags, algorithm):
         "checkpoints/copy", "checkpoints/hash", "checkpoints/write", "checkpoints/sync",
         "best/write", "final save/write",
     ))  # fmt: skip
-    assert time["other"] <= 0.05 * sum(time.values()), "at least 95% of the time has a name"
+    # at least 95% of the time has a name; a fork, which imports nothing, takes only a second
+    assert time["other"] <= max(0.05 * sum(time.values()), 0.25)
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()

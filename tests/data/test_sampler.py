@@ -112,7 +112,7 @@ LENGTHS = {
     "rounds": (["--steps-per-topic", "50", "--epochs", "2.5"], 375),
     "updates": (["--steps-per-topic", "50", "--num-iterations", "7"], 7),
     "episodes": (["--steps-per-topic", "50", "--batch-size", "4", "--episodes", "41"], 11),
-    "none": (["--recipe", "demo", "--steps-per-topic", "none"], 100),
+    "none": (["--recipe", "demo", "--steps-per-topic", "none"], 150),
     "without topics": (["--batch-size", "4"], 12),  # 3 passes of 15 prompts
 }
 

@@ -56,7 +56,7 @@ def run_demo(project: Path, algorithm: str, *flags: str):
 
 def check_learning(figures: dict) -> None:
     assert figures["prompts"] >= 100
-    assert figures["score_rise_in_start_sd"] >= 0.85  # three seeds of PPO had 1.02 to 1.16, GRPO 0.97 and more
+    assert figures["score_rise_in_start_sd"] >= 1
     assert figures["gold_rise_interval"][0] > 0
     assert 0.5 <= figures["kl_last_10_updates"] / figures["kl_target"] <= 1.5
     assert 0.5 <= figures["length_after"] / figures["length_before"] <= 2
@@ -98,7 +98,7 @@ def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, grpo_
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
     pair, *against_start = compared["verdict"]
-    assert "(gold quality, " in pair and "6,400 episodes" in pair
+    assert "(gold quality, " in pair and "9,600 episodes" in pair
     assert len(against_start) == 2
     for label in ("PPO", "GRPO"):
         assert f"{label} is better " in " ".join(against_start)

@@ -77,7 +77,7 @@ def test_run_length_comes_from_the_latest_layer(tmp_path):
 
     (tmp_path / "a.yaml").write_text("episodes: 640")
     file = ["--recipe", "demo", "--config", str(tmp_path / "a.yaml")]
-    assert updates("--recipe", "demo") == 100
+    assert updates("--recipe", "demo") == 150
     assert updates(*file) == updates(*file, algorithm="grpo") == 10
     assert updates(*file, "--num-iterations", "5") == 5
     assert updates("--recipe", "demo", "--epochs", "1.28") == 2

@@ -157,13 +157,14 @@ class Evaluator:
         reference = None if scores_only else self.passes.reference
         drawn = shown_prompts(len(episodes) // samples, 0, KL_PROMPTS) if reference else []
         rows = [prompt * samples + k for prompt in drawn for k in range(samples)]
-        if self.latest[:3] != (weights, episodes, sampling):
+        given = weights, episodes, sampling, scores_only
+        if self.latest[:4] != given:
             is_reference = reference and (self.sampler.policy is reference.copy or weights == reference.start)
             ids, ended, parts = self._sampled(episodes, sampling, [] if is_reference else rows)
             sampled(ids)
             kl = [0.0] * len(rows) if is_reference else self._kl(parts)
             per_token = perplexity(self.sampler, self.text) if self.text and not scores_only else None
-            self.latest = weights, episodes, sampling, ids, ended, dict(zip(rows, kl, strict=True)), per_token
+            self.latest = *given, ids, ended, dict(zip(rows, kl, strict=True)), per_token
         *_, ids, ended, kl, per_token = self.latest
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
         if rows:

@@ -244,14 +244,7 @@ class OnPolicyLoop:
                 rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
                 scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
                 # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
-                every = self.config.reference_every(self.kl.beta)
-                # by the first optimizer step, unless a critic, the KL or vLLM's weights need them for advantages
-                sampled = rollout.completions.sampled_logprobs
-                deferred = self.deferrable and sampled is None and not self.algorithm.beta_in_reward(self.kl.beta)
-                rows = self.rows_of_logprobs(rollout, scores.shaped, every, deferred)
-                rollout = self.collector.logprobs(rollout, every, rows)
-                reference = rollout.ref_logprobs[::every]
-                check_finite(logprobs=rollout.logprobs[rows], ref_logprobs=reference, values=rollout.values)
+                rollout, deferred = self.with_logprobs(rollout, scores.shaped)
                 with timed("optimizer steps"):
                     # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
                     experience = self.advantages(rollout, scores.shaped)
@@ -281,16 +274,28 @@ class OnPolicyLoop:
         prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
-    def rows_of_logprobs(self, rollout: Rollout, scores: Tensor, every: int, deferred: bool) -> list[int]:
-        """Return the rows whose log-probs are computed before the optimizer steps. A callback and token records can
-        read all. Otherwise these are one row in `every`, for the KL, and those with a gradient; if the log-probs of
-        these are `deferred`, the others."""
-        counted = self.algorithm.counted(rollout, scores, self.kl.beta)
-        rows = torch.arange(len(counted), device=counted.device)
-        if any(gather(self.events.read_batches or self.config.record.record_tokens)):
-            return rows.tolist()
-        logged = rows % every == 0
-        return rows[logged & ~counted if deferred else logged | counted].tolist()
+    def with_logprobs(self, rollout: Rollout, scores: Tensor) -> tuple[Rollout, bool]:
+        """Return the rollout with its log-probs, those of the reference, and values. Log-probs that nothing reads are
+        NaN. True is returned if the first optimizer step computes those of the completions with a gradient. `scores`
+        are those of `advantages`. Raises SkipUpdate, with the rollout, if a number is not finite."""
+        beta = self.kl.beta
+        every = self.config.reference_every(beta)
+        # not before the advantages if a critic, the KL in the reward or the weights for vLLM need them
+        sampled = rollout.completions.sampled_logprobs
+        deferred = self.deferrable and sampled is None and not self.algorithm.beta_in_reward(beta)
+        counted = self.algorithm.counted(rollout, scores, beta)
+        logged = torch.arange(len(counted), device=counted.device) % every == 0
+        chosen = logged & ~counted if deferred else logged | counted
+        if any(gather(self.events.read_batches or self.config.record.record_tokens)):  # these can read all
+            chosen = torch.ones_like(chosen)
+        rows = chosen.nonzero().flatten().tolist()
+        found = self.collector.logprobs(rollout, every, rows)
+        try:
+            check_finite(logprobs=found.logprobs[rows], ref_logprobs=found.ref_logprobs[::every], values=found.values)
+        except SkipUpdate as reason:
+            reason.rollout = found  # for the report of the skipped update
+            raise
+        return found, deferred
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""

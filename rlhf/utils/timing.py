@@ -1,4 +1,4 @@
-"""Where the time of this process goes: the seconds of named parts, since the process started. Imports no torch."""
+"""Where the time of this process goes: the seconds of named parts, since the command began. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ class Timing:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part so far, without those whose end the GPU has not reached: nothing waits."""
         self._count()
-        return {part or "other": passed for part, passed in self._seconds.items()}
+        return defaultdict(float, {part or "other": passed for part, passed in self._seconds.items()})
 
     def since(self, before: dict[str, float]) -> dict[str, float]:
         """Return the seconds of each part since `seconds` returned `before`."""
-        return {part: passed - before.get(part, 0.0) for part, passed in self.seconds().items()}
+        now = self.seconds()
+        return defaultdict(float, {part: passed - before.get(part, 0.0) for part, passed in now.items()})
 
     def _mark(self) -> Mark:
         return Mark(self.now(), self.record and self.record())

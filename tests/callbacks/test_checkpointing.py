@@ -73,6 +73,18 @@ def check_weights(trainer, folder: Path, after: dict[int, list[torch.Tensor]]) -
     return found.valid
 
 
+def skip(trainer, skipped: int, monkeypatch) -> None:
+    """Let the trainer skip an update before its first optimizer step."""
+    original = trainer.policy_optimizer.run
+
+    def run(experience, update):
+        if update == skipped:
+            raise SkipUpdate("a test")
+        return original(experience, update)
+
+    monkeypatch.setattr(trainer.policy_optimizer, "run", run)
+
+
 # --- best/ -----------------------------------------------------------------------------------------------------------
 
 
@@ -113,14 +125,7 @@ def test_a_disk_without_links_gets_copies(build, monkeypatch):
 def test_an_update_without_an_optimizer_step_shares_the_file(build, monkeypatch):
     """The last update is skipped before its first step, so its weights are those of the best evaluation before."""
     trainer = build("--num-iterations", 3, "--eval-every", 2, "--save-every", 5, rewards=[scripted(0.0, 1.0, 0.5)])
-    original = trainer.policy_optimizer.run
-
-    def run(experience, update):
-        if update == 3:
-            raise SkipUpdate("a test")
-        return original(experience, update)
-
-    monkeypatch.setattr(trainer.policy_optimizer, "run", run)
+    skip(trainer, 3, monkeypatch)
     folder, after = train(trainer)
     assert all(torch.equal(a, b) for a, b in zip(after[2], after[3], strict=True))
     found = check_weights(trainer, folder, after)
@@ -235,13 +240,6 @@ def test_a_signal_saves_before_the_time(build, monkeypatch):
 @pytest.mark.filterwarnings("ignore", category=RLHFWarning)
 def test_a_checkpoint_that_is_due_waits_for_an_update_that_succeeds(build, monkeypatch):
     trainer = build("--num-iterations", 6, "--keep", 9)
-    original = trainer.policy_optimizer.run
-
-    def run(experience, update):
-        if update == 3:
-            raise SkipUpdate("a test")
-        return original(experience, update)
-
-    monkeypatch.setattr(trainer.policy_optimizer, "run", run)
+    skip(trainer, 3, monkeypatch)
     folder, _ = train(trainer, Minutes(monkeypatch, 0.4))
     assert list(find_checkpoints(folder, trainer.session.log.record.id).valid) == [4, 6]

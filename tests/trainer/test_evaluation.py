@@ -248,6 +248,16 @@ def test_equal_weights_are_evaluated_once(build, monkeypatch):
     assert len(texts) == 3
 
 
+def test_an_evaluation_without_kl_and_perplexity_is_not_reused_for_one_with_them(build):
+    trainer = build()
+    trainer.fix_text()
+    episodes = list(enumerate(trainer.evaluation_prompts))
+    scores = trainer.evaluator.evaluate(episodes, 1, scores_only=True)
+    assert scores.kl is None and scores.perplexity is None
+    whole = trainer.evaluator.evaluate(episodes, 1)
+    assert whole.texts == scores.texts and not whole.kl.any() and whole.perplexity > 1
+
+
 # --- the prompts on which the KL is measured -------------------------------------------------------------------------
 
 

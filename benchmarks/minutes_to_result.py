@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     for number in range(1, arguments.pairs + 1):
         pair = {}
         for name in sides if number % 2 else reversed(sides):
-            pair[name] = measured(sides[name], arguments.work.resolve() / name / str(number), arguments)
+            folder = arguments.work.resolve() / name / str(number)
+            pair[name] = measured(sides[name], folder, arguments.seed + number - 1, arguments.more)
             values = ", ".join(f"{part} {figures([minutes], '.2f')[1]}" for part, minutes in pair[name].items())
             print(f"pair {number}, {name}, minutes: {values}", flush=True)
         pairs.append(pair)
@@ -53,20 +54,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("new", type=Path, help="folder of the checkout to compare with it")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each checkout (3)")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs and their JSON files")
-    parser.add_argument("--seed", type=int, default=42, help="seed (42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the first pair; each pair has the next (42)")
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)  # argparse reads no third positional after flags
     parser.set_defaults(more=words[end + 1 :])
     return parser.parse_args(words[:end])
 
 
-def measured(checkout: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def measured(checkout: Path, folder: Path, seed: int, more: list[str]) -> dict[str, float]:
     """Return the minutes of one run by ROWS; train it in `folder` unless it has its JSON file there."""
     file = folder / "run.json"
     if not file.is_file():
         output = folder / "output"
         log = folder / "run.log"
-        words = ["--recipe", "smollm2-sums", "--seed", str(arguments.seed), *arguments.more, "--output", str(output)]
+        words = ["--recipe", "smollm2-sums", "--seed", str(seed), *more, "--output", str(output)]
         record = RunRecord.read(output)
         if record is None or record.status != "finished":
             shutil.rmtree(folder, ignore_errors=True)  # a resumed run would start twice

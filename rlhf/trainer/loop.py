@@ -293,8 +293,7 @@ class OnPolicyLoop:
         try:
             check_finite(logprobs=found.logprobs[rows], ref_logprobs=found.ref_logprobs[::every], values=found.values)
         except SkipUpdate as reason:
-            reason.rollout = found  # for the report of the skipped update
-            raise
+            raise SkipUpdate(str(reason), rollout=found) from None
         return found, deferred
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:

@@ -86,7 +86,8 @@ def test_pairs_alternate_their_order_and_finished_runs_are_not_repeated(tmp_path
     records = {}
 
     def train(words, log):
-        started.append((Path(words[0]).parent.name, log.parent.name, words[words.index("--bf16")]))
+        seed = int(words[words.index("--seed") + 1])
+        started.append((Path(words[0]).parent.name, log.parent.name, seed, "--bf16" in words))
         log.parent.mkdir(parents=True)
         (log.parent / "output").mkdir()
         (log.parent / "output" / "model.safetensors").write_bytes(b"weights")
@@ -106,8 +107,8 @@ def test_pairs_alternate_their_order_and_finished_runs_are_not_repeated(tmp_path
     main([*words, "--pairs", "1", "--", "--bf16"])
     (tmp_path / "work" / "new" / "2" / "output").mkdir(parents=True)  # of an interrupted run
     main([*words, "--pairs", "2", "--", "--bf16"])
-    order = (("old", "1"), ("new", "1"), ("new", "2"), ("old", "2"))
-    assert started == [(*run, "--bf16") for run in order]
+    order = (("old", "1", 42), ("new", "1", 42), ("new", "2", 43), ("old", "2", 43))
+    assert started == [(*run, True) for run in order]
     assert not list(tmp_path.rglob("*.safetensors"))
     lines = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}

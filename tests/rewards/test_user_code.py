@@ -246,7 +246,7 @@ def test_a_file_is_the_module_of_its_name_if_the_name_is_free(own_modules, tmp_p
     assert pickle.loads(pickle.dumps(second)) is second
 
 
-@pytest.mark.parametrize("name", ["random", "this", "antigravity", "torch", "gguf", "__main__", "with.dot"])
+@pytest.mark.parametrize("name", ["random", "this", "antigravity", "torch", "pandas", "__main__", "with.dot"])
 def test_a_taken_name_stays_with_its_module(own_modules, tmp_path, name):
     """Of the standard library and of installed packages, imported or not."""
     before = sys.modules.get(name)

@@ -1,17 +1,20 @@
 """RLHF Workstation: PPO, GRPO, RLOO and REINFORCE++.
 
-A program imports the functions below from here. torch is imported when a trainer is made.
+A program imports the functions and classes below from here. torch is imported when one that needs it is used.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf.api import check, make_trainer
     from rlhf.config import make_config
+    from rlhf.rollout.episodes import Episode, Turn
 
-__all__ = ["check", "make_config", "make_trainer"]
+__all__ = ["Episode", "Turn", "check", "make_config", "make_trainer"]
+HOMES = {"make_config": "rlhf.config", "Episode": "rlhf.rollout.episodes", "Turn": "rlhf.rollout.episodes"}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,10 +22,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{__name__}.scan was removed: use {__name__}.check")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "make_config":
-        from rlhf.config import make_config
-
-        return make_config
-    from rlhf import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module(HOMES.get(name, "rlhf.api")), name)

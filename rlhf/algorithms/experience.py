@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -34,6 +34,8 @@ class Experience:
     returns: Tensor | None = None  # (B, T) sum of the rewards to go, target of a critic; None: one per completion
     rewards: Tensor | None = None  # (B, T) per token, with the KL in the reward; None: one per completion
     counted: list[bool] | None = None  # of each completion: it can have a gradient; None: all of them can
+    stale: list[int] = field(default_factory=list)  # rows that were not sampled with the present weights
+    assumed: int = 0  # of these, those with the present log-probs, because theirs are unknown
     # True: the pass of the first optimizer step computes `logprobs`, because the policy has the weights that sampled
     deferred: bool = False
 
@@ -88,6 +90,8 @@ class Experience:
             values=rollout.values,
             returns=returns,
             rewards=rewards,
+            stale=rollout.stale,
+            assumed=sum(rollout.episodes[row].logprobs is None for row in rollout.stale),
         )
 
 

@@ -1,7 +1,8 @@
 """The equations of the algorithms for text: pure functions of tensors and floats, without settings or trainer.
 
-Shapes: B episodes, T completion tokens, n rows of a micro-batch. `mask` (B, T) is True on a completion's tokens up to
-and including its EOS. Values where `mask` is False are ignored. Tensors are float32 unless noted.
+Shapes: B episodes, T completion tokens, n rows of a micro-batch. `mask` (B, T) is True on the policy's tokens, the EOS
+of its turns included. An environment's tokens may lie between them. Values where `mask` is False are ignored. Tensors
+are float32 unless noted.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tens
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """Return a mask (B, T) that is True at the last token of each completion. A completion has at least one token."""
-    after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
-    return mask & ~after
+    """Return a mask (B, T) that is True at the last token of each completion that has one."""
+    from_here_on = mask.flip(1).cumsum(1).flip(1)
+    return mask & (from_here_on == 1)
 
 
 def charged(kl: Tensor, beta: float) -> Tensor:
@@ -99,48 +100,78 @@ def completion_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float) ->
     return scores - charged(torch.where(mask, kl, 0.0).sum(1), beta)
 
 
-def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_penalty_at: str = "token") -> Tensor:
+def shape_rewards(
+    kl: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    beta: float,
+    kl_penalty_at: str = "token",
+    token_scores: Tensor | None = None,
+) -> Tensor:
     """Return one reward per token, (B, T) in score units: the score (B,) at the last token, and the KL penalty.
 
+    `token_scores` (B, T) replaces the score at the last token: the part of the score that is paid at each token.
     `kl_penalty_at` is "token", a penalty at every token (Ziegler et al. 2019, arXiv 1909.08593, eq. 2), or "eos", the
     penalty of the whole completion at its last token.
     """
     final = last_token(mask)
+    paid = torch.where(final, scores.unsqueeze(1), 0.0) if token_scores is None else token_scores.masked_fill(~mask, 0)
     if kl_penalty_at == "eos":
         # r_T = score - beta * sum_t KL_t
-        return torch.where(final, (scores - charged(kl.sum(1), beta)).unsqueeze(1), 0.0)
+        return paid - torch.where(final, charged(kl.sum(1), beta).unsqueeze(1), 0.0)
     # detail 19: r_t = -beta * KL_t, and at EOS r_T = score - beta * KL_T (Ziegler et al. 2019, eq. 2). One position
     # later, the critic would have one more target.
-    return torch.where(mask, -charged(kl, beta), 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
+    return torch.where(mask, -charged(kl, beta), 0.0) + paid
 
 
-def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def following(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the value (B, T) at the next token where `mask` is True, 0 after the last one and where it is False."""
+    order = (~mask).int().argsort(dim=1, stable=True)  # the masked tokens first, in their order
+    together = torch.where(mask, values, 0.0).gather(1, order)
+    shifted = torch.cat([together[:, 1:], torch.zeros_like(together[:, :1])], dim=1)
+    return torch.zeros_like(values).scatter(1, order, shifted)
+
+
+def per_step(factor: float, values: Tensor, mask: Tensor, turn_ends: Tensor | None) -> Tensor:
+    """Return a factor (B, T) that acts once per unit of time, between a token and the next one: 1 inside a unit.
+
+    The unit is a token of `mask`, or with `turn_ends` (B, T), which is True on the last token of each turn, a turn.
+    """
+    return torch.ones_like(values).masked_fill(mask if turn_ends is None else turn_ends, factor)
+
+
+def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, turn_ends: Tensor | None = None) -> Tensor:
     """Return temporal-difference errors, (B, T) in score units, 0 where `mask` is False.
 
-    The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens.
+    A step leads from one token of the policy to its next one: the value after a turn is that after the observation.
+    The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens. With
+    `turn_ends`, gamma acts between turns only, as in `generalized_advantage_estimate`.
     Source: Schulman et al. 2016, arXiv 1506.02438, section 3; Schulman et al. 2017, arXiv 1707.06347, eq. 12.
     """
     values = torch.where(mask, values, 0.0)
     rewards = torch.where(mask, rewards, 0.0)
     # detail 24: 0 after the last token (37 details, 5). No reward follows that a value could predict.
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     # delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)
-    return rewards + gamma * next_values - values
+    return rewards + per_step(gamma, values, mask, turn_ends) * following(values, mask) - values
 
 
 def generalized_advantage_estimate(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, turn_ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return GAE's advantages and the returns, both (B, T) in score units, 0 where `mask` is False.
 
-    The returns are the critic's targets. Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
+    The returns are the critic's targets. With `turn_ends` (B, T), True on the last token of each turn, gamma and
+    lambda act between turns only, and are 1 inside a turn (Turn-PPO, arXiv 2512.17008; `gae_timestep_unit` in AReaL).
+    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
-    deltas = td_errors(rewards, values, mask, gamma).cpu()  # on a GPU the loop has three kernels per token
+    # on a GPU the loop has three kernels per token
+    deltas = td_errors(rewards, values, mask, gamma, turn_ends).cpu()
+    decay = per_step(gamma * lam, values, mask, turn_ends).cpu()  # 1 on an environment's tokens: no time passes there
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])
     for t in reversed(range(deltas.shape[1])):
         # A_t = delta_t + gamma * lambda * A_{t+1}
-        running = deltas[:, t] + gamma * lam * running
+        running = deltas[:, t] + decay[:, t] * running
         advantages[:, t] = running
     advantages = advantages.to(values.device)
     # return_t = A_t + V(s_t)
@@ -229,7 +260,7 @@ def grpo_token_weights(
         lengths: (n,) tokens of each completion in the loss, 0 if it is masked.
         completions: number of completions in the minibatch.
         rollout_tokens: tokens of the whole rollout in the loss, divided by the number of minibatches, as in TRL.
-        longest: max_new_tokens, the tokens of the longest possible completion.
+        longest: the tokens of the longest possible completion.
     """
     if loss_type in ("dapo", "cispo"):
         return (1 / rollout_tokens).expand(len(lengths), 1)

@@ -31,6 +31,10 @@ class PolicyGradient:
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         return kl, tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
 
+    def turn_ends(self, rollout: Rollout) -> Tensor | None:
+        """Return where a unit of time ends, (B, T): at the last token of each turn. None: at every token."""
+        return rollout.completions.turn_ends if self.config.critic.gae_unit == "turn" else None
+
     def beta_in_reward(self, kl_coef: float) -> float:
         """Return beta if the KL is charged in the reward (kl_placement "reward"), else 0."""
         return self.config.kl.coef_in("reward", kl_coef)

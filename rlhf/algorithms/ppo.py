@@ -27,16 +27,19 @@ class PPO(PolicyGradient):
         critic = self.config.critic
         kl, loss_mask = self.kl_and_loss_mask(rollout)
         mask = scored_mask(loss_mask, scores)
-        rewards = objectives.shape_rewards(kl, scores, mask, self.beta_in_reward(kl_coef), ppo.kl_penalty_at)
+        rewards = objectives.shape_rewards(
+            kl, scores, mask, self.beta_in_reward(kl_coef), ppo.kl_penalty_at, rollout.token_scores
+        )
         if ppo.whiten_rewards:
             rewards = objectives.whiten(rewards, mask, shift_mean=False)
+        ends = self.turn_ends(rollout)
         advantages, returns = objectives.generalized_advantage_estimate(
-            rewards, rollout.values, mask, critic.gamma, critic.lam
+            rewards, rollout.values, mask, critic.gamma, critic.lam, ends
         )
         if critic.critic_lam is not None:
             # decoupled GAE (VC-PPO, arXiv 2503.01491): the targets have their own lambda
             _, returns = objectives.generalized_advantage_estimate(
-                rewards, rollout.values, mask, critic.gamma, critic.critic_lam
+                rewards, rollout.values, mask, critic.gamma, critic.critic_lam, ends
             )
         # detail 25: over the whole update (N details). Otherwise the step size depends on the unit of the score.
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages

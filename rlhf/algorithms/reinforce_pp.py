@@ -26,7 +26,8 @@ class ReinforcePlusPlus(PolicyGradient):
         """
         kl, loss_mask = self.kl_and_loss_mask(rollout)
         mask = scored_mask(loss_mask, scores)
-        rewards = objectives.shape_rewards(kl, scores, mask, self.beta_in_reward(kl_coef))
+        beta = self.beta_in_reward(kl_coef)
+        rewards = objectives.shape_rewards(kl, scores, mask, beta, token_scores=rollout.token_scores)
         # G_t = sum of r_s over s >= t: GAE with V = 0, gamma = 1 and lambda = 1
         returns, _ = objectives.generalized_advantage_estimate(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
         # A_t = (G_t - mean) / std, both over all tokens of the batch

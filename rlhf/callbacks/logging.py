@@ -96,7 +96,7 @@ class ProgressLine(Callback):
         progress = self.trainer.progress
         target = self.trainer.kl.target_of(update)
         left = progress.left(self.trainer.config.run, updates, update)
-        kl = metrics[target.metric]
+        kl = metrics.get(target.metric, math.nan)  # unknown if no episode is of the present weights
         aim = "no target" if not self.trainer.kl.steered else f"target {target.nats:g}"
         if "kl_divergence/completions" in metrics:
             aim += f", of {metrics['kl_divergence/completions']:.0f} completions"

@@ -15,7 +15,7 @@ from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.token_record import write_tokens
 from rlhf.data.prompts import Prompt
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, CriticSettings
 
 UPDATES = 50  # between records; the first update is always recorded
 PROMPTS = 2  # in each record, with all of their completions
@@ -27,9 +27,9 @@ def token_rows(
     batch: Experience,
     scores: Tensor,
     tokenizer: PreTrainedTokenizerBase,
-    gamma: float,
+    critic: CriticSettings,
 ) -> list[dict[str, Any]]:
-    """Return one row per token of a batch's first episodes. In a row, `state` is the text before the token.
+    """Return one row per token of the policy in a batch's first episodes. In a row, `state` is the text before it.
 
     Args:
         update: number of the update.
@@ -37,12 +37,12 @@ def token_rows(
         batch: the update's experience.
         scores: (B,), before normalisation. NaN, a completion without a score, is recorded as None.
         tokenizer: the policy's.
-        gamma: discount, for the TD errors.
+        critic: discount and unit of time, for the TD errors.
     """
     prompts = batch.prompts
     completions = batch.completions.rows()
     score_of = [None if math.isnan(score) else score for score in scores.tolist()]
-    values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
+    values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, critic).items()}
     return [
         {
             "update": update,
@@ -53,16 +53,16 @@ def token_rows(
             "score": score_of[episode],
             "step": step,
             "state": tokenizer.decode([*prompts[episode].ids, *completions[episode][:step]]),
-            "token_id": token,
-            "token": tokenizer.decode([token]),
+            "token_id": completions[episode][step],
+            "token": tokenizer.decode([completions[episode][step]]),
             **{name: of_episode[episode][step] for name, of_episode in values.items()},
         }
         for episode, number in enumerate(numbers)
-        for step, token in enumerate(completions[episode])
+        for step in batch.completions.actions(episode).tolist()
     ]
 
 
-def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
+def _quantities(batch: Experience, critic: CriticSettings) -> dict[str, Tensor]:
     """Return the recorded quantities, each (B, T)."""
     found = {
         "logprob": batch.logprobs,
@@ -75,7 +75,8 @@ def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
         found["reward"] = batch.rewards
     if batch.rewards is not None and batch.values is not None:
         found["value"] = batch.values
-        found["td_error"] = objectives.td_errors(batch.rewards, batch.values, batch.mask, gamma)
+        ends = batch.completions.turn_ends if critic.gae_unit == "turn" else None
+        found["td_error"] = objectives.td_errors(batch.rewards, batch.values, batch.mask, critic.gamma, ends)
     if batch.returns is not None:
         found["return"] = batch.returns
     return found
@@ -95,6 +96,5 @@ class TokenRecord(Callback):
         if update == 1 or update % UPDATES == 0:
             count = PROMPTS * self.config.group_size  # a group's completions are adjacent
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
-            gamma = self.config.critic.gamma
-            rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, gamma)
+            rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, self.config.critic)
             write_tokens(self.folder, update, rows)

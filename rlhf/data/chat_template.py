@@ -119,6 +119,18 @@ def encode_whole(
     return _ids_of(tokenizer, slots, text, contents)
 
 
+def encode_reply(tokenizer: PreTrainedTokenizerBase, message: dict[str, str]) -> list[int]:
+    """Return the token ids between an assistant's completion and the next one, with a message between them: what the
+    chat template writes from the end of the first turn to the start of the second. The message never produces special
+    tokens, as in `encode_prompt`. Raises UserError without a chat template, or if it fails."""
+    if tokenizer.chat_template is None:
+        raise UserError("the model has no chat template", f"message {message!r:.60}", "Give the observation as a text")
+    mark = _SLOT.format(1)
+    chat = [*SOME_CHAT, {"role": "assistant", "content": mark}, message]
+    slots, text = (whole.split(mark)[-1] for whole in _rendered(tokenizer, chat, add_generation_prompt=True))
+    return _ids_of(tokenizer, slots, text, [m["content"] for m in chat])
+
+
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return BOS, if this tokenizer adds one to a text; otherwise no id."""
     start = tokenizer("").input_ids

@@ -49,7 +49,7 @@ class PromptSampler:
 
     def topic_of(self, update: int) -> str | None:
         """Return the topic of an update (counted from 1), or None without `steps_per_topic`."""
-        return self._topics[self._position(update)[0]]
+        return self._topics[self._position(update)[0]] if self._topics else None
 
     def _position(self, update: int) -> tuple[int, int]:
         """Return an update's topic index, and the number of earlier updates with the same topic."""
@@ -83,6 +83,8 @@ class PromptSampler:
 
     def epochs(self, update: int) -> float:
         """Return the passes over the prompts completed after an update. With topics: the rounds over all topics."""
+        if not self._all:
+            return 0.0
         if self.steps is None:
             return update * self.config.batch.batch_size / self._all
         return update / (self.steps * len(self._topics))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from rlhf.models.attention import ATTENTION, Layout, PackedLayout, Segment
 class TokenBatch:
     """B episodes with at most C prompt and T completion tokens, from which micro-batches are built.
 
-    Lengths are Python ints, so that a layout is computed without a synchronization with the device.
+    The completion is all that follows the prompt. The policy wrote its turns, an environment the other tokens. Lengths
+    and turns are Python ints, so that a layout is computed without a synchronization with the device.
     """
 
     prompt_ids: Tensor  # (B, C) padded on the left
@@ -32,6 +33,43 @@ class TokenBatch:
     prompt_lengths: Sequence[int]
     completion_lengths: Sequence[int]
     groups: Sequence[int]  # episodes with the same number have the same prompt
+    # where the turns of the policy are in each completion; None: all of it is one turn
+    turns: list[list[range]] = field(default=None, kw_only=True)
+    action_mask: Tensor = field(default=None, kw_only=True)  # (B, T) True on the tokens of turns
+
+    def __post_init__(self):
+        if self.turns is None:
+            self.turns = [[range(length)] for length in self.completion_lengths]
+            self.action_mask = self.mask
+        elif self.action_mask is None:
+            self.action_mask = self.true_at([self.actions(row) for row in range(len(self.turns))])
+
+    def actions(self, row: int) -> np.ndarray:
+        """Return the columns of the policy's tokens in a completion."""
+        return np.concatenate([np.arange(0), *(np.arange(turn.start, turn.stop) for turn in self.turns[row])])
+
+    def true_at(self, columns: Sequence[Sequence[int]]) -> Tensor:
+        """Return a mask (B, T) that is True at these columns of each completion."""
+        found = torch.zeros(self.mask.shape, dtype=torch.bool)
+        for row, own in zip(found, columns, strict=True):
+            row[own] = True
+        return found.to(self.mask.device)
+
+    def placed(self, parts: Sequence[Sequence[Tensor]], unknown: int) -> Tensor | None:
+        """Return values of the policy's tokens, in parts (N, ...) of each completion, at their places, (B, T, ...).
+        They are `unknown` for a completion without parts, and 0 at other tokens. None if no completion has parts."""
+        one = next((part for own in parts for part in own), None)
+        if one is None:
+            return None
+        found = one.new_zeros(*self.mask.shape, *one.shape[1:])
+        for row, own in enumerate(parts):
+            found[row, on_device(found.device, self.actions(row))] = torch.cat(own) if own else unknown
+        return found
+
+    @property
+    def turn_ends(self) -> Tensor:
+        """True on the last token of each turn, (B, T)."""
+        return self.true_at([[turn[-1] for turn in turns] for turns in self.turns])
 
     @property
     def ids(self) -> Tensor:
@@ -45,19 +83,20 @@ class TokenBatch:
 
 
 class MicroBatch(ABC):
-    """The inputs of one forward pass over R episodes, `rows`, with M completion tokens in total, row by row."""
+    """The inputs of one forward pass over R episodes, `rows`, with M tokens of the policy in total, row by row."""
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         device = episodes.completion_ids.device
         width = episodes.completion_ids.shape[1]
         self.episodes = episodes
         self.rows = list(rows)
-        self.lengths = [episodes.completion_lengths[r] for r in self.rows]
-        flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
-        self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of completion tokens in (B * T,)
+        actions = [episodes.actions(r) for r in self.rows]
+        self.lengths = list(map(len, actions))  # tokens of the policy in each episode
+        flat_index = [r * width + columns for r, columns in zip(self.rows, actions, strict=True)]
+        self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of these tokens in (B * T,)
         self.row_index = on_device(device, np.array(self.rows))
         self.tokens = episodes.completion_ids.flatten().index_select(0, self.flat_index)  # (M,)
-        self.mask = episodes.mask.index_select(0, self.row_index)  # (R, T)
+        self.mask = episodes.action_mask.index_select(0, self.row_index)  # (R, T)
 
     @property
     @abstractmethod
@@ -76,7 +115,7 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def forward(self, backbone: nn.Module) -> Tensor:
-        """Runs the backbone. Returns the hidden states from which the completion tokens are predicted, (M, H)."""
+        """Runs the backbone. Returns the hidden states from which the policy's tokens are predicted, (M, H)."""
 
 
 class PaddedMicroBatch(MicroBatch):
@@ -108,7 +147,7 @@ class PackedMicroBatch(MicroBatch):
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
         device = episodes.completion_ids.device
-        plan = _plan(episodes, self.rows, self.lengths)
+        plan = _plan(episodes, self.rows)
         both = episodes.ids
         self._places = plan.flat_index
         self.ids = both.flatten().index_select(0, on_device(device, plan.flat_index)).unsqueeze(0)  # (1, N)
@@ -149,7 +188,7 @@ class _Plan:
 
     flat_index: np.ndarray  # (N,) index of each token in the padded ids, (B * (C + T),)
     positions: np.ndarray  # (N,)
-    predictors: np.ndarray  # (M,) index in the row of the token from which each completion token is predicted
+    predictors: np.ndarray  # (M,) index in the row of the token from which each token of the policy is predicted
     segments: list[tuple[list[np.ndarray], list[np.ndarray], list[int] | None]]  # queries, keys, keys before
 
     def layout(self, device: torch.device) -> Layout:
@@ -179,7 +218,7 @@ class _Plan:
         return PackedLayout(segments, on_device(device, inverse_index))
 
 
-def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
+def _plan(episodes: TokenBatch, rows: Sequence[int]) -> _Plan:
     """Return the plan of a row with each prompt, followed by all its completions without their last tokens."""
     context = episodes.prompt_ids.shape[1]
     width = context + episodes.completion_ids.shape[1]
@@ -200,13 +239,14 @@ def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> 
         prompts[key] = end + np.arange(size)
         end += size
         for at in members:
-            run = lengths[at] - 1
+            run = episodes.completion_lengths[rows[at]] - 1
             flat_index.append(rows[at] * width + context + np.arange(run))
             positions.append(size + np.arange(run))
             completions[at] = end + np.arange(run)
             end += run
     key_of = {at: key for key, members in order.items() for at in members}
-    predictors = [np.concatenate([prompts[key_of[at]][-1:], completions[at]]) for at in range(len(rows))]
+    before = [np.concatenate([prompts[key_of[at]][-1:], completions[at]]) for at in range(len(rows))]
+    predictors = [places[episodes.actions(row)] for places, row in zip(before, rows, strict=True)]
     whole = [np.concatenate([prompts[key_of[at]], completions[at]]) for at in range(len(rows))]
     if not shared:
         segments = [(whole, whole, None)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from itertools import accumulate
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,11 @@ from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.shares import by_tokens
 from rlhf.models.packing import MicroBatch, TokenBatch
+from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampling import BadLogits, unpack_bits
 from rlhf.rollout.stopping import StoppingCriterion
+
+OF_PROMPTS = ("prompt_ids", "prompt_mask")  # (B, C), padded on the left; other tensors of several columns are (B, T)
 
 
 @dataclass
@@ -83,29 +85,33 @@ class Completions(TokenBatch):
             stop=criterion.stop,
         )
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[Completions], pad: int) -> Completions:
-        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token."""
-        found = joined_fields(parts, pad)
-        numbers = accumulate([0, *(max(part.groups) + 1 for part in parts)])  # groups of two parts stay apart
-        groups = [first + group for first, part in zip(numbers, parts, strict=False) for group in part.groups]
-        return cls(**found | {"groups": groups})
-
     def select(self, rows: Sequence[int]) -> Completions:
         """Return these rows, without columns that none of them uses."""
-        found = chosen_fields(self, rows)
-        context = self.prompt_ids.shape[1] - max(found["prompt_lengths"])
-        longest = max(found["completion_lengths"])
-        return type(self)(**{name: trimmed(name, value, context, longest) for name, value in found.items()})
+        index = torch.tensor(rows, device=self.mask.device)
+        context = self.prompt_ids.shape[1] - max(self.prompt_lengths[row] for row in rows)
+        longest = max(self.completion_lengths[row] for row in rows)
+        found = {}
+        for one in fields(self):  # all of them, so that a new one is never lost
+            value = getattr(self, one.name)
+            if isinstance(value, Tensor):
+                value = value.index_select(0, index)
+                if value.dim() > 1:
+                    value = value[:, context:] if one.name in OF_PROMPTS else value[:, :longest]
+            elif isinstance(value, list):
+                value = [value[row] for row in rows]
+            found[one.name] = value
+        return type(self)(**found)
 
     def shares(self, rows: Sequence[int]) -> list[list[int]]:
-        """Divide rows among the processes, with about the same number of tokens each."""
+        """Divide rows among the processes, with about the same number of tokens each, without the rows in which the
+        policy wrote no token: nothing is computed for them."""
+        rows = [row for row in rows if self.turns[row]]
         return by_tokens(rows, self.prompt_lengths, self.completion_lengths, self.groups)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all completions, EOS included."""
-        return sum(self.completion_lengths)
+        """The number of the policy's tokens in all completions, EOS included."""
+        return sum(len(turn) for turns in self.turns for turn in turns)
 
     def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""
@@ -136,84 +142,27 @@ class Rollout:
     """The sampled completions of one update: B episodes, T completion tokens."""
 
     completions: Completions
-    prompts: list[Prompt]
-    texts: list[str]
+    episodes: list[Episode]
     # log pi(a|s), nats; None before they are computed, as in an update that a bad score ends
     logprobs: Tensor | None = None  # (B, T) rollout policy
     ref_logprobs: Tensor | None = None  # (B, T) frozen reference; NaN in rows that it has not scored
     values: Tensor | None = None  # (B, T) score units; None without a critic
+    # (B, T) score units, the part of the score that is paid at each token; None: the score is paid at the last one
+    token_scores: Tensor | None = None
+    stale: list[int] = field(default_factory=list)  # rows that were not sampled with the present weights
 
     @property
     def mask(self) -> Tensor:
-        return self.completions.mask
+        """True on the policy's tokens, (B, T)."""
+        return self.completions.action_mask
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[Rollout], pad: int) -> Rollout:
-        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Log-probs
-        and values are None if a part has none."""
-        completions = Completions.concatenate([part.completions for part in parts], pad)
-        return cls(**joined_fields(parts, pad) | {"completions": completions})
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [episode.prompt for episode in self.episodes]
 
-    def select(self, rows: Sequence[int]) -> Rollout:
-        """Return these rows, without columns that none of them uses."""
-        completions = self.completions.select(rows)
-        longest = completions.mask.shape[1]
-        found = {name: trimmed(name, value, 0, longest) for name, value in chosen_fields(self, rows).items()}
-        return type(self)(**found | {"completions": completions})
-
-
-# --- over all fields, so that a new one is never lost ----------------------------------------------------------------
-
-OF_PROMPTS = ("prompt_ids", "prompt_mask")  # (B, C), padded on the left; other tensors of several columns are (B, T)
-WITH_PAD = ("prompt_ids", "completion_ids")  # filled with the pad token; others with 0
-
-
-def chosen_fields(whole: Completions | Rollout, rows: Sequence[int]) -> dict[str, Any]:
-    """Return the fields for these rows: of a tensor and of a list the rows, otherwise what is the same for all."""
-    index = torch.tensor(rows, device=whole.mask.device)
-    found = {}
-    for field in fields(whole):
-        value = getattr(whole, field.name)
-        if isinstance(value, Tensor):
-            value = value.index_select(0, index)
-        elif isinstance(value, list):
-            value = [value[row] for row in rows]
-        found[field.name] = value
-    return found
-
-
-def trimmed(name: str, value: Any, context: int, longest: int) -> Any:
-    """Return a field without its first `context` columns of prompts, or after `longest` columns of completions."""
-    if not isinstance(value, Tensor) or value.dim() == 1:
-        return value
-    return value[:, context:] if name in OF_PROMPTS else value[:, :longest]
-
-
-def joined_fields(parts: Sequence[Completions] | Sequence[Rollout], pad: int) -> dict[str, Any]:
-    """Return the fields of all parts, one part after the other. What is not one row per episode is the first one's."""
-    found = {}
-    for field in fields(parts[0]):
-        values = [getattr(part, field.name) for part in parts]
-        value = values[0]
-        if isinstance(value, list):
-            value = [row for rows in values for row in rows]
-        elif any(isinstance(other, Tensor) for other in values):
-            filling = pad if field.name in WITH_PAD else 0
-            value = stacked(values, filling, left=field.name in OF_PROMPTS)
-        found[field.name] = value
-    return found
-
-
-def stacked(parts: Sequence[Tensor | None], filling: float = 0, left: bool = False) -> Tensor | None:
-    """Return tensors (B_i,), or of different widths (B_i, T_i, ...), as one tensor. It is padded on the right, or with
-    `left` on the left. None if one of them is None."""
-    if any(part is None for part in parts):
-        return None
-    if parts[0].dim() == 1:
-        return torch.cat(parts)
-    width = max(part.shape[1] for part in parts)
-    gaps = [part.new_full((part.shape[0], width - part.shape[1], *part.shape[2:]), filling) for part in parts]
-    return torch.cat([torch.cat([gap, p] if left else [p, gap], 1) for gap, p in zip(gaps, parts, strict=True)])
+    @property
+    def texts(self) -> list[str]:
+        return [episode.text for episode in self.episodes]
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Sampler:
     def __post_init__(self):
         self.criterion = StoppingCriterion.of(self.eos)
         self.slots = self.slots or budget_of(self.device).rollout_slots
-        self.kept = KeptBatcher(self.longest_prompt + self.sampling.max_new_tokens if self.longest_prompt else 0)
+        self.kept = KeptBatcher(self.longest_prompt + self.sampling.episode_tokens if self.longest_prompt else 0)
 
     @classmethod
     def of(
@@ -56,6 +56,12 @@ class Sampler:
         return cls(
             policy, sampling, stopping_criterion(tokenizer, sampling.stops), tokenizer.pad_token_id, device, **how
         )
+
+    def criterion_of(self, sampling: SamplingSettings | None) -> StoppingCriterion:
+        """Return what ends a completion with these settings; None: with the sampler's."""
+        if sampling is None or sampling.stops == self.sampling.stops:
+            return self.criterion
+        return stopping_criterion(self.criterion.tokenizer, sampling.stops)
 
     @property
     def has_slots(self) -> bool:
@@ -76,7 +82,7 @@ class Sampler:
         update: int,
         purpose: str,
         episodes: Sequence[int] | None = None,
-        first: int = 0,
+        first: Sequence[int] | None = None,
         sampling: SamplingSettings | None = None,
     ) -> Completions:
         """Sample one completion per prompt. Raises as `sample_completions` does.
@@ -87,8 +93,8 @@ class Sampler:
             update: number of the update in the random numbers.
             purpose: name of the stream of random numbers, nothing else.
             episodes: number of each row in that stream; None: 0 to B - 1.
-            first: index of the first random number of each row: more than 0 for a later turn of an episode.
-            sampling: settings for this call in place of the sampler's; the same stop strings.
+            first: index of the first random number of each row: its tokens so far in an episode; None: 0.
+            sampling: settings for this call in place of the sampler's.
         """
         how = sampling or self.sampling
         numbers = range(len(prompts)) if episodes is None else episodes
@@ -102,7 +108,7 @@ class Sampler:
                         prompts,
                         uniform,
                         how,
-                        eos=self.criterion,
+                        eos=self.criterion_of(sampling),
                         pad=self.pad,
                         device=self.device,
                         engine=self.engine,

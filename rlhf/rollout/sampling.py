@@ -15,14 +15,17 @@ from rlhf.utils.rng import rng_for
 
 
 def uniform_noise(
-    seed: int, update: int, purpose: str, episodes: Sequence[int], length: int, first: int = 0
+    seed: int, update: int, purpose: str, episodes: Sequence[int], length: int, first: Sequence[int] | None = None
 ) -> Tensor:
-    """Return one uniform number in [0, 1) per token, (B, T) float64, from number `first` of each row's stream on.
+    """Return one uniform number in [0, 1) per token, (B, T) float64, from number `first` of each row's stream on (B of
+    them; None: 0).
 
     A row depends on (seed, update, purpose) and on its episode number, not on the other rows.
     """
     # detail 6: one generator per episode (this project). With one for all, a completion would depend on its batch.
-    rows = [rng_for(seed, update, purpose, e).random(first + length)[first:] for e in episodes]
+    starts = first or [0] * len(episodes)
+    numbers = zip(episodes, starts, strict=True)
+    rows = [rng_for(seed, update, purpose, e).random(start + length)[start:] for e, start in numbers]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -62,11 +62,11 @@ class StoppingCriterion:
         if not self.stop:
             return mask, ended
         rows = [row[:n] for row, n in zip(completions.tolist(), mask.sum(1).tolist(), strict=True)]
-        lengths = torch.tensor([self._stop_length(row) for row in rows], device=mask.device)
+        lengths = torch.tensor([self.stop_length(row) for row in rows], device=mask.device)
         within = torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
         return mask & (within | (lengths == 0).unsqueeze(1)), ended | (lengths > 0)
 
-    def _stop_length(self, ids: Sequence[int]) -> int:
+    def stop_length(self, ids: Sequence[int]) -> int:
         """Return the number of tokens up to the one that completes a stop string; 0 if there is none."""
         if not self.found(ids):
             return 0

@@ -77,14 +77,14 @@ class VLLMEngine:
         update: int,
         purpose: str,
         episodes: Sequence[int] | None = None,
-        first: int = 0,
+        first: Sequence[int] | None = None,
         sampling: SamplingSettings | None = None,
     ) -> Completions:
         """Sample one completion per prompt, as `Sampler.sample`, but with vLLM's own random numbers. The result
         includes vLLM's log-probs of the sampled tokens. Raises ValueError for what vLLM cannot be given per call."""
         from rlhf.rollout.completions import Completions, padded  # slow imports, which `require_vllm` does not need
 
-        if first or sampling not in (None, self.sampling):
+        if any(first or ()) or sampling not in (None, self.sampling):
             raise ValueError("vLLM samples with the settings of the run, from the first token of an episode")
         self.generation.sync_weights()
         _, rows, logprobs, _ = self.generation.generate([list(p.ids) for p in prompts], None, 1)

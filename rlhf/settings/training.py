@@ -186,6 +186,13 @@ class SamplingSettings:
         aliases=("reply_length", "response_length", "max_completion_length"),
         brief="largest length of a completion, in tokens",
     )
+    max_episode_tokens: int | None = setting(
+        None,
+        "largest length of an episode of several turns after its prompt, in tokens, with those of the environment; "
+        "unset: --max-new-tokens",
+        ge=1,
+        aliases=("max_response_length",),
+    )
     temperature: float = setting(
         0.7, "sampling temperature; log-probabilities and KL are computed at the same temperature", gt=0
     )
@@ -205,6 +212,11 @@ class SamplingSettings:
         unset="only EOS",
         aliases=("stop_strings", "stop_sequences"),
     )
+
+    @property
+    def episode_tokens(self) -> int:
+        """The largest number of tokens after a prompt."""
+        return self.max_episode_tokens or self.max_new_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -378,8 +390,15 @@ class CriticSettings:
         gt=0,
         aliases=("cliprange_value",),
     )
-    gamma: float = setting(1.0, "discount per token", ge=0, le=1, aliases=("gae_gamma",))
+    gamma: float = setting(1.0, "discount per --gae-unit", ge=0, le=1, aliases=("gae_gamma",))
     lam: float = setting(0.95, "GAE lambda", ge=0, le=1, aliases=("gae_lambda",))
+    gae_unit: str = setting(
+        "token",
+        "unit of time of --gamma and --lam. token: they act between one token of the policy and its next; turn: only "
+        "between the turns of an episode (Turn-PPO, arXiv 2512.17008)",
+        choices=("token", "turn"),
+        aliases=("gae_timestep_unit",),
+    )
     critic_lam: float | None = setting(
         None,
         "GAE lambda of the critic's targets, if it differs from that of the advantages (decoupled GAE, VC-PPO, arXiv "

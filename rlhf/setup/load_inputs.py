@@ -219,7 +219,7 @@ def _load_prompt_sets(
                 f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "
                 "batches repeat prompts: prompts. Give more prompts, or a smaller batch_size"
             )
-    check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
+    check_prompts(sets, start, config.sampling.episode_tokens, source, screen, data.plain_prompts)
     separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
     check_overlap(sets, separate or "evaluation_prompts", screen)
     if not config.run.only_reward:

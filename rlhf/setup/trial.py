@@ -147,7 +147,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     for rows in trainer.policy_optimizer.minibatches(1, 0):
         parts = passes.split(completions, rows)
         new = passes.heads(completions, (passes.run(completions, part) for part in parts)).logprobs
-        apart.append((torch.exp(new - rollout.logprobs) - 1)[rows][completions.mask[rows]].abs())
+        apart.append((torch.exp(new - rollout.logprobs) - 1)[rows][rollout.mask[rows]].abs())
     return torch.cat(apart)
 
 

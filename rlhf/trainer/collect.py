@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.normalizer import ScoreNormalizer
+from rlhf.algorithms.objectives import last_token
 from rlhf.data.prompts import Prompt
+from rlhf.data.tokenizer import context_of
 from rlhf.distributed.group import agree
 from rlhf.distributed.shares import by_group
 from rlhf.models.budget import budget_of
+from rlhf.models.logprobs import base_of
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.scores import Scores, score_tensor
-from rlhf.rollout.completions import Completions, Rollout
+from rlhf.rollout.completions import Completions, Rollout, padded, token_batch
+from rlhf.rollout.episodes import Episode, EpisodeRules
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.rollout.vllm import VLLMEngine
@@ -43,6 +48,7 @@ def sample_shares(
     phase: str,
     sampling: SamplingSettings | None = None,
     sample: Callable[..., Completions] | None = None,
+    first: Sequence[int] | None = None,
 ) -> Completions:
     """Sample one completion per episode. Each process samples its share, and receives the others'.
 
@@ -50,7 +56,7 @@ def sample_shares(
         sampler: of the policy, which is put into eval mode.
         passes: for the advice if there is not enough memory.
         episodes: number and prompt of each completion.
-        seed, update, purpose, sampling: as in `Sampler.sample`.
+        seed, update, purpose, sampling, first: as in `Sampler.sample`.
         phase: what the sampling is for, in an error.
         sample: in place of `Sampler.sample`.
     """
@@ -61,12 +67,14 @@ def sample_shares(
     def sample_share() -> Completions | None:
         own = [prompts[row] for row in rows]
         numbers = [episodes[row][0] for row in rows]
+        starts = first and [first[row] for row in rows]
         with passes.raise_on_oom(phase):
-            return (sample or sampler.sample)(own, seed, update, purpose, numbers, sampling=sampling)
+            return (sample or sampler.sample)(own, seed, update, purpose, numbers, starts, sampling)
 
     share = agree(sample_share if rows else lambda: None)
     length = (sampling or sampler.sampling).max_new_tokens
-    return exchange_completions(share, rows, prompts, sampler.criterion, sampler.pad, length, sampler.device)
+    criterion = sampler.criterion_of(sampling)
+    return exchange_completions(share, rows, prompts, criterion, sampler.pad, length, sampler.device)
 
 
 @dataclass
@@ -98,6 +106,8 @@ class RolloutCollector:
             slots=budget_of(device, config).rollout_slots,
             longest_prompt=self.longest_prompt,
         )
+        context = context_of(base_of(policy).config)
+        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, config.sampling.episode_tokens, context)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
@@ -114,16 +124,87 @@ class RolloutCollector:
             update: number of the update, from 1.
             purpose: name of the stream of random numbers: "rollout", or "draw" of dynamic sampling.
         """
+        started = self.started(episodes, update, purpose)
+        self.turn(started)
+        return self.rollout(started)
+
+    def started(self, episodes: Episodes, update: int, purpose: str = "rollout") -> list[Episode]:
+        """Return episodes without a turn. The arguments are those of `sample`; a number may be None, and follow."""
+        size = self.config.group_size
+        chat = self.tokenizer.chat_template is not None
+        return [
+            Episode(
+                prompt, group=None if number is None else number // size, number=number, update=update, stream=update,
+                purpose=purpose, rules=self.rules, chat=chat and bool(prompt.example.messages[-1]["content"]),
+            )
+            for number, prompt in episodes
+        ]  # fmt: skip
+
+    def turn(
+        self, episodes: Sequence[Episode], sampling: SamplingSettings | None = None, logprobs: bool = False
+    ) -> None:
+        """Sample one turn of each episode, with at most as many tokens as it has room for. None of them may be done.
+        `sampling` as in `Sampler.sample`. With `logprobs`, compute those of episodes whose earlier ones are known."""
+        sampling = sampling or self.config.sampling
+        greedy = sampling.top_k == 1
+        criterion = self.sampler.criterion_of(sampling)
+        known = [episode.logprobs if episode.spans else [] for episode in episodes]
+        calls: dict[tuple[int, str, int], list[Episode]] = {}
+        for episode in episodes:
+            length = min(sampling.max_new_tokens, episode.room)
+            calls.setdefault((episode.stream, episode.purpose, length), []).append(episode)
         release_gpu_cache()  # of the last update
-        seed = self.config.run.seed
-        sample = (self.vllm or self.sampler).sample
-        completions = sample_shares(
-            self.sampler, self.passes, episodes, seed, update, purpose, "the rollout", sample=sample
-        )
-        self.progress.episodes += len(episodes)
-        self.progress.completion_tokens += completions.tokens
+        for (update, purpose, length), own in calls.items():
+            completions = sample_shares(
+                self.sampler,
+                self.passes,
+                [(episode.number, episode.so_far) for episode in own],
+                self.config.run.seed,
+                update,
+                purpose,
+                "the rollout",
+                replace(sampling, max_new_tokens=length),
+                (self.vllm or self.sampler).sample,
+                [episode.actions for episode in own],
+            )
+            self.progress.episodes += sum(not episode.spans for episode in own)
+            self.progress.completion_tokens += completions.tokens
+            for row, (episode, ids) in enumerate(zip(own, completions.rows(), strict=True)):
+                added = episode.wrote(ids, criterion)
+                if completions.allowed_tokens is not None:
+                    allowed = completions.allowed_tokens[row, :added]
+                    episode.allowed_tokens.append(torch.full_like(allowed, 255) if greedy else allowed)
+                if completions.sampled_logprobs is not None:
+                    episode.sampled_logprobs.append(completions.sampled_logprobs[row, :added])
         release_gpu_cache()  # of sampling
-        return Rollout(completions, [prompt for _, prompt in episodes], completions.texts(self.tokenizer))
+        if logprobs:
+            completions = self.rollout(episodes).completions
+            with timed("log-probs"):
+                found = self.passes.policy_logprobs(completions).logprobs
+            found = found.masked_fill(~completions.action_mask, 0.0).tolist()
+            for episode, earlier, row in zip(episodes, known, found, strict=True):
+                if earlier is not None:
+                    episode.logprobs = [*earlier, *row[len(earlier) : len(episode.ids)]]
+
+    def rollout(self, episodes: Sequence[Episode]) -> Rollout:
+        """Return the rollout of episodes, without log-probs."""
+        prompts = [episode.prompt for episode in episodes]
+        sampler = self.sampler
+        rows = [episode.ids for episode in episodes]
+        batch = token_batch([prompt.ids for prompt in prompts], rows, sampler.pad, sampler.device)
+        batch = replace(batch, turns=[episode.spans for episode in episodes], action_mask=None)
+        first: dict[tuple[int, ...], int] = {}
+        given = vars(batch) | {"groups": [first.setdefault(prompt.ids, len(first)) for prompt in prompts]}
+        completions = Completions(
+            **given,
+            ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
+            # bits: without masks, as after a greedy turn, all tokens were allowed
+            allowed_tokens=batch.placed([episode.allowed_tokens for episode in episodes], 255),
+            vocabulary=base_of(sampler.policy).get_input_embeddings().num_embeddings,
+            sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
+            stop=sampler.criterion.stop,
+        )
+        return Rollout(completions, list(episodes))
 
     def logprobs(self, rollout: Rollout, reference_every: int = 1, rows: Sequence[int] | None = None) -> Rollout:
         """Return the rollout with what `ForwardPasses.logprobs` computes. The forward pass is stored for the first
@@ -132,19 +213,24 @@ class RolloutCollector:
         return replace(rollout, **found._asdict())
 
     @timed("scoring")
-    def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
+    def score(self, rollout: Rollout, drawn_again: bool = False, given: Scores | None = None) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate, with the rollout, if a
-        score is not finite. `drawn_again` as in `_shaped`."""
+        score is not finite. `drawn_again` as in `_shaped`; `given`: scores in place of those of the functions."""
         completions = rollout.completions
         try:
             with self.passes.raise_on_oom("scoring"):
-                given = self.rewards.score(
+                given = given or self.rewards.score(
                     rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
         raw = score_tensor(given.total, completions.ended.device)
-        return replace(given, raw=raw, shaped=self._shaped(raw, completions.ended, drawn_again))
+        shaped = self._shaped(raw, completions.ended, drawn_again)
+        if given.by_token is not None:
+            paid = padded(given.by_token, 0.0, raw.device)
+            penalty = (shaped - raw).unsqueeze(1)
+            rollout.token_scores = paid + torch.where(last_token(rollout.mask), penalty, 0.0)
+        return replace(given, raw=raw, shaped=shaped)
 
     def _shaped(self, raw: Tensor, ended: Tensor, drawn_again: bool) -> Tensor:
         """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized. NaN

@@ -50,8 +50,8 @@ class DynamicSampler:
         for group, other in zip(equal, useful, strict=False):
             groups[group] = other
         rows = [group * size + k for group in groups for k in range(size)]
-        both = Rollout.concatenate([rollout, new], self.collector.tokenizer.pad_token_id)
-        return both.select(rows), scores.joined(given, rows)
+        both = [*rollout.episodes, *new.episodes]
+        return self.collector.rollout([both[row] for row in rows]), scores.joined(given, rows)
 
     def _without_signal(self, rollout: Rollout, scores: Scores) -> list[int]:
         """Return the groups that have equal scores, or no token in the loss."""

@@ -219,7 +219,7 @@ class Evaluator:
         kl = []
         for completions in parts:
             logprobs, ref_logprobs, _ = self.passes.logprobs(completions)
-            kl += kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).nan_to_num(math.inf, math.inf).tolist()
+            kl += kl_k1(logprobs, ref_logprobs, completions.action_mask).sum(1).nan_to_num(math.inf, math.inf).tolist()
         return kl
 
     @timed("scoring")

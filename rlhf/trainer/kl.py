@@ -49,6 +49,9 @@ class KLControl:
         `frozen`: the update has not trained the policy."""
         if not self.steered:
             return
+        if "kl_divergence" not in metrics:  # no episode is of the present weights
+            self.controller.skip()
+            return
         if frozen:  # the KL of 0 has no information about beta
             self.controller.skip()
         else:

@@ -6,10 +6,12 @@ algorithms therefore differ in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel
@@ -30,12 +32,14 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
+from rlhf.rollout.episodes import Episode
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
+from rlhf.trainer.given import GENERATE, STEP, bind, order_of, prompts_of, sampling_of, scores_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -43,12 +47,23 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress, evaluation_updates
 from rlhf.trainer.safety import SkipUpdate, advise_on_bad_logits, check_finite, require_finite_weights
 from rlhf.trainer.session import Session
+from rlhf.trainer.state import load_trainer_state, save_trainer_state
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.processes import is_first
+from rlhf.utils.files import update_dir_atomically
+from rlhf.utils.processes import is_first, size
 from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
 from rlhf.utils.timing import timed
+
+
+class Begin(NamedTuple):
+    """What is known at the begin of an update."""
+
+    update: int
+    time: float  # of `perf_counter`
+    seconds: dict[str, float]  # of the parts of the run
+    progress: Progress
 
 
 class OnPolicyLoop:
@@ -94,6 +109,9 @@ class OnPolicyLoop:
         self.kl = KLControl(config, self.sampler.updates)
         self.progress = Progress()
         self.trained = False
+        self.by_hand: ExitStack | None = None  # the run that `begin` opened
+        self.running: Begin | None = None  # the update that runs
+        self.generated = 0  # episodes that `generate` has started in it
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
         self.algorithm = CLASSES[config.algorithm](config)
@@ -140,7 +158,8 @@ class OnPolicyLoop:
             share_first=one_minibatch and not model.gradient_checkpointing,
             oom_hint=self.session.memory_advice,
         )
-        longest = max(len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts])
+        lengths = [len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts]]
+        longest = max(lengths, default=config.data.prompt_length)
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic)
@@ -192,82 +211,243 @@ class OnPolicyLoop:
         TrainerCallback of transformers."""
         self.events.add(callback)
 
+    @property
+    def update(self) -> int:
+        """The number of updates that are done."""
+        return self.host.state.global_step
+
     def train(self) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
         training fails."""
-        state = self.host.state
-        if self.trained:
-            raise RunError(f"already trained, {state.global_step} updates", "train()", "Create a new trainer")
-        with self.session.opened(self), advise_on_bad_logits(state, self.session.advice):
-            self.trained = True
+        with self._opened("train()"):
             return agree(self._run)
 
+    @contextmanager
+    def _opened(self, where: str) -> Iterator[None]:
+        """Context manager around a run: its session, and the evaluation of the start model."""
+        state = self.host.state
+        if self.trained:
+            raise RunError(f"already trained, {state.global_step} updates", where, "Create a new trainer")
+        with self.session.opened(self), advise_on_bad_logits(state, self.session.advice):
+            self.trained = True
+            agree(self._begin)
+            yield
+
     def _run(self) -> dict[str, float]:
-        self._begin()
         metrics: dict[str, float] = {}
-        while True:
-            reason = self.apply_requests()  # a beta, or the end of the run, that a callback asked for
-            if reason is not None:
-                break  # all updates are done, --episodes are spent, or a callback asked for it
-            update = self.host.state.global_step + 1
-            metrics = self.update_step(update)
-            if self.reason_to_end() is not None or update in evaluation_updates(self.config.run, self.sampler.updates):
-                self.evaluate()
-            self.events.call("on_update_done", update)
-            self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
-        if self.evaluations[-1].update < self.host.state.global_step:  # a callback asked for the end after the update
-            self.evaluate()
-        self.events.call("on_train_end")
-        return Metrics(metrics | self.evaluations[-1].metrics())
+        while self.apply_requests() is None:  # a beta, or the end of the run, that a callback asked for
+            metrics = self.update_step(self.update + 1)
+            self.after_step()
+        return Metrics(metrics | self._end())
 
     def _begin(self) -> None:
         """Prepare the processes and the callbacks, and evaluate the start model."""
         reset_peak_memory(self.host.accelerator.device)
         copy_from_first(weight.data for weight in self.host.model.parameters() if weight.requires_grad)
         self.events.call("on_train_begin", self)
-        if not self.evaluations:  # a resumed run already has the evaluation of the start model
+        if not self.evaluations and self.evaluation_prompts:  # a resumed run has the evaluation of the start model
             self.evaluate()
+
+    def _end(self) -> dict[str, float]:
+        """Evaluate the final weights, if that is not done. Returns the metrics of the last evaluation."""
+        if self.evaluations and self.evaluations[-1].update < self.update:  # a callback asked for the end
+            self.evaluate()
+        self.events.call("on_train_end")
+        return self.evaluations[-1].metrics() if self.evaluations else {}
 
     def update_step(self, update: int) -> dict[str, float]:
         """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         with self.passes.weights.in_use():
+            self._begin_update(update)
+            # 1. sample: one completion per episode
+            return self._learn(self.collector.sample(self.episodes_of(update), update))
+
+    def _begin_update(self, update: int) -> None:
+        """Begin an update, unless it has begun."""
+        if self.running is None or self.running.update != update:
             began = perf_counter()
             self.events.call("on_update_begin", update)
-            before = timed.seconds()
-            earlier = replace(self.progress)
-            experience = None
-            # 1. sample: one completion per episode
-            rollout = self.collector.sample(self.episodes_of(update), update)
-            try:
-                # 2. score: reward model and reward functions, then dynamic sampling and the control
-                scores = self.collector.score(rollout)
-                rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
-                scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
-                # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
-                rollout, deferred = self.with_logprobs(rollout, scores.shaped)
-                with timed("optimizer steps"):
-                    # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
-                    experience = self.advantages(rollout, scores.shaped)
-                    experience.deferred = deferred
-                    self.events.call("on_batch", update, experience, scores)
-                    # 5. optimize: passes over shuffled minibatches
-                    stats = self.policy_optimizer.run(experience, update)
-            except SkipUpdate as reason:
-                return self.skip_update(update, reason.rollout or rollout, experience, reason)
-            finally:
-                self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
-            self.progress.count_update(scores)
-            self.progress.spend("updates", began)
+            self.running = Begin(update, began, timed.seconds(), replace(self.progress))
+            self.generated = 0
+
+    def _learn(self, rollout: Rollout, given: Scores | None = None) -> dict[str, float]:
+        """Run the rest of an update: all but sampling. `given` are the scores of the rollout; None: the reward
+        functions give them. Returns the logged metrics."""
+        update, began, *_ = begin = self.running
+        self.running = None
+        experience = None
+        try:
+            # 2. score: reward model and reward functions, then dynamic sampling and the control
+            scores = self.collector.score(rollout, given=given)
+            rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
+            scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+            # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
+            rollout, deferred = self.with_logprobs(rollout, scores.shaped)
             with timed("optimizer steps"):
-                require_finite_weights(self.host.model, update, self.session.advice)
-            metrics = self.metrics_of(update, experience, scores, before, earlier) | stats
-            # 6. next beta: towards the KL target
-            self.adjust_beta(update, metrics)
-            self.count_update(update)
-            self.events.call("on_update_end", update, metrics)
-            self.this_epoch.append(metrics)
-            self.finish_epoch(update)
-            return metrics
+                # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
+                experience = self.advantages(rollout, scores.shaped)
+                experience.deferred = deferred
+                self.events.call("on_batch", update, experience, scores)
+                # 5. optimize: passes over shuffled minibatches
+                stats = self.policy_optimizer.run(experience, update)
+        except SkipUpdate as reason:
+            return self.skip_update(update, reason.rollout or rollout, experience, reason)
+        finally:
+            self.passes.clear()  # also if a reward function raised: a notebook keeps the trainer
+        self.progress.count_update(scores)
+        self.progress.spend("updates", began)
+        with timed("optimizer steps"):
+            require_finite_weights(self.host.model, update, self.session.advice)
+        metrics = self.metrics_of(begin, experience, scores) | stats
+        # 6. next beta: towards the KL target
+        self.adjust_beta(update, metrics)
+        self.count_update(update)
+        self.events.call("on_update_end", update, metrics)
+        self.this_epoch.append(metrics)
+        self.finish_epoch(update)
+        return metrics
+
+    # --- the loop by hand --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Open the run: its folder, or the run that is resumed, and evaluate the start model. `generate` and `step`
+        call it. Raises UserError for settings that only `train` can follow."""
+        if self.by_hand is not None:
+            return
+        refused = {"several processes": size() > 1, "dynamic sampling": self.config.group.dynamic_sampling}
+        for what in (name for name, found in refused.items() if found):
+            raise UserError(f"{what} in a loop by hand", "begin()", "Use train()")
+        with ExitStack() as stack:
+            stack.enter_context(self._opened("begin()"))
+            self.by_hand = stack.pop_all()
+
+    def generate(
+        self,
+        prompts_or_episodes: Sequence[GivenPrompt | Sequence[int] | Episode],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        greedy: bool = False,
+        logprobs: bool = False,
+    ) -> list[Episode]:
+        """Sample one turn of each episode with the present weights.
+
+        A random number depends on the seed, the update in which the episode began, its number in that update, and the
+        number of the policy's tokens in it, not on the call: two calls for 8 tokens give what one for 16 gives. An
+        episode whose turns were sampled with different weights counts as one of the oldest. Raises UserError.
+
+        Args:
+            prompts_or_episodes: prompts as in `make_trainer`, or as ids: K episodes of each are returned, which are
+                neighbours. Or episodes: they are continued, unless they are done, and returned.
+            max_new_tokens: largest length of the turn; None: that of the configuration.
+            stop: texts that end the turn, besides EOS; None: those of the configuration.
+            greedy: take the most likely token.
+            logprobs: compute `Episode.logprobs`.
+        """
+        self.begin()
+        sampling = sampling_of(self.config.sampling, max_new_tokens, stop, greedy)
+        given = list(prompts_or_episodes)
+        update = self.update + 1
+        if any(isinstance(one, Episode) for one in given):
+            bind(given, self.collector.rules, GENERATE)
+            episodes = given
+        else:
+            data = self.config.data
+            prompts = prompts_of(given, self.collector.rules, data.prompt_length, worked_examples(data.few_shot))
+            rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
+            episodes = self.collector.started([(None, row) for row in rows], update)
+        waiting = [episode for episode in episodes if not episode.done]
+        if waiting:
+            with self.passes.weights.in_use():
+                self._begin_update(update)
+                for episode in (one for one in waiting if one.number is None):
+                    episode.number = (update - 1) * self.config.episodes_per_update + self.generated
+                    episode.stream = update
+                    if episode.group is None:
+                        episode.group = episode.number // self.config.group_size
+                    self.generated += 1
+                self.collector.turn(waiting, sampling, logprobs)
+        return episodes
+
+    def step(
+        self,
+        episodes: Sequence[Episode],
+        scores: Sequence[float | None] | None = None,
+        *,
+        turn_scores: Sequence[Sequence[float]] | None = None,
+        token_scores: Sequence[Sequence[float]] | None = None,
+        assume_on_policy: bool = False,
+    ) -> dict[str, float]:
+        """Run one update on episodes: log-probs, advantages, optimizer steps and the next beta. Returns its metrics.
+
+        It takes the episodes of one update: `batch_size` x K, in groups of K if the algorithm compares them. Episodes
+        that were not sampled with the present weights need `logprobs`: they are the old policy of the ratio. Their KL
+        is not logged, and does not move beta. Raises UserError, before anything changes, for what does not fit.
+
+        Args:
+            episodes: of `generate` or `Episode.of`; they may be done or not.
+            scores: one per episode, None for one without a score. Without any scores, the reward functions give them.
+            turn_scores: of each episode, one score per turn, paid at the turn's last token; added to the others.
+            token_scores: of each episode, one score per token, 0 on an environment's tokens; added to the others.
+            assume_on_policy: take the log-probs of the present weights as those of all episodes without `logprobs`.
+        """
+        self.begin()
+        given = list(episodes)
+        update = self.update + 1
+        why = self.apply_requests()
+        if why is not None:
+            raise UserError(f"no update follows: {why}", STEP, "Call finish(), or raise num_iterations")
+        bind(given, self.collector.rules, STEP)
+        order = order_of(given, self.config.episodes_per_update, self.config.group_size)
+        stale = [row for row, episode in enumerate(given) if episode.update != update]
+        unknown = [row for row in stale if given[row].logprobs is None]
+        if unknown and not assume_on_policy:
+            raise UserError(
+                f"{len(unknown)} episodes were not sampled with the present weights, and have no log-probs",
+                f"{STEP}, episode {unknown[0]}",
+                "Give Episode.of(logprobs=), or generate(logprobs=True), or step(assume_on_policy=True)",
+            )
+        if self.collector.vllm is not None and any(not episode.sampled_logprobs for episode in given):
+            raise UserError("episodes that vLLM has not sampled", STEP, "Use rollout_engine='auto'")
+        chosen = [given[row] for row in order]
+        found = scores_of(given, scores, turn_scores, token_scores, order)
+        with self.passes.weights.in_use():
+            self._begin_update(update)
+            rollout = self.collector.rollout(chosen)
+            rollout.stale = [row for row, episode in enumerate(chosen) if episode.update != update]
+            self.progress.episodes += sum(episode.update is None for episode in chosen)  # no sampler has counted these
+            metrics = self._learn(rollout, found)
+        for episode in given:
+            episode.trained = True
+        return metrics
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write everything that the next update depends on: a loop by hand without `output` goes on from there."""
+        update_dir_atomically(Path(folder), lambda into: save_trainer_state(self, into))
+
+    def load_state(self, folder: str | Path) -> None:
+        """Load what `save_state` wrote into a new trainer with the same configuration and callbacks."""
+        load_trainer_state(self, Path(folder))
+
+    def after_step(self) -> None:
+        """Evaluate and save after an update, if that is due. Raises TrainingInterrupted after a stop signal."""
+        update = self.update
+        due = self.reason_to_end() is not None or update in evaluation_updates(self.config.run, self.sampler.updates)
+        if due and self.evaluation_prompts:
+            self.evaluate()
+        self.events.call("on_update_done", update)
+        self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
+
+    def finish(self) -> dict[str, float]:
+        """End a run by hand: evaluate the final weights, and write its results. Returns the metrics of the last
+        evaluation."""
+        self.begin()
+        if self.reason_to_end() is None:
+            self.request_stop()
+            self.session.save(self.update, last=True)
+        stack, self.by_hand = self.by_hand, None
+        with stack:
+            return Metrics(self._end())
 
     def episodes_of(self, update: int) -> list[tuple[int, Prompt]]:
         """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
@@ -283,6 +463,7 @@ class OnPolicyLoop:
         # not before the advantages if a critic, the KL in the reward or the weights for vLLM need them
         sampled = rollout.completions.sampled_logprobs
         deferred = self.deferrable and sampled is None and not self.algorithm.beta_in_reward(beta)
+        deferred = deferred and not rollout.stale
         counted = self.algorithm.counted(rollout, scores, beta)
         logged = torch.arange(len(counted), device=counted.device) % every == 0
         chosen = logged & ~counted if deferred else logged | counted
@@ -290,6 +471,10 @@ class OnPolicyLoop:
             chosen = torch.ones_like(chosen)
         rows = chosen.nonzero().flatten().tolist()
         found = self.collector.logprobs(rollout, every, rows)
+        for row in rollout.stale:
+            old = rollout.episodes[row].logprobs
+            if old is not None:  # the policy that sampled them is the old one of the ratio
+                found.logprobs[row, : len(old)] = torch.tensor(old).to(found.logprobs)
         try:
             check_finite(logprobs=found.logprobs[rows], ref_logprobs=found.ref_logprobs[::every], values=found.values)
         except SkipUpdate as reason:
@@ -330,26 +515,26 @@ class OnPolicyLoop:
         self.finish_epoch(update)
         return {"updates/skipped": float(self.progress.skipped)}
 
-    def metrics_of(
-        self, update: int, experience: Experience, scores: Scores, before: dict, earlier: Progress
-    ) -> dict[str, float]:
-        """Return the metrics of an update, without those of its optimizer steps. `before` and `earlier`: the seconds
-        and the counters at its begin."""
+    def metrics_of(self, begin: Begin, experience: Experience, scores: Scores) -> dict[str, float]:
+        """Return the metrics of an update, without those of its optimizer steps."""
         self.update_peak_memory()
         kl = self.config.kl
-        tokens = self.progress.completion_tokens - earlier.completion_tokens
-        episodes = self.progress.episodes - earlier.episodes
+        update = begin.update
+        tokens = self.progress.completion_tokens - begin.progress.completion_tokens
+        episodes = self.progress.episodes - begin.progress.episodes
         drawn = (episodes - self.config.episodes_per_update) / self.config.group_size
         counts = {"rewards/resampled_groups": drawn, "episodes": float(self.episodes)}
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         return {
             **rollout_metrics(experience, scores, self.config.compared, tag),
-            **speed_metrics(timed.since(before), tokens, episodes),
+            **speed_metrics(timed.since(begin.seconds), tokens, episodes),
             **(counts if self.config.group.dynamic_sampling else {}),
             "kl_coef": experience.kl_coef if kl.kl_placement != "none" else 0.0,
             **({"kl_divergence/target": self.kl.target_of(update).nats} if kl.steered else {}),
             "optimizer_steps": float(self.progress.optimizer_steps),
             "updates/skipped": float(self.progress.skipped),
+            **({"episodes/stale": float(len(experience.stale))} if experience.stale else {}),
+            **({"episodes/assumed_on_policy": float(experience.assumed)} if experience.assumed else {}),
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
 

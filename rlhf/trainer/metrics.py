@@ -24,6 +24,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     scored = batch.scored_mask
     raw = scores.raw[~scores.raw.isnan()]
     known = ~batch.ref_logprobs.isnan().any(1)  # the reference has scored these completions
+    known[batch.stale] = False  # their KL is another policy's
     kl = batch.kl[known]
     k3 = objectives.kl_k3(batch.logprobs[known], batch.ref_logprobs[known], mask[known])
     tokens = mask.sum()

@@ -89,17 +89,25 @@ class ForwardPasses:
         self.clear()
         # before the policy's pass, which may be stored
         reference = self.reference_logprobs(completions, reference_every)
+        return self.policy_logprobs(completions, keep_first, rows)._replace(ref_logprobs=reference)
+
+    def policy_logprobs(
+        self, completions: Completions, keep_first: bool = False, rows: Sequence[int] | None = None
+    ) -> LogProbs:
+        """Compute log-probs and values of the completions, as `logprobs` does."""
+        self.actor.eval()
         rows = list(range(len(completions.mask)) if rows is None else rows)
-        logprobs = torch.full_like(reference, torch.nan)
+        logprobs = torch.full(completions.mask.shape, torch.nan, device=self.device)
         if not rows:
-            return LogProbs(logprobs, reference)
+            return LogProbs(logprobs)
         keep = keep_first and len(rows) == len(logprobs)
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
         _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))
         found = exchange_logprobs(own, completions.mask)
+        logprobs = logprobs.to(found.logprobs.dtype)
         logprobs[rows] = found.logprobs[rows]
-        return LogProbs(logprobs, reference, found.values)
+        return LogProbs(logprobs, values=found.values)
 
     def reference_logprobs(self, completions: Completions, every: int = 1) -> Tensor:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N

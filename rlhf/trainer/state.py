@@ -10,7 +10,7 @@ import json
 import random
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.models.save import load_policy_weights
 from rlhf.trainer.evaluation import Evaluation, as_array, by_prompt, flat, of_completions
 from rlhf.trainer.evaluator import FixedText
-from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors
 from rlhf.utils.timing import timed
 from rlhf.utils.user_code import generators
+
+if TYPE_CHECKING:
+    from rlhf.trainer.loop import OnPolicyLoop
 
 TENSORS_FILE = "training.safetensors"
 STATE_FILE = "training.json"
@@ -58,7 +60,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
         "this_epoch": trainer.this_epoch,
         "normalizer": normalizer.state_dict() if normalizer is not None else None,
         "evaluations": [_evaluation_to_json(evaluation) for evaluation in trainer.evaluations],
-        "text": asdict(trainer.evaluator.text),
+        "text": trainer.evaluator.text and asdict(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.host.lr_scheduler.state_dict(),
         "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
@@ -86,7 +88,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
         normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [_evaluation_from_json(evaluation) for evaluation in state["evaluations"]]
-    trainer.evaluator.text = FixedText(**state["text"])
+    trainer.evaluator.text = state["text"] and FixedText(**state["text"])
     for name, callback in _stateful(trainer).items():
         if name in state["listeners"]:
             callback.load_state_dict(state["listeners"][name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,18 @@ def test_packed_equals_padded(model, groups, rows):
     for (padded, packed), tolerance in zip(zip(*found, strict=True), (1e-10 if exact else 1e-5, 1e-5, 0), strict=True):
         assert_close(packed, padded, rtol=0, atol=tolerance * float(padded.abs().max()))
     assert float(found[0][1].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)
+def test_states_of_turns_are_those_of_the_whole_completion(model, groups):
+    """With an environment's tokens between the turns, before the first and after the last one."""
+    whole = episodes(groups)
+    turns = [[range(0, 1), range(3, 4)], [range(2, 5), range(6, 8)], [range(0, 1)], [range(1, 6)]]
+    made = replace(whole, turns=turns, action_mask=None)
+    for form in (PaddedMicroBatch, PackedMicroBatch):
+        every = form(whole, range(4)).forward(backbone_of(model))
+        chosen = form(made, range(4)).forward(backbone_of(model))
+        assert torch.equal(chosen, every[made.action_mask[whole.mask]])
 
 
 @pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0)], ids=str)

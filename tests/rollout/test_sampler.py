@@ -46,13 +46,13 @@ def test_each_part_of_the_name_gives_other_completions(sampler):
 
     base = rows()
     assert rows() == base == rows(episodes=range(6)) and rows(episodes=[5, 4, 3, 2, 1, 0]) != base
-    others = [rows(seed=2), rows(update=3), rows(purpose="b"), rows(first=1)]
+    others = [rows(seed=2), rows(update=3), rows(purpose="b"), rows(first=[1] * 6)]
     assert all(other != base for other in others)
 
 
 def test_a_later_turn_continues_its_stream_of_random_numbers():
     whole = uniform_noise(1, 2, "rollout", [7, 9], 10)
-    assert torch.equal(uniform_noise(1, 2, "rollout", [7, 9], 6, first=4), whole[:, 4:])
+    assert torch.equal(uniform_noise(1, 2, "rollout", [7, 9], 6, first=[4, 4]), whole[:, 4:])
 
 
 def test_settings_of_a_call_replace_those_of_the_sampler(sampler):

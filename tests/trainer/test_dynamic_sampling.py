@@ -25,7 +25,7 @@ from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.scores import Scores
-from rlhf.rollout.completions import Completions, Rollout
+from rlhf.rollout.completions import Completions
 from rlhf.setup.plan import budget
 from rlhf.trainer.state import load_trainer_state, save_trainer_state
 
@@ -66,66 +66,45 @@ def test_equal_groups_by_hand():
     assert Scores([], {}, shaped=scores).equal_groups(2).tolist() == [True, False, True, True]
 
 
-def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0) -> Rollout:
+def completions_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0) -> Completions:
     width = max(map(len, rows))
     ids = torch.tensor([row + [eos] * (width - len(row)) for row in rows])
     filters = torch.arange(ids.numel(), dtype=torch.uint8).view(*ids.shape, 1)
     given = [ids_alone(p) for p in prompts]
-    completions = Completions.of(given, ids, eos=eos, pad=pad, vocabulary=8, allowed_tokens=filters,
-                                 sampled_logprobs=ids * 1.5 * (ids != eos))  # fmt: skip
-    numbers = completions.completion_ids.float() * completions.mask
-    return Rollout(completions, given, [str(r) for r in rows], -numbers, -2 * numbers, 3 * numbers)
+    return Completions.of(given, ids, eos=eos, pad=pad, vocabulary=8, allowed_tokens=filters,
+                          sampled_logprobs=ids * 1.5 * (ids != eos))  # fmt: skip
 
 
-def test_concatenate_and_select_by_hand():
-    """Parts of different widths. The selected rows equal those of a rollout that has only them."""
-    one = rollout_of([(5,), (5,)], [[3, 2], [4, 4, 4, 2]])
-    two = rollout_of([(6, 7, 6), (6, 7, 6)], [[5, 5, 2], [2]])
-    both = Rollout.concatenate([one, two], pad=0)
-    assert both.completions.prompt_ids.tolist() == [[0, 0, 5], [0, 0, 5], [6, 7, 6], [6, 7, 6]]
-    assert both.completions.prompt_mask.sum(1).tolist() == both.completions.prompt_lengths == [1, 1, 3, 3]
-    assert both.completions.rows() == [[3, 2], [4, 4, 4, 2], [5, 5, 2], [2]]
-    assert both.completions.completion_lengths == [2, 4, 3, 1] and both.completions.groups == [0, 0, 1, 1]
-    assert both.completions.ended.tolist() == [True] * 4 and both.completions.sampled_logprobs.shape == (4, 4)
-    assert both.logprobs.tolist() == [[-3, -2, 0, 0], [-4, -4, -4, -2], [-5, -5, -2, 0], [-2, 0, 0, 0]]
-    assert both.texts == [*one.texts, *two.texts]
+def test_select_by_hand():
+    """The selected rows equal those of a batch that has only them."""
+    both = completions_of([(5,), (5,), (6, 7, 6), (6, 7, 6)], [[3, 2], [4, 4, 4, 2], [5, 5, 2], [2]])
+    assert both.prompt_mask.sum(1).tolist() == both.prompt_lengths == [1, 1, 3, 3]
+    assert both.rows() == [[3, 2], [4, 4, 4, 2], [5, 5, 2], [2]] and both.ended.tolist() == [True] * 4
+    assert both.completion_lengths == [2, 4, 3, 1] and both.groups == [0, 0, 1, 1]
     chosen = both.select([2, 0])
-    assert chosen.completions.completion_ids.tolist() == [[5, 5, 2], [3, 2, 0]]
-    assert chosen.completions.prompt_ids.tolist() == [[6, 7, 6], [0, 0, 5]]
-    assert chosen.completions.sampled_logprobs.tolist() == [[7.5, 7.5, 0], [4.5, 0, 0]]
-    assert chosen.completions.allowed_tokens.tolist() == [[[0], [1], [2]], [[0], [1], [2]]]
-    assert chosen.values.tolist() == [[15, 15, 6], [9, 6, 0]] and chosen.ref_logprobs[1].tolist() == [-6, -4, 0]
-    assert chosen.prompts == [two.prompts[0], one.prompts[0]]
+    assert chosen.completion_ids.tolist() == [[5, 5, 2], [3, 2, 0]]
+    assert chosen.prompt_ids.tolist() == [[6, 7, 6], [0, 0, 5]] and chosen.groups == [1, 0]
+    assert chosen.sampled_logprobs.tolist() == [[7.5, 7.5, 0], [4.5, 0, 0]]
+    assert chosen.allowed_tokens[:, :, 0].tolist() == [[8, 9, 10], [0, 1, 2]]
     narrow = both.select([0])
-    assert narrow.completions.prompt_ids.tolist() == [[5]] and narrow.mask.shape == (1, 2)
+    assert narrow.prompt_ids.tolist() == [[5]] and narrow.mask.shape == (1, 2)
 
 
 @dataclass
 class WithOwnFields(Completions):
     """As a part of an episode that is added later."""
 
-    turns: list[int] = field(default_factory=list)  # (B,)
+    marks: list[int] = field(default_factory=list)  # (B,)
     weights: torch.Tensor | None = None  # (B, T)
     engine: str = "slots"  # of all
 
 
-def test_a_new_field_is_selected_and_concatenated_with_the_others():
-    def part(rows, turns):
-        of = rollout_of([(5,)] * len(rows), rows).completions
-        return WithOwnFields(**vars(of), turns=turns, weights=10.0 * of.completion_ids, engine="graph")
-
-    both = WithOwnFields.concatenate([part([[3, 2], [4, 4, 2]], [1, 2]), part([[2]], [3])], pad=0)
+def test_a_new_field_is_selected_with_the_others():
+    of = completions_of([(5,)] * 3, [[3, 2], [4, 4, 2], [2]])
+    both = WithOwnFields(**vars(of), marks=[1, 2, 3], weights=10.0 * of.completion_ids, engine="graph")
     chosen = both.select([2, 0])
-    assert (both.turns, chosen.turns) == ([1, 2, 3], [3, 1]) and chosen.engine == "graph"
+    assert chosen.marks == [3, 1] and chosen.engine == "graph"
     assert chosen.weights.tolist() == [[20, 0], [30, 20]]
-
-
-def test_rollouts_without_values_have_none_together():
-    one = rollout_of([(5,)], [[3, 2]])
-    two = rollout_of([(5,)], [[2]])
-    one.values = None
-    both = Rollout.concatenate([one, two], pad=0)
-    assert both.values is None and both.select([1]).values is None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.algorithms.classes import CLASSES
+from rlhf.algorithms.classes import class_of
 from rlhf.algorithms.experience import Experience
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts
@@ -114,7 +114,7 @@ class OnPolicyLoop:
         self.generated = 0  # episodes that `generate` has started in it
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        self.algorithm = CLASSES[config.algorithm](config)
+        self.algorithm = class_of(config.algorithm)(config)
         if not isinstance(rewards, Rewards):
             rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self.rewards = rewards

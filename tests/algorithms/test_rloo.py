@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.clipping import Clip, clipped_surrogate
-from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from tests.conftest import whole_gradient
@@ -200,4 +200,4 @@ def test_page_on_adding_an_algorithm_quotes_the_code():
     for name in ("objectives", "rloo"):
         code |= functions_in((folder / f"{name}.py").read_text(encoding="utf-8"))
     assert len(quoted) == 1 and quoted.items() <= code.items()
-    assert rows == [vars(ALGORITHMS["rloo"])]
+    assert [Algorithm(**row) for row in rows] == [ALGORITHMS["rloo"]]

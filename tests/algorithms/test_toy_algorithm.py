@@ -74,9 +74,6 @@ def toy(monkeypatch):
         name="toy",
         label="TOY",
         title="Toy REINFORCE",
-        group_size=1,
-        has_critic=False,
-        settings=(),
     )
     monkeypatch.setitem(ALGORITHMS, "toy", row)
     monkeypatch.setitem(CLASSES, "toy", Toy)

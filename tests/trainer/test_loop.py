@@ -476,9 +476,9 @@ def test_normalize_scores_normalises_the_scores(make):
 
 @pytest.mark.parametrize("drift", [0.0, 3.0, -40.0])
 def test_drifting_scores_do_not_change_the_scale_of_advantages(make, drift):
-    """Scores rise or fall by a constant in each update. With the normaliser, the spread of the advantages is the same
-    as without drift. PPO's advantages are checked before whitening, which would hide a change of scale. Without a KL
-    penalty and with V = 0, the advantage of the last token is the score."""
+    """Scores rise or fall by a constant in each update. With the normaliser, the spread of the advantages is that of
+    scores with mean 0 and variance 1. PPO's advantages are checked before whitening, which would hide a change of
+    scale. Without a KL penalty and with V = 0, the advantage of the last token is the score."""
     base = [0.0, 1.0, 2.0, 5.0]
     updates = iter(range(40))
     trainer = make(
@@ -496,8 +496,8 @@ def test_drifting_scores_do_not_change_the_scale_of_advantages(make, drift):
         return float((last - last.mean()).abs().max())
 
     deviation = (14 / 3) ** 0.5  # of 0, 1, 2, 5 (mean 2)
-    expected = spread(trainer.advantages(rollout, torch.tensor(base)))
-    assert expected > 0 and spread(batch) == pytest.approx(expected / deviation, rel=1e-4)
+    expected = spread(trainer.advantages(rollout, (torch.tensor(base) - 2) / deviation))
+    assert expected > 0 and spread(batch) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "none"])

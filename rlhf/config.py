@@ -70,7 +70,8 @@ def algorithm_row(name: str, where: str) -> Algorithm:
 
 
 def _unknown_algorithm(name: Any, where: str) -> Problem:
-    fix = f"{did_you_mean(str(name), ALGORITHMS)}Known: {', '.join(ALGORITHMS)}, or FILE.py:CLASS with --algorithm"
+    known = f"Known: {', '.join(ALGORITHMS)}. Your own: FILE.py:CLASS, or in Python register(CLASS)"
+    fix = f"{did_you_mean(str(name), ALGORITHMS)}{known}"
     return Problem(f"unknown algorithm {name!r}", where, fix)
 
 
@@ -86,7 +87,9 @@ def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recip
     (`user`) with the default recipe, or otherwise those of the recipe."""
     defaults: Layer = {name: (value, "default") for name, value in row.all_defaults.items()}
     if recipe == DEFAULT_RECIPE:
-        return [defaults, user]
+        # config.py lists the declared defaults of all algorithms: only another value is the user's
+        unedited = [n for n in row.defaults if n in user and user[n][0] == settings_of(Config)[n].default]
+        return [defaults, {name: given for name, given in user.items() if name not in unedited}]
     found = find_recipe(recipe, where)
     places = {name: place for name, (_, place) in found.algorithms.items() if name not in ALGORITHMS}
     raise_if([_unknown_algorithm(name, place) for name, place in places.items()])
@@ -113,7 +116,7 @@ def _built(
 ) -> Config:
     checks = (validate_training, row.validate) if checked else ()
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
-    of_row = {"label": row.label, "compares": row.group_size > 1}
+    of_row = {"label": row.label, "compares": row.group_size > 1, "greedy": row.greedy}
     return build(Config, layers, problems, row.foreign, checks, assumed, **top, **of_row)
 
 

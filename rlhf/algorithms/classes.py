@@ -8,6 +8,7 @@ from rlhf.algorithms.grpo import GRPO
 from rlhf.algorithms.policy_gradient import PolicyGradient
 from rlhf.algorithms.ppo import PPO
 from rlhf.algorithms.reinforce_pp import ReinforcePlusPlus
+from rlhf.algorithms.remax import ReMax
 from rlhf.algorithms.rloo import RLOO
 from rlhf.algorithms.table import ALGORITHMS, Algorithm, add_row
 from rlhf.rewards.find import name_in_settings, of_users_file
@@ -21,14 +22,16 @@ CLASSES: dict[str, type[PolicyGradient]] = {
     "grpo": GRPO,
     "rloo": RLOO,
     "reinforce_pp": ReinforcePlusPlus,
+    "remax": ReMax,
 }
 
 
 def class_of(name: str) -> type[PolicyGradient]:
     """Return the class of an algorithm. Raises UserError if only a run.json has named it."""
     if name not in CLASSES:
-        fix = "Give it with --algorithm FILE.py:CLASS, or in Python call register(CLASS)"
-        raise UserError("the class of this algorithm is not loaded", f"algorithm {name!r}", fix)
+        raise UserError(
+            "the class of this algorithm is not loaded", f"algorithm {name!r}", "Call register(CLASS) first"
+        )
     return CLASSES[name]
 
 

@@ -21,6 +21,7 @@ class Algorithm:
     label: str  # the name in plots, tables and texts
     title: str  # the full name, in --help and model cards
     group_size: int = 1  # default of --K; above 1: the scores of a prompt's completions are compared
+    greedy: int = 0  # of each group, the last completions that are greedy: they have a score, nothing learns from them
     has_critic: bool = False
     # settings that only some algorithms read: groups, besides "group" and "critic", and single ones of other groups
     settings: Sequence = ()
@@ -58,15 +59,14 @@ class Algorithm:
 
     def validate(self, config: Any) -> list[Problem]:
         """Return the errors in the settings that concern this algorithm only, one line each."""
+        found = []
         if self.group_size > 1 and config.group_size == 1:
-            return [
-                Problem(
-                    f"K is {config.batch.K or 'unset'}",
-                    fix="Set it to at least 2: the completions of a prompt are compared with each other",
-                    settings=("K",),
-                )
-            ]
-        return []
+            fix = "Set it to at least 2: the completions of a prompt are compared with each other"
+            found.append(Problem(f"K is {config.batch.K or 'unset'}", fix=fix, settings=("K",)))
+        if self.greedy and config.speed.rollout_engine == "vllm":
+            fix = f"Use auto: vLLM does not sample the greedy completions of {self.label}"
+            found.append(Problem("rollout_engine is vllm", fix=fix, settings=("rollout_engine",)))
+        return found
 
 
 ALGORITHMS = {
@@ -96,6 +96,13 @@ ALGORITHMS = {
             name="reinforce_pp",
             label="REINFORCE++",
             title="REINFORCE with advantages normalized over the batch",
+        ),
+        Algorithm(
+            name="remax",
+            label="ReMax",
+            title="REINFORCE, a greedy completion as baseline",
+            group_size=2,
+            greedy=1,
         ),
     )
 }

@@ -281,6 +281,8 @@ class OnPolicyLoop:
             scores = self.collector.score(rollout, given=given)
             rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
             scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+            rollout.function_scores = scores.each
+            rollout.function_weights = scores.weights
             # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
             rollout, deferred = self.with_logprobs(rollout, scores.shaped)
             with timed("optimizer steps"):
@@ -314,7 +316,11 @@ class OnPolicyLoop:
         call it. Raises UserError for settings that only `train` can follow."""
         if self.by_hand is not None:
             return
-        refused = {"several processes": size() > 1, "dynamic sampling": self.config.group.dynamic_sampling}
+        refused = {
+            "several processes": size() > 1,
+            "dynamic sampling": self.config.group.dynamic_sampling,
+            f"{self.config.label}, which samples greedy completions,": self.config.greedy,
+        }
         for what in (name for name, found in refused.items() if found):
             raise UserError(f"{what} in a loop by hand", "begin()", "Use train()")
         with ExitStack() as stack:
@@ -469,6 +475,7 @@ class OnPolicyLoop:
         chosen = logged & ~counted if deferred else logged | counted
         if any(gather(self.events.read_batches or self.config.record.record_tokens)):  # these can read all
             chosen = torch.ones_like(chosen)
+        chosen &= rollout.mask.any(1)  # not greedy completions
         rows = chosen.nonzero().flatten().tolist()
         found = self.collector.logprobs(rollout, every, rows)
         for row in rollout.stale:

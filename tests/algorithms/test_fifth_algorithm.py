@@ -16,7 +16,7 @@ FAST = [
     "tests/settings/test_config.py",
     "tests/settings/test_dependent_settings.py",
     "tests/rewards/test_contract.py::test_completion_without_a_score_has_advantage_0_and_moves_no_other[fifth]",
-    "tests/trainer/test_loop.py::test_drifting_scores_do_not_change_the_scale_of_advantages[fifth-3.0]",
+    "tests/trainer/test_loop.py::test_drifting_scores_do_not_change_their_scale[fifth-3.0]",
 ]
 SHARED = ["tests/algorithms", "tests/callbacks", "tests/rewards", "tests/settings", "tests/trainer", "tests/models"]
 

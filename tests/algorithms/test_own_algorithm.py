@@ -105,6 +105,7 @@ def test_a_row_reads_single_settings_and_has_defaults(own, tmp_path, user_error)
         ({"settings": ("scale_reward",)}, ["settings", "'scale_reward'", "scale_rewards?"]),
         ({"settings": ("clip_range",)}, ["settings", "'clip_range'"]),  # all algorithms read it
         ({"defaults": {"clip": 0.4}}, ["defaults", "'clip'"]),
+        ({"greedy": 2}, ["greedy", "2"]),
         ({"refuses": ("loss_type", "deltas")}, ["refuses", "'loss_type'", "'deltas'", "delta?"]),
     ],
     ids=str,
@@ -217,6 +218,11 @@ def test_a_row_in_run_json_is_read_as_untrusted(own, run_flags, tmp_path, user_e
     train.main(in_groups(run_flags, "--algorithm", own))
     file = tmp_path / "run" / "run.json"
     facts = json.loads(file.read_text())
+    forget()
+    facts["row"]["defaults"]["reward_func"] = ["./evil.py:f"]
+    del facts["settings"]["reward"]["reward_func"]
+    file.write_text(json.dumps(facts))
+    assert config_of_run(RunRecord.read(tmp_path / "run")).reward.reward_func == ()
     forget()
     for row in ({**facts["row"], "group_size": "many"}, {"name": "twice"}):
         file.write_text(json.dumps(facts | {"row": row}))

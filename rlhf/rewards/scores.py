@@ -27,10 +27,10 @@ class Scores:
     # of an update: (B,), NaN for a completion without a score
     raw: Tensor | None = None  # `total`
     shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
-    each: Tensor | None = None  # (B, F) `by_function`
-    weights: tuple[float, ...] = (1.0,)  # (F,) of the functions
     # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
     by_token: list[list[float]] | None = None
+    each: Tensor | None = None  # (B, F) `by_function`
+    weights: tuple[float, ...] = (1.0,)  # (F,) of the functions
 
     @property
     def per_function(self) -> dict[str, float]:

@@ -122,7 +122,7 @@ class Rewards:
                     f"{self}, completion {text!r:.80}",
                     "Use smaller weights",
                 )
-        return Scores(total, given, log.extra, log.metrics)
+        return Scores(total, given, log.extra, log.metrics, weights=tuple(self.weights))
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it;

@@ -125,7 +125,7 @@ def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Return name and value of the settings that affect what is learned: not speed, not other algorithms'."""
     settings = run.flat_settings
     declared = settings_of(Config)
-    foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
-    aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
-    shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group not in foreign]
+    foreign = ALGORITHMS[run.algorithm].foreign
+    aside = {*foreign, *RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
+    shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group != "speed"]
     return [("recipe", settings["recipe"]), *((name, as_text(settings[name], " ", "none")) for name in shown)]

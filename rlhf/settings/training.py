@@ -247,8 +247,8 @@ class BatchSettings:
     )
     K: int | None = setting(
         None,
-        "completions per prompt. GRPO and RLOO compare their scores and need at least 2 (default: 8); unset in other "
-        "algorithms: 1",
+        "completions per prompt. GRPO, RLOO (default: 8) and ReMax (2: one of them greedy) compare their scores and "
+        "need at least 2; unset in other algorithms: 1",
         ge=1,
         aliases=("num_generations", "group_size"),
         brief="completions per prompt",
@@ -836,9 +836,11 @@ class Config(Command):
 
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
-    # from the algorithm's row in the table: its name in texts, and whether it compares the completions of a prompt
+    # from the algorithm's row in the table: its name in texts, whether it compares the completions of a prompt, and
+    # how many of them are greedy
     label: str = field(default="PPO", compare=False, repr=False)
     compares: bool = field(default=False, compare=False, repr=False)
+    greedy: int = field(default=0, compare=False, repr=False)
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)

@@ -6,6 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
@@ -186,5 +187,6 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
         ("--eval-text", config.data.eval_text), ("--critic", config.critic.run),
     ]  # fmt: skip
     rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
+    rules |= {"--algorithm": (ALGORITHMS[config.algorithm].source,)}
     named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]
     return [(flag, name) for flag, name in named if name]

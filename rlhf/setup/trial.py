@@ -144,7 +144,10 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     passes = trainer.passes
     completions = rollout.completions
     apart = []
-    for rows in trainer.policy_optimizer.minibatches(1, 0):
+    for minibatch in trainer.policy_optimizer.minibatches(1, 0):
+        rows = [row for row in minibatch if completions.turns[row]]
+        if not rows:  # greedy completions
+            continue
         parts = passes.split(completions, rows)
         new = passes.heads(completions, (passes.run(completions, part) for part in parts)).logprobs
         apart.append((torch.exp(new - rollout.logprobs) - 1)[rows][rollout.mask[rows]].abs())

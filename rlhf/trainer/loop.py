@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.algorithms.classes import CLASSES
+from rlhf.algorithms.classes import class_of
 from rlhf.algorithms.experience import Experience
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts
@@ -114,7 +114,7 @@ class OnPolicyLoop:
         self.generated = 0  # episodes that `generate` has started in it
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        self.algorithm = CLASSES[config.algorithm](config)
+        self.algorithm = class_of(config.algorithm)(config)
         if not isinstance(rewards, Rewards):
             rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self.rewards = rewards
@@ -281,6 +281,8 @@ class OnPolicyLoop:
             scores = self.collector.score(rollout, given=given)
             rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
             scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+            rollout.function_scores = scores.each
+            rollout.function_weights = scores.weights
             # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
             rollout, deferred = self.with_logprobs(rollout, scores.shaped)
             with timed("optimizer steps"):
@@ -314,7 +316,11 @@ class OnPolicyLoop:
         call it. Raises UserError for settings that only `train` can follow."""
         if self.by_hand is not None:
             return
-        refused = {"several processes": size() > 1, "dynamic sampling": self.config.group.dynamic_sampling}
+        refused = {
+            "several processes": size() > 1,
+            "dynamic sampling": self.config.group.dynamic_sampling,
+            f"{self.config.label}, which samples greedy completions,": self.config.greedy,
+        }
         for what in (name for name, found in refused.items() if found):
             raise UserError(f"{what} in a loop by hand", "begin()", "Use train()")
         with ExitStack() as stack:
@@ -476,6 +482,7 @@ class OnPolicyLoop:
         chosen = logged & ~counted if deferred else logged | counted
         if any(gather(self.events.read_batches or self.config.record.record_tokens)):  # these can read all
             chosen = torch.ones_like(chosen)
+        chosen &= rollout.mask.any(1)  # not greedy completions
         rows = chosen.nonzero().flatten().tolist()
         found = self.collector.logprobs(rollout, every, rows)
         for row in rollout.stale:

@@ -101,7 +101,7 @@ class ForwardPasses:
         logprobs = torch.full(completions.mask.shape, torch.nan, device=self.device)
         if not rows:
             return LogProbs(logprobs)
-        keep = keep_first and len(rows) == len(logprobs)
+        keep = keep_first and len(rows) == sum(map(bool, completions.turns))
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
         _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))

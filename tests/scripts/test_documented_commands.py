@@ -63,6 +63,7 @@ MODULES = {
 }
 LAUNCHERS = ("trl", "torchrun", "accelerate")  # they start processes themselves
 PARSERS = {
+    "train.py": partial(parse_cli, algorithm=None),
     **{f"train_{name}.py": partial(parse_cli, algorithm=name) for name in ALGORITHMS},
     "evaluate_generations.py": parse_evaluation_cli,
     "compare_runs.py": parse_comparison_cli,

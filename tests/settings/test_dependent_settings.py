@@ -131,8 +131,8 @@ def parser_of(config_class: type, setting: Setting, condition: str):
     """Return the parser of a command that has the setting and those of the condition."""
     if config_class is not Config:
         return PARSERS[config_class]
-    groups = {setting.group, *(settings_of(Config)[name].group for name, _ in alternatives(condition))}
-    algorithm = next(name for name, row in ALGORITHMS.items() if not groups & row.foreign.keys())
+    names = {setting.name, *(name for name, _ in alternatives(condition))}
+    algorithm = next(name for name, row in ALGORITHMS.items() if not names & row.foreign.keys())
     return lambda words: parse_cli(words, algorithm)
 
 

@@ -191,8 +191,7 @@ def test_setting_changes_a_grpo_run(differs, name):
         for algorithm in ALGORITHMS
         if algorithm != "ppo"
         for name in BY_RUN
-        if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
-        and settings_of(Config)[name].group in READ_BY_ALGORITHMS
+        if name not in ALGORITHMS[algorithm].foreign and settings_of(Config)[name].group in READ_BY_ALGORITHMS
     ],
 )
 def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):

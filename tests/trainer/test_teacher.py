@@ -19,6 +19,7 @@ import train_reinforce_pp
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
+from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampling import unpack_bits
 from rlhf.trainer.safety import SkipUpdate
 from tests.kills import differing
@@ -170,6 +171,32 @@ def test_an_evaluation_has_the_kl_to_the_teacher(build, teacher, start_model):
         assert evaluation.teacher_kl[row, 0] == pytest.approx(float((by_policy - by_teacher).sum()), abs=1e-3)
     assert found["eval/score"] == pytest.approx(-found["eval/teacher_kl"])
     assert found["eval/kl_divergence"] == 0
+
+
+def test_only_the_policys_tokens_of_an_episode_are_scored(build, teacher, start_model):
+    """Turns of two tokens and of one, and two tokens of an environment between them. The first episode has a score of
+    3, which is paid at its last token. The second one gives its own log-probs."""
+    read = Batches()
+    flags = ("--batch-size", 2, "--max-episode-tokens", 8, "--learning-rate", "1e-30", "--kl-coef", 0, "--kl-schedule")
+    trainer = build("--teacher", teacher, "--rm-model", "none", *flags, "fixed", callbacks=[read])
+    wrote = [True, True, False, False, True]
+    own = [-0.5, -1.0, 9.0, 9.0, -2.0]
+    given = [Episode.of([5, 6, 7], [11, 12, 13, 14, 15], wrote, logprobs) for logprobs in (None, own)]
+    metrics = trainer.step(given, [3.0, 0.0], assume_on_policy=True)
+    own_and_given = [*trainer.generate(["a cat?"]), Episode.of([5], [11], None, [-1.0])]
+    mixed = trainer.step(own_and_given)
+    trainer.finish()
+    (batch, _), (second, _) = read.found
+    by_teacher, by_policy = (
+        of_transformers(AutoModelForCausalLM.from_pretrained(folder), batch, 0, trainer.config.sampling.temperature)
+        for folder in (teacher, start_model)
+    )
+    for row, logprobs, score in ((0, by_policy, 3.0), (1, torch.tensor(own), 0.0)):
+        expected = torch.where(torch.tensor(wrote), by_teacher - logprobs, 0.0)
+        expected[-1] += score
+        assert_close(batch.rewards[row], expected, atol=2e-4, rtol=1e-4)
+    assert "teacher_kl" not in metrics, "this policy did not sample them"
+    assert mixed["teacher_kl"] == pytest.approx(-float(second.rewards[0].sum()), rel=1e-5)
 
 
 def test_the_policy_moves_towards_the_teacher(build, teacher):

@@ -46,18 +46,16 @@ class Rewards:
         names: Sequence[str] | None = None,
         kind: str = "reward function",
     ):
-        """Raise UserError if there is no function, or not one weight per function.
+        """Raise UserError if there is not one weight per function.
 
         Args:
-            functions: reward functions and modules.
+            functions: reward functions and modules; without any, every score is 0.
             weights: one per function; None: all 1.
             tokenizer: the policy's, for modules without a tokenizer.
             limit_s: time limit in seconds per function and batch, except for the reward model; None: no limit.
             names: one per function, for metrics and messages; None: the functions' own names.
             kind: what the functions are called in messages.
         """
-        if not functions:
-            raise UserError("no reward", "rewards", "Give a function, a module or a name: --reward-func, --rm-model")
         if weights is not None and len(weights) != len(functions):
             raise UserError(
                 f"{len(weights)} weights for {len(functions)} reward functions", "rewards", "Give one per function"
@@ -114,7 +112,7 @@ class Rewards:
         log.join([(rows, part) for rows, _, part in parts])
         scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
         given = {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
-        total = self.weighted(given)
+        total = self.weighted(given) if given else [0.0] * len(texts)
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
                 raise BadScore(

@@ -62,7 +62,7 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json."""
     folder = Path(config.run.output)
-    used = (config.model.actor_model, config.data.prompts, config.data.eval_dataset)
+    used = (config.model.actor_model, config.model.teacher, config.data.prompts, config.data.eval_dataset)
     held, moved = claim_output(folder, **placing(config))
     if moved:
         screen.say(moved)
@@ -100,6 +100,8 @@ def data_of(config: Config, components: Components) -> dict:
         data["algorithm_sha256"] = code
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
+    if config.model.teacher is not None:  # of a GGUF file, those of the converted folder
+        data["teacher_files"] = model_files(find_model(config.model.teacher, "--teacher"))
     if config.data.eval_text is not None:
         data["eval_text_sha256"] = sha256_once(Path(config.data.eval_text))
     if config.data.few_shot is not None:

@@ -233,7 +233,8 @@ class RolloutCollector:
             raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
         device = completions.ended.device
         raw = score_tensor(given.total, device)
-        each = torch.stack([score_tensor(scores, device) for scores in given.by_function.values()], 1)
+        columns = [raw, *(score_tensor(scores, device) for scores in given.by_function.values())]
+        each = torch.stack(columns, 1)[:, 1:]  # without functions, (B, 0)
         shaped = self._shaped(raw, completions.ended, drawn_again)
         if given.by_token is not None:
             paid = padded(given.by_token, 0.0, raw.device)

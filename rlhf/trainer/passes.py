@@ -52,7 +52,7 @@ class ForwardPasses:
     """
 
     actor: Actor  # the policy, with the critic if there is one
-    reference: Reference | None  # the frozen reference; None: `logprobs` cannot be called
+    reference: Reference | None  # the frozen reference, or a teacher; None: `logprobs` cannot be called
     temperature: float  # of sampling; log-probabilities are computed at this temperature
     dtype: torch.dtype | None = None  # precision of the forward passes; None: float32
     packed: bool = True  # pack the completions, if the architecture supports it
@@ -114,7 +114,7 @@ class ForwardPasses:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N
         and so on; they are NaN in other rows."""
         work = partial(self.heads, completions)
-        phase = "computing the reference's log-probabilities"
+        phase = f"computing the {self.reference.name}'s log-probabilities"
 
         def run(rows: Sequence[int]) -> Pass:
             return Pass(self.micro_batch(completions, rows), None)

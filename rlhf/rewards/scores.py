@@ -24,7 +24,8 @@ class Scores:
     # means of what functions logged with log_metric, over all scored completions, also those that dynamic sampling
     # replaced
     logged: dict[str, float] = field(default_factory=dict)
-    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
+    # what is paid at each token of each completion; its sum is the score, and a plain score is paid at the policy's
+    # last token. None: all scores are plain
     by_token: list[list[float]] | None = None
     # of an update: (B,), NaN for a completion without a score
     raw: Tensor | None = None  # `total`

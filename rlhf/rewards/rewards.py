@@ -153,7 +153,7 @@ class Rewards:
                     "Use smaller weights",
                 )
         paid = None if given == sums else self._by_token(given, ids, spans)
-        return Scores(total, sums, log.extra, log.metrics, paid)
+        return Scores(total, sums, log.extra, log.metrics, by_token=paid)
 
     def _by_token(
         self, scores: dict[str, list], ids: Sequence[Sequence[int]], spans: Sequence[Sequence[range]]

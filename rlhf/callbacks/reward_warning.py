@@ -30,7 +30,8 @@ class RewardWarning(Callback):
         seconds, completions = trainer.rewards.last_call
         if evaluation.update or FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS:
             return
-        given = trainer.rewards, trainer.train_prompts, trainer.processing_class, FEW
+        prompts = trainer.train_prompts or trainer.evaluation_prompts
+        given = trainer.rewards, prompts, trainer.processing_class, FEW
         with alone():  # only the first process has this callback
             report = probe_rewards(trainer.config, *given)
         for problem in report.problems(every=True)[:1]:

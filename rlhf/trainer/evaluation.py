@@ -82,7 +82,7 @@ class Evaluation:
             **({"eval/gold": fmean(self.gold.ravel())} if self.gold is not None else {}),
             "eval/kl_divergence": fmean(scored(self.kl)),
             "eval/kl_divergence/token": self.kl_per_token,
-            "eval/perplexity": self.perplexity,
+            **({"eval/perplexity": self.perplexity} if self.perplexity is not None else {}),
             "eval/length": fmean(self.lengths.ravel()),
             "eval/eos_rate": fmean(self.ended.ravel()),
             **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
@@ -92,7 +92,7 @@ class Evaluation:
     @property
     def not_finite(self) -> str:
         """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
-        figures = {"KL": fmean(scored(self.kl)), "perplexity": self.perplexity}
+        figures = {"KL": fmean(scored(self.kl)), "perplexity": self.perplexity or 0.0}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
     def _by_topic(self) -> dict[str, list[float]]:

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf import config as config_module
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import check, make_trainer
 from rlhf.callbacks.base import Callback
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.rewards.call import BadScore
 from rlhf.run import python_run
@@ -25,7 +27,7 @@ from rlhf.run.python_run import OF_A_FOLDER, OF_THE_SCRIPTS
 from rlhf.utils.console import SHOW_MESSAGES, quiet_in_program
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import BY_TIER
-from tests.documents import ROOT
+from tests.documents import ROOT, python_block
 
 
 def words(completions):
@@ -440,3 +442,23 @@ def test_errors_in_prompts_and_settings(config, user_error):
         make_config(learning_rat=1)
     with user_error("batch_size", "make_config", 0):
         make_config(batch_size=0)
+
+
+def test_the_loops_by_hand_of_the_page_run(start_model, monkeypatch, tmp_path):
+    """The page's PPO loop in 15 lines, then its episodes of two turns, with two updates of short turns."""
+    make = config_module.make_config
+    small = {"actor_model": str(start_model), "rm_model": None, "num_iterations": 2, "max_new_tokens": 8}
+    monkeypatch.setattr(config_module, "make_config", lambda *given, **settings: make(*given, **settings | small))
+    monkeypatch.chdir(tmp_path)
+    loop = python_block("trainer.generate(batch)")
+    assert len(loop.strip().splitlines()) <= 15
+    names: dict = {}
+    exec(loop, names)
+    run = RunRecord.read(Path("my_loop"))
+    assert (run.status, run.spent.updates, names["trainer"].update) == ("finished", 2, 2)
+    assert names["metrics"]["rewards/mean"] == pytest.approx(sum(names["scores"]) / 2)
+    exec(python_block("Shorter, please."), names)
+    episodes = names["episodes"]
+    assert [len(episode.turns) for episode in episodes] == [2, 2] and names["trainer"].update == 1
+    assert all(False in episode.action_mask and len(episode.ids) <= 160 for episode in episodes)
+    assert names["metrics"]["rewards/mean"] == pytest.approx(sum(map(sum, names["turn_scores"])) / 2)

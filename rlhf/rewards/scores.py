@@ -24,11 +24,11 @@ class Scores:
     # means of what functions logged with log_metric, over all scored completions, also those that dynamic sampling
     # replaced
     logged: dict[str, float] = field(default_factory=dict)
-    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
-    by_token: list[list[float]] | None = None
     # of an update: (B,), NaN for a completion without a score
     raw: Tensor | None = None  # `total`
     shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
+    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
+    by_token: list[list[float]] | None = None
 
     @property
     def per_function(self) -> dict[str, float]:

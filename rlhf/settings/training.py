@@ -186,13 +186,6 @@ class SamplingSettings:
         aliases=("reply_length", "response_length", "max_completion_length"),
         brief="largest length of a completion, in tokens",
     )
-    max_episode_tokens: int | None = setting(
-        None,
-        "largest length of an episode of several turns after its prompt, in tokens, with those of the environment; "
-        "unset: --max-new-tokens",
-        ge=1,
-        aliases=("max_response_length",),
-    )
     temperature: float = setting(
         0.7, "sampling temperature; log-probabilities and KL are computed at the same temperature", gt=0
     )
@@ -211,6 +204,12 @@ class SamplingSettings:
         "break. The tokens of the text belong to the completion, but reward functions receive it without the text",
         unset="only EOS",
         aliases=("stop_strings", "stop_sequences"),
+    )
+    max_episode_tokens: int | None = setting(
+        None,
+        "largest length of an episode of several turns after its prompt, in tokens, with those of the environment; "
+        "unset: --max-new-tokens",
+        ge=1,
     )
 
     @property

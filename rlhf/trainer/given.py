@@ -112,7 +112,7 @@ def order_of(episodes: Sequence[Episode], count: int, group_size: int) -> list[i
     return sorted(range(count), key=lambda row: first[episodes[row].group])
 
 
-def scores_of(
+def given_scores(
     episodes: Sequence[Episode],
     scores: Sequence[float | None] | None,
     turn_scores: Sequence[Sequence[float]] | None,

@@ -39,7 +39,7 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, listed, order_of, prompts_of, sampling_of, scores_of
+from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, listed, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -270,7 +270,7 @@ class OnPolicyLoop:
             return self._learn(self.collector.sample(self.episodes_of(update), update))
 
     def _begin_update(self, update: int) -> None:
-        """Begin an update, unless it has begun."""
+        """Begin an update, on the first call."""
         if self.running is None or self.running.update != update:
             began = perf_counter()
             self.events.call("on_update_begin", update)
@@ -364,6 +364,13 @@ class OnPolicyLoop:
             rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
             episodes = self.collector.started([(None, row) for row in rows], update)
         waiting = [episode for episode in episodes if not episode.done]
+        again = any(episode.spans for episode in waiting)
+        if self.collector.vllm is not None and (again or sampling != self.config.sampling):
+            raise UserError(
+                "vLLM samples one turn of an episode, with the settings of the run",
+                GENERATE,
+                "Use rollout_engine='auto'",
+            )
         if waiting:
             with self.passes.weights.in_use():
                 self._begin_update(update)
@@ -420,7 +427,7 @@ class OnPolicyLoop:
             raise UserError("episodes that vLLM has not sampled", STEP, "Use rollout_engine='auto'")
         chosen = [given[row] for row in order]
         try:
-            found = scores_of(given, scores, turn_scores, token_scores, order)
+            found = given_scores(given, scores, turn_scores, token_scores, order)
         except (TypeError, ValueError) as error:
             raise UserError(f"no lists of numbers ({error})", f"{STEP}, scores", "Give one per episode") from None
         with self.passes.weights.in_use():
@@ -434,7 +441,7 @@ class OnPolicyLoop:
         return metrics
 
     def save_state(self, folder: str | Path) -> None:
-        """Write everything that the next update depends on: a loop by hand without `output` goes on from there."""
+        """Write everything that the next update depends on: a loop by hand without `output` continues from there."""
         update_dir_atomically(Path(folder), lambda into: save_trainer_state(self, into))
 
     def load_state(self, folder: str | Path) -> None:

@@ -89,7 +89,8 @@ class ForwardPasses:
         self.clear()
         # before the policy's pass, which may be stored
         reference = self.reference_logprobs(completions, reference_every)
-        return self.policy_logprobs(completions, keep_first, rows)._replace(ref_logprobs=reference)
+        found = self.policy_logprobs(completions, keep_first, rows)
+        return found._replace(logprobs=found.logprobs.to(reference.dtype), ref_logprobs=reference)
 
     def policy_logprobs(
         self, completions: Completions, keep_first: bool = False, rows: Sequence[int] | None = None

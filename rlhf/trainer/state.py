@@ -10,7 +10,7 @@ import json
 import random
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +27,11 @@ from rlhf.utils.files import saving_tensors
 from rlhf.utils.timing import timed
 from rlhf.utils.user_code import generators
 
-if TYPE_CHECKING:
-    from rlhf.trainer.loop import OnPolicyLoop
-
 TENSORS_FILE = "training.safetensors"
 STATE_FILE = "training.json"
 
 
-def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
+def save_trainer_state(trainer: Any, folder: Path) -> None:
     """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder, or to
     one that has these weights already."""
     if not any(folder.glob("*.safetensors")):
@@ -69,7 +66,7 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps(state, default=_json_number), encoding="utf-8")
 
 
-def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
+def load_trainer_state(trainer: Any, folder: Path) -> None:
     """Load what `save_trainer_state` wrote into a new trainer. Its callbacks must be attached already."""
     state, tensors = load_weights(trainer, folder)
     base_lrs = schedule_of(trainer).base_lrs  # differs from the saved one if --learning-rate was changed
@@ -95,7 +92,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     _restore_random(tensors, state["random"])
 
 
-def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_weights(trainer: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load only the weights and the optimizer's moments. Returns the rest of the state, and all saved tensors."""
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     tensors = load_file(folder / TENSORS_FILE)
@@ -136,19 +133,19 @@ def _number(value: Tensor) -> Tensor | int:
     return int(value) if value.dtype == torch.int64 else value
 
 
-def _check_optimizer(trainer: OnPolicyLoop, saved: dict[int, dict[str, Any]]) -> None:
+def _check_optimizer(trainer: Any, saved: dict[int, dict[str, Any]]) -> None:
     """Raise UserError if the saved state is that of another optimizer, after --resume-anyway with another --optim."""
     optim = trainer.config.optimizer.optim
     if any(("state1" in state) != (optim == "adamw_8bit") for state in saved.values()):
         raise UserError(f"its optimizer state is not that of {optim}", "--optim", "Use the optimizer of the run")
 
 
-def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:
+def schedule_of(trainer: Any) -> LambdaLR:
     """Return torch's scheduler, without accelerate's wrapper."""
     return getattr(trainer.host.lr_scheduler, "scheduler", trainer.host.lr_scheduler)
 
 
-def set_learning_rates(trainer: OnPolicyLoop) -> None:
+def set_learning_rates(trainer: Any) -> None:
     """Set the optimizer's learning rates to those of the schedule at its current step.
 
     The saved optimizer has the learning rates of the checkpoint, which may be from another update or another run.
@@ -161,7 +158,7 @@ def set_learning_rates(trainer: OnPolicyLoop) -> None:
         group["lr"] = rate
 
 
-def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
+def _stateful(trainer: Any) -> dict[str, Any]:
     """Return the callbacks that have a state by class name and number within the class."""
     found: dict[str, Any] = {}
     for callback in trainer.events.callbacks:

@@ -35,8 +35,8 @@ def test_whitened_rewards_keep_their_mean(build):
     """Completions of two tokens, V = 0: whitening without a shift of the mean gives (r - mean) / std + mean."""
     trainer = build("--whiten-rewards", "--no-whiten-advantages", "--kl-coef", "1e-9", "--gamma", "1", "--lam", "1")
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    rollout.completions.mask = torch.zeros_like(rollout.mask)
-    rollout.completions.mask[:, :2] = True
+    rollout.completions.action_mask = torch.zeros_like(rollout.mask)
+    rollout.completions.action_mask[:, :2] = True
     batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4])
     mean = rewards.mean()
@@ -47,9 +47,9 @@ def test_whitened_rewards_keep_their_mean(build):
 def by_hand(trainer):
     """Return a rollout of 2 prompts x 2 completions with 2, 1, 1 and 2 tokens, KL 0 and given values."""
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    rollout.completions.mask = torch.zeros_like(rollout.mask)
-    rollout.completions.mask[:, 0] = True
-    rollout.completions.mask[[0, 3], 1] = True
+    rollout.completions.action_mask = torch.zeros_like(rollout.mask)
+    rollout.completions.action_mask[:, 0] = True
+    rollout.completions.action_mask[[0, 3], 1] = True
     rollout.values = torch.zeros_like(rollout.values)
     rollout.values[:, :2] = torch.tensor([[0.5, 1.0], [0.5, 0.0], [0.0, 0.0], [0.0, 0.5]])
     rollout.ref_logprobs = rollout.logprobs.clone()

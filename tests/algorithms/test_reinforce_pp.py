@@ -26,7 +26,7 @@ def algorithm(*flags: str):
 
 def experience(scores, *flags: str):
     """Return the experience of completions of 3 and 2 tokens with a KL of (1, 2, 3) and (4, 5) nats."""
-    completions = SimpleNamespace(mask=MASK, ended=torch.tensor([True, True]), sampled_logprobs=None)
+    completions = SimpleNamespace(action_mask=MASK, ended=torch.tensor([True, True]), sampled_logprobs=None)
     rollout = Rollout(completions, [], KL, torch.zeros(2, 3), None)
     return algorithm(*flags).advantages(rollout, torch.tensor(scores), 0.1)
 

@@ -14,6 +14,7 @@ from tests.scripts.test_scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "real_smollm2"
 RESULTS_OF_GPU = RESULTS.with_name("real_smollm2_h200")
+LOG = ROOT / "benchmarks" / "experiment_log.md"
 
 
 def cells(row: str) -> list[str]:
@@ -21,11 +22,12 @@ def cells(row: str) -> list[str]:
 
 
 def test_documented_results_of_smollm2_are_those_of_the_files(tmp_path):
-    """Accuracies, rises with intervals, and KL of seed 42 in docs/results.md; the gain of the probe."""
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("### Seed 42")[2]
+    """Accuracies, rises with intervals, and KL of seed 42 in the log; the gain of the probe in docs/results.md."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    log = LOG.read_text(encoding="utf-8").partition("### smollm2-sums on two CPU cores")[2].partition("seed 42")[2]
     made = tables(RESULTS)
     for name in ("PPO", "GRPO", "RLOO", "control: GRPO, shuffled scores"):
-        _, before, after, rise, above_control, _, kl, lengths = cells(re.search(rf"^\| {name} \|.*$", page, re.M)[0])
+        _, before, after, rise, above_control, _, kl, lengths = cells(re.search(rf"^\| {name} \|.*$", log, re.M)[0])
         found = cells(re.search(rf"^\| {name} \| 42 \| [^m]*$", made, re.M)[0])
         assert [before, after, rise, above_control] == [f"{found[2]}%", f"{found[3]}%", *found[4:6]]
         assert [kl, lengths] == [found[6], f"{found[7]} -> {found[8]}"]
@@ -43,11 +45,14 @@ def test_documented_results_of_smollm2_are_those_of_the_files(tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("results", [RESULTS, RESULTS_OF_GPU], ids=lambda folder: folder.name)
-def test_the_results_page_has_the_table_over_seeds(results):
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("results", "page"),
+    [(RESULTS, LOG), (RESULTS_OF_GPU, ROOT / "docs" / "results.md")],
+    ids=lambda path: path.name,
+)
+def test_a_page_has_the_table_over_seeds(results, page):
     table = tables(results).split("\n\n")[1]
-    assert len(table.splitlines()) == 6 and table in page
+    assert len(table.splitlines()) == 6 and table in page.read_text(encoding="utf-8")
 
 
 def test_times_of_a_whole_run_are_in_the_table(tmp_path):

@@ -111,7 +111,9 @@ def written_rollout(trainer, tokenizer) -> Rollout:
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[tokenizer.eos_token_id] * (longest - len(row))] for row in rows])
     completions = Completions.of(prompts, ids, eos=tokenizer.eos_token_id, pad=0, vocabulary=49152)
-    return Rollout(completions, prompts, list(ANSWERS), *trainer.passes.logprobs(completions))
+    return Rollout(
+        completions, trainer.collector.started(trainer.episodes_of(1), 1), *trainer.passes.logprobs(completions)
+    )
 
 
 def off_policy(rollout: Rollout) -> Rollout:

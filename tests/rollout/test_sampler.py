@@ -98,7 +98,7 @@ def test_a_longer_text_than_expected_is_copied_for_again(sampler, copies):
     assert found == [sampler.sample([ids_alone(range(3, length))], 1, 2, "a").rows() for length in (5, 40)]
 
 
-@pytest.mark.parametrize("asked", [{"first": 1}, {"sampling": SamplingSettings(max_new_tokens=3)}])
+@pytest.mark.parametrize("asked", [{"first": [1] * 6}, {"sampling": SamplingSettings(max_new_tokens=3)}])
 def test_vllm_refuses_what_it_cannot_be_given_per_call(asked):
     engine = object.__new__(VLLMEngine)
     engine.sampling = SAMPLING

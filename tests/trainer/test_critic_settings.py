@@ -103,8 +103,8 @@ def advantages_of_three_tokens(build, *flags):
     """Return the experience of completions of 3 tokens with score 1 and the values .5, .4, .2; gamma is 1."""
     trainer = build("--no-whiten-advantages", "--kl-placement", "none", "--lam", 0.5, *flags)
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    rollout.completions.mask = torch.zeros_like(rollout.mask)
-    rollout.completions.mask[:, :3] = True
+    rollout.completions.action_mask = torch.zeros_like(rollout.mask)
+    rollout.completions.action_mask[:, :3] = True
     rollout.values[:, :3] = torch.tensor([0.5, 0.4, 0.2])
     return trainer.advantages(rollout, torch.ones(4))
 

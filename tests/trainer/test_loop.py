@@ -153,6 +153,7 @@ def batch_with_early_eos(trainer):
     completions = rollout.completions
     completions.allowed_tokens = None
     completions.completion_lengths[0] = 3
+    completions.turns[0] = [range(3)]
     completions.completion_ids[0, 2], completions.mask[0, 3:], completions.ended[0] = (
         trainer.processing_class.eos_token_id,
         False,
@@ -412,7 +413,7 @@ def test_rollout_metrics_match_values_computed_by_hand(make):
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     mask = torch.zeros_like(rollout.mask)
     mask[0, :2], mask[1:, :1] = True, True  # five tokens in four completions
-    rollout.completions.mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
+    rollout.completions.action_mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
     rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))

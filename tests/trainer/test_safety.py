@@ -295,7 +295,7 @@ def test_evaluation_with_a_nan_score_ends_the_run(build, user_error):
 def set_kl(trainer, values):
     """Sets the KL of each update."""
     original = trainer.metrics_of
-    trainer.metrics_of = lambda update, *given: {**original(update, *given), "kl_divergence": values[update - 1]}
+    trainer.metrics_of = lambda begin, *given: {**original(begin, *given), "kl_divergence": values[begin.update - 1]}
 
 
 def test_runaway_kl_doubles_beta(build, tmp_path):

@@ -61,8 +61,8 @@ def fixed_text(
     """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples; None without `start`. At most
-    FIXED_TEXTS completions are used.
+    any, and otherwise completions of the start model, whose ids `start` samples; None without `start` or prompts. At
+    most FIXED_TEXTS completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -70,7 +70,7 @@ def fixed_text(
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
-    if start is None:
+    if start is None or not prompts:
         return None
     completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"

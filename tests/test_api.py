@@ -156,6 +156,8 @@ def test_custom_rewards_have_weights(config, user_error):
     trainer.update_step(1)
     with user_error(1, 2):
         make_trainer(config(), ["a cat?"], rewards=[words, words], reward_weights=[1])
+    with user_error("rewards="):
+        make_trainer(config(), ["a cat?"], rewards=[])
 
 
 def test_a_tenth_of_the_prompts_is_held_out(config, user_error):
@@ -163,8 +165,6 @@ def test_a_tenth_of_the_prompts_is_held_out(config, user_error):
     trainer = make_trainer(config(allow_weak_reward_model=True), prompts)
     assert 8 <= len(trainer.evaluation_prompts) <= 35
     assert len(trainer.evaluation_prompts) + len(trainer.train_prompts) == 200
-    with user_error("evaluation_prompts"):
-        make_trainer(config(), ["a cat?"], evaluation_prompts=[])
     separate = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
     with user_error("evaluate()"):
         separate.evaluate([])

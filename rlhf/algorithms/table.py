@@ -78,7 +78,7 @@ ALGORITHMS = {
             label="PPO",
             title="Proximal Policy Optimization",
             has_critic=True,
-            settings=("ppo",),
+            settings=("ppo", "teacher"),
         ),
         Algorithm(
             name="grpo",
@@ -97,6 +97,7 @@ ALGORITHMS = {
             name="reinforce_pp",
             label="REINFORCE++",
             title="REINFORCE with advantages normalized over the batch",
+            settings=("gamma", "gae_unit", "teacher"),
         ),
         Algorithm(
             name="remax",

@@ -29,6 +29,7 @@ IDENTITIES = {
     **dict.fromkeys(("start_model_gguf", "start_model_files"), frozenset({"actor_model"})),
     **dict.fromkeys((*HASHES_OF_IDS, "topics_sha256"), OF_PROMPTS),
     "reward_model_files": frozenset({"rm_model"}),
+    "teacher_files": frozenset({"teacher"}),
     "few_shot": frozenset(),
     "algorithm_sha256": frozenset(),
 }

@@ -49,6 +49,11 @@ class RewardSources:
     rules: list[RewardFunction | nn.Module]  # reward functions, from the settings or given in Python
     weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
 
+    @property
+    def is_empty(self) -> bool:
+        """True if only a teacher gives scores."""
+        return self.folder is None and not self.rules
+
     def __str__(self) -> str:
         from rlhf.rewards.arguments import distinct_names, name_of, weighted_sum  # imports torch
 

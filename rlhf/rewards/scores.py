@@ -27,7 +27,10 @@ class Scores:
     # of an update: (B,), NaN for a completion without a score
     raw: Tensor | None = None  # `total`
     shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
-    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
+    # (B,) KL to the teacher, nats, which `raw` and `shaped` contain; NaN: another policy sampled; None: no teacher
+    teacher_kl: Tensor | None = None
+    # what is paid at each token of each completion, a plain score at its last one of the policy; its sum is the score.
+    # None: all scores are plain
     by_token: list[list[float]] | None = None
     each: Tensor | None = None  # (B, F) `by_function`
     weights: tuple[float, ...] = (1.0,)  # (F,) of the functions
@@ -36,7 +39,7 @@ class Scores:
     def per_function(self) -> dict[str, float]:
         """The mean of each of several functions over the completions to which it applies. A single function's mean is
         that of the score."""
-        if len(self.by_function) == 1:
+        if len(self.by_function) == 1 and self.teacher_kl is None:
             return {}
         known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
         return {name: fmean(scores) for name, scores in known.items() if scores}

@@ -13,7 +13,8 @@ from rlhf.trainer.evaluation import Evaluation, tag_of
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10
-OF_ALL = ("score", "gold", "length", "eos_rate", "perplexity")  # metrics that are no evaluation function's
+# metrics that are no evaluation function's
+OF_ALL = ("score", "gold", "teacher_kl", "length", "eos_rate", "perplexity")
 
 
 def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarray, list[float] | None]:
@@ -65,6 +66,11 @@ def compare(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float
                 figures[f"eval/{name}_before"], figures[f"eval/{name}_after"] = map(fmean, both)
                 figures[f"eval/{name}_rise_interval"] = interval
     return figures
+
+
+def results_of(evaluations: Sequence[Evaluation], seed: int) -> dict:
+    """Return what `compare` computes for a run's first and last evaluation; {} for a run without evaluations."""
+    return compare(evaluations[0], evaluations[-1], seed) if evaluations else {}
 
 
 def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:

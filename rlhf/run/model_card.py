@@ -72,7 +72,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         generation=generation_config(sampling, tokenizer).to_diff_dict(),
         stops=list(sampling.stops),
         rewards=reward_line(settings),
-        results=results(run),
+        results=None if run.best is None else results(run),
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         decisive_settings=settings_that_decide(run),
         command=model_card_command(run.command),
@@ -105,7 +105,9 @@ def reward_line(settings: dict[str, Any]) -> str:
     names = [f"reward model {settings['rm_model']}"] if settings["rm_model"] is not None else []
     names += [f"reward function {rule}" for rule in settings["reward_func"]]
     weights = settings["reward_weights"] or [1.0] * len(names)
-    return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
+    parts = [n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True)]
+    teacher = settings.get("teacher")
+    return " + ".join([*parts, *([f"teacher {teacher}"] if teacher else [])])
 
 
 def results(run: RunRecord) -> TextTable:

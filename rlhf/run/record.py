@@ -24,6 +24,7 @@ from rlhf.setup.inputs import placing
 from rlhf.setup.plan import budget
 from rlhf.utils.command_lines import OF_USERS
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import is_gguf, is_on_hub
 
@@ -46,6 +47,10 @@ def continued(config: Config, data: dict, screen: Screen) -> RunLog:
     """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
     folder = Path(config.run.output)
     before = RunRecord.require(folder, "--resume, --output").data
+    counts = before.get("evaluation_prompts"), data["evaluation_prompts"]
+    if 0 in counts and any(counts):
+        what = "a run starts with evaluation prompts, or has none"
+        raise UserError(what, "--resume, evaluation_prompts", "Give those of its start")
     changed = [line for name in data if name in before for line in _differences(name, before[name], data[name])]
     check_same_run(config, changed, screen)
     return RunLog(folder, resume=True)
@@ -62,7 +67,7 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json."""
     folder = Path(config.run.output)
-    used = (config.model.actor_model, config.data.prompts, config.data.eval_dataset)
+    used = (config.model.actor_model, config.model.teacher, config.data.prompts, config.data.eval_dataset)
     held, moved = claim_output(folder, **placing(config))
     if moved:
         screen.say(moved)
@@ -100,6 +105,8 @@ def data_of(config: Config, components: Components) -> dict:
         data["algorithm_sha256"] = code
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
+    if config.model.teacher is not None:  # of a GGUF file, those of the converted folder
+        data["teacher_files"] = model_files(find_model(config.model.teacher, "--teacher"))
     if config.data.eval_text is not None:
         data["eval_text_sha256"] = sha256_once(Path(config.data.eval_text))
     if config.data.few_shot is not None:

@@ -135,7 +135,7 @@ class CommandLine:
         files = {"--recipe NAME": recipes, "--config FILE.yaml": config} if self.recipes else {}
         algorithms = f"{', '.join(self.algorithms)}, or FILE.py:CLASS, a class in your file"
         files |= {"--algorithm NAME": algorithms} if self.algorithms else {}
-        all_settings = "print all settings, with their ranges and other names; --no-FLAG turns one off"
+        all_settings = "print all settings, with ranges and other names; --no-FLAG turns one off"
         sections = {"": {**files, "-h, --help": "print the most important settings", "--help-all": all_settings}}
         groups = typing.get_type_hints(self.config_class)
         for s in self.settings.values():

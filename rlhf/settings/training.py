@@ -29,7 +29,8 @@ LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
-EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
+# eval/NAME of every evaluation, one of them only with a teacher
+EVAL_METRICS = ("score", "kl_divergence", "teacher_kl", "perplexity", "length", "eos_rate")
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 SAVE_SECONDS = 300  # between two checkpoints if --save-every is unset
@@ -60,6 +61,13 @@ class ModelSettings:
         unset="template",
         choices=RM_TEXTS,
         needs="rm_model",
+    )
+    teacher: PathName | None = setting(
+        None,
+        "teacher of on-policy distillation, named as --actor-model: a causal LM with the start model's tokenizer. "
+        "Each token gets the score log p_teacher - log p_policy, in nats. Rewards are optional then: --rm-model none",
+        aliases=("teacher_model", "teacher_model_name_or_path"),
+        brief="teacher model of on-policy distillation",
     )
     allow_weak_reward_model: bool = setting(
         False,

@@ -173,7 +173,8 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
     """Take the optimizer steps of one update on the rollout: the first one that trains the policy. It counts as none:
     only the loop counts updates."""
-    experience = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    rollout, scores = trainer.with_teacher(rollout, trainer.collector.score(rollout))
+    experience = trainer.advantages(rollout, scores.shaped)
     trainer.policy_optimizer.run(experience, trainer.config.critic.critic_warmup + 1)
 
 

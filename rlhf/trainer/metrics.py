@@ -48,6 +48,8 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
     if len(kl) < len(rows):
         values["kl_divergence/completions"] = known.sum()
+    if scores.teacher_kl is not None:
+        values["teacher_kl"] = scores.teacher_kl.nanmean()
     if group_size > 1:
         values["rewards/equal_groups"] = scores.equal_groups(group_size).float().mean()
     if len(raw) < len(rows):

@@ -230,6 +230,14 @@ def outcomes_actor_model(configured, tmp_path):
     return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
 
 
+def outcomes_teacher(configured, tmp_path):
+    def name(*flags):
+        teacher = load_components(configured(*flags), CPU, Screen()).teacher
+        return teacher and teacher.name
+
+    return name("--teacher", make_start_model(tmp_path / "other", seed=9)), name()
+
+
 def outcomes_rm_model(configured, tmp_path):
     def score(*flags):
         parts = load_components(configured(*flags), CPU, Screen())

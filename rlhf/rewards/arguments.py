@@ -165,8 +165,9 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def weighted_sum(names: Sequence[str], weights: Sequence[float]) -> str:
-    """Return the sum that training uses as text, such as "1 x reward_model + 0.1 x length_penalty"."""
-    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
+    """Return the sum that training uses as text, such as "1 x reward_model + 0.1 x length_penalty"; "none" without
+    functions."""
+    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True)) or "none"
 
 
 # --- dataset columns -------------------------------------------------------------------------------------------------

@@ -53,18 +53,16 @@ class Rewards:
         names: Sequence[str] | None = None,
         kind: str = "reward function",
     ):
-        """Raise UserError if there is no function, or not one weight per function.
+        """Raise UserError if there is not one weight per function.
 
         Args:
-            functions: reward functions and modules.
+            functions: reward functions and modules; without any, every score is 0.
             weights: one per function; None: all 1.
             tokenizer: the policy's, for modules without a tokenizer.
             limit_s: time limit in seconds per function and batch, except for the reward model; None: no limit.
             names: one per function, for metrics and messages; None: the functions' own names.
             kind: what the functions are called in messages.
         """
-        if not functions:
-            raise UserError("no reward", "rewards", "Give a function, a module or a name: --reward-func, --rm-model")
         if weights is not None and len(weights) != len(functions):
             raise UserError(
                 f"{len(weights)} weights for {len(functions)} reward functions", "rewards", "Give one per function"
@@ -133,9 +131,9 @@ class Rewards:
 
         def call(rows: Sequence[int]) -> tuple[dict[str, list], RewardLog]:
             given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended, whole, spans)]
-            more = {name: list(map(named[name], rows)) for name in self.named}
+            given.append({name: list(map(named[name], rows)) for name in self.named})
             own = RewardLog(len(rows))
-            return self._call_functions(*given, more, self.columns_of(prompts), own), own
+            return self._call_functions(*given, self.columns_of(prompts), own), own
 
         shares = gather(own_share(by_group([row // group_size for row in range(len(texts))]), call))
         parts = [(rows, *found) for rows, found in shares if found is not None]
@@ -144,7 +142,7 @@ class Rewards:
         scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
         given = {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
         sums = {name: [sum(s) if isinstance(s, list) else s for s in column] for name, column in given.items()}
-        total = self.weighted(sums)
+        total = self.weighted(sums) if sums else [0.0] * len(texts)
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
                 raise BadScore(
@@ -153,7 +151,7 @@ class Rewards:
                     "Use smaller weights",
                 )
         paid = None if given == sums else self._by_token(given, ids, spans)
-        return Scores(total, sums, log.extra, log.metrics, by_token=paid)
+        return Scores(total, sums, log.extra, log.metrics, by_token=paid, weights=tuple(self.weights))
 
     def _by_token(
         self, scores: dict[str, list], ids: Sequence[Sequence[int]], spans: Sequence[Sequence[range]]
@@ -182,12 +180,13 @@ class Rewards:
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
         episodes: Sequence[Episode | None],
-        spans: list[Sequence[range]],
-        named: dict[str, list],
+        spans: list,
+        named: dict,
         columns: Sequence[str],
         log: RewardLog,
     ) -> dict[str, list]:
-        """Call each function with completions of this process. `named` has the arguments among NAMED."""
+        """Call each function with completions of this process. `spans` are those of `Episode`; `named` has the
+        arguments among NAMED."""
         names = zip(self.functions, self.names, self.limits_s, strict=True)
         start = time.monotonic()
         rows = {

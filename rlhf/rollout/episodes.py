@@ -64,6 +64,7 @@ class Episode:
     allowed_tokens: list[Tensor] = field(default_factory=list)
     sampled_logprobs: list[Tensor] = field(default_factory=list)
     trained: bool = False  # an update has used it
+    greedy: bool = False  # only its score is used: nothing learns from its tokens
 
     @classmethod
     def of(

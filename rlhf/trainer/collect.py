@@ -127,7 +127,13 @@ class RolloutCollector:
             purpose: name of the stream of random numbers: "rollout", or "draw" of dynamic sampling.
         """
         started = self.started(episodes, update, purpose)
-        self.turn(started)
+        size = self.config.group_size
+        for row, episode in enumerate(started):
+            episode.greedy = row % size >= size - self.config.greedy
+        self.turn([episode for episode in started if not episode.greedy])
+        if self.config.greedy:
+            most_likely = replace(self.config.sampling, top_k=1, top_p=1.0)
+            self.turn([episode for episode in started if episode.greedy], most_likely)
         return self.rollout(started)
 
     def started(self, episodes: Episodes, update: int, purpose: str = "rollout") -> list[Episode]:
@@ -192,15 +198,16 @@ class RolloutCollector:
         prompts = [episode.prompt for episode in episodes]
         sampler = self.sampler
         rows = [episode.ids for episode in episodes]
+        learned = [[] if episode.greedy else episode.spans for episode in episodes]
         batch = token_batch([prompt.ids for prompt in prompts], rows, sampler.pad, sampler.device)
-        batch = replace(batch, turns=[episode.spans for episode in episodes], action_mask=None)
+        batch = replace(batch, turns=learned, action_mask=None)
         first: dict[tuple[int, ...], int] = {}
         given = vars(batch) | {"groups": [first.setdefault(prompt.ids, len(first)) for prompt in prompts]}
         completions = Completions(
             **given,
             ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
             # bits: without masks, as after a greedy turn, all tokens were allowed
-            allowed_tokens=batch.placed([episode.allowed_tokens for episode in episodes], 255),
+            allowed_tokens=batch.placed([[] if e.greedy else e.allowed_tokens for e in episodes], 255),
             vocabulary=base_of(sampler.policy).get_input_embeddings().num_embeddings,
             sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
             stop=sampler.criterion.stop,
@@ -233,7 +240,10 @@ class RolloutCollector:
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
-        raw = score_tensor(given.total, completions.ended.device)
+        device = completions.ended.device
+        raw = score_tensor(given.total, device)
+        columns = [raw, *(score_tensor(scores, device) for scores in given.by_function.values())]
+        each = torch.stack(columns, 1)[:, 1:]  # without functions, (B, 0)
         shaped = self._shaped(raw, completions.ended, drawn_again)
         if given.by_token is not None:
             reward = self.config.reward
@@ -247,9 +257,9 @@ class RolloutCollector:
                 what = f"turn and token scores cannot be used with {', '.join(map(flag_of, names))}"
                 raise RunError([Problem(what, str(self.rewards), "Give one score per completion", names)])
             paid = padded(given.by_token, 0.0, raw.device)
-            penalty = (shaped - raw).unsqueeze(1)
+            penalty = (shaped - raw).nan_to_num().unsqueeze(1)
             rollout.token_scores = paid + torch.where(last_token(rollout.mask), penalty, 0.0)
-        return replace(given, raw=raw, shaped=shaped)
+        return replace(given, raw=raw, shaped=shaped, each=each)
 
     def _shaped(self, raw: Tensor, ended: Tensor, drawn_again: bool) -> Tensor:
         """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized. NaN

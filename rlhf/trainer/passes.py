@@ -52,7 +52,7 @@ class ForwardPasses:
     """
 
     actor: Actor  # the policy, with the critic if there is one
-    reference: Reference | None  # the frozen reference; None: `logprobs` cannot be called
+    reference: Reference | None  # the frozen reference, or a teacher; None: `logprobs` cannot be called
     temperature: float  # of sampling; log-probabilities are computed at this temperature
     dtype: torch.dtype | None = None  # precision of the forward passes; None: float32
     packed: bool = True  # pack the completions, if the architecture supports it
@@ -101,7 +101,7 @@ class ForwardPasses:
         logprobs = torch.full(completions.mask.shape, torch.nan, device=self.device)
         if not rows:
             return LogProbs(logprobs)
-        keep = keep_first and len(rows) == len(logprobs)
+        keep = keep_first and len(rows) == sum(map(bool, completions.turns))
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
         _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))
@@ -119,7 +119,7 @@ class ForwardPasses:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N
         and so on; they are NaN in other rows."""
         work = partial(self.heads, completions)
-        phase = "computing the reference's log-probabilities"
+        phase = f"computing the {self.reference.name}'s log-probabilities"
 
         def run(rows: Sequence[int]) -> Pass:
             return Pass(self.micro_batch(completions, rows), None)

@@ -55,6 +55,8 @@ CASES: dict[str, list] = {
     "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],
     "rloo-one-pass": [*RLOO, "--ppo-epochs", 1, "--minibatches", 1],
     "ppo-one-pass": [*PPO, "--minibatches", 1],
+    "ppo-teacher": [*PPO, "--teacher", "TEACHER"],
+    "reinforce-teacher": ["reinforce_pp", "--batch-size", 5, "--teacher", "TEACHER", "--gamma", 0, "--minibatches", 1],
     "ppo-empty-share": [*PPO, "--batch-size", 2],  # minibatches of one completion
     "grpo-divided-group": [*GRPO, "--batch-size", 1],
 }
@@ -89,6 +91,7 @@ class Inputs:
     reward: Path
     pairs: Path
     rule: Path
+    teacher: Path
 
     @classmethod
     def make(cls, folder: Path) -> Inputs:
@@ -96,17 +99,20 @@ class Inputs:
         from tests.conftest import write_pairs
         from tests.shapes import make_reward_model, make_start_model
 
-        made = cls(folder / "start", folder / "reward", folder / "pairs.jsonl", folder / "rule.py")
+        names = ("start", "reward", "pairs.jsonl", "rule.py", "teacher")
+        made = cls(*(folder / name for name in names))
         if not made.rule.exists():
             for part, make in ((made.start, make_start_model), (made.reward, make_reward_model)):
                 part.mkdir(parents=True)
                 make(part)
+            make_start_model(made.teacher, size="wide", seed=5)
             write_pairs(folder)
             made.rule.write_text(RULE, encoding="utf-8")
         return made
 
     def flags(self, name: str, output: Path, *more: object) -> list[str]:
-        own = [str(word).replace("RULE", str(self.rule)) for word in CASES[name][1:]]
+        places = {"TEACHER": str(self.teacher)}
+        own = [places.get(word, str(word).replace("RULE", str(self.rule))) for word in CASES[name][1:]]
         given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
         given += ["--rm-model", "none" if "--reward-func" in own else self.reward]
         return [str(word) for word in (*COMMON, *given, *own, *more)]
@@ -135,6 +141,8 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
         components.policy.double()
         if components.reward_model is not None:
             components.reward_model.model.double()
+        if components.teacher is not None:
+            components.teacher.copy.double()
     trainer = build_trainer(config, components)
     if double:
         trainer.host.model.double()  # the value head

@@ -108,8 +108,10 @@ class RolloutCollector:
             slots=budget_of(device, config).rollout_slots,
             longest_prompt=self.longest_prompt,
         )
-        context = context_of(base_of(policy).config)
-        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, config.sampling.episode_tokens, context)
+        base = base_of(policy)
+        vocabulary = base.get_input_embeddings().num_embeddings
+        longest = config.sampling.episode_tokens
+        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context_of(base.config), vocabulary)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
@@ -178,12 +180,12 @@ class RolloutCollector:
             self.progress.episodes += sum(not episode.spans for episode in own)
             self.progress.completion_tokens += completions.tokens
             for row, (episode, ids) in enumerate(zip(own, completions.rows(), strict=True)):
+                before = episode.actions
                 added = episode.wrote(ids, criterion)
-                if completions.allowed_tokens is not None:
-                    allowed = completions.allowed_tokens[row, :added]
-                    episode.allowed_tokens.append(torch.full_like(allowed, 255) if greedy else allowed)
+                if completions.allowed_tokens is not None and not greedy:
+                    episode.allowed_tokens[before] = completions.allowed_tokens[row, :added]
                 if completions.sampled_logprobs is not None:
-                    episode.sampled_logprobs.append(completions.sampled_logprobs[row, :added])
+                    episode.sampled_logprobs[before] = completions.sampled_logprobs[row, :added]
         release_gpu_cache()  # of sampling
         if logprobs:
             completions = self.rollout(episodes).completions
@@ -208,7 +210,7 @@ class RolloutCollector:
             ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
             # bits: without masks, as after a greedy turn, all tokens were allowed
             allowed_tokens=batch.placed([[] if e.greedy else e.allowed_tokens for e in episodes], 255),
-            vocabulary=base_of(sampler.policy).get_input_embeddings().num_embeddings,
+            vocabulary=self.rules.vocabulary,
             sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
             stop=sampler.criterion.stop,
         )

@@ -61,8 +61,8 @@ def fixed_text(
     """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples; None without `start`. At most
-    FIXED_TEXTS completions are used.
+    any, and otherwise completions of the start model, whose ids `start` samples; None without `start` or prompts. At
+    most FIXED_TEXTS completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -70,7 +70,7 @@ def fixed_text(
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
-    if start is None:
+    if start is None or not prompts:
         return None
     completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"
@@ -163,13 +163,14 @@ class Evaluator:
         given = weights, episodes, sampling, scores_only
         if self.latest[:4] != given:
             is_reference = reference and (self.sampler.policy is reference.copy or weights == reference.start)
-            chosen = [] if is_reference and not self.teacher else rows
-            ids, ended, logprobs, parts = self._sampled(episodes, sampling, chosen)
+            measured = [] if is_reference and not self.teacher else rows
+            ids, ended, logprobs, parts = self._sampled(episodes, sampling, measured)
             sampled(ids)
             kl = [0.0] * len(rows) if is_reference else self._kl(self.passes, parts)
             to_teacher = self._kl(self.teacher, parts) if self.teacher and rows else None
             per_token = perplexity(self.sampler, self.text) if self.text and not scores_only else None
-            self.latest = *given, ids, ended, logprobs, dict(zip(rows, kl, strict=True)), to_teacher, per_token
+            kl = dict(zip(rows, kl, strict=True))
+            self.latest = *given, ids, ended, logprobs, kl, to_teacher, per_token
         *_, ids, ended, logprobs, kl, to_teacher, per_token = self.latest
         found = self.rate([prompt for _, prompt in episodes], ids, ended, samples, lambda: logprobs)
         if rows:

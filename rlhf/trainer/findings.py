@@ -224,16 +224,17 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True)
         found += hardly_changed(trainer.host.state.log_history, trainer.config)
     found += equal_evaluations(trainer)
     seconds = trainer.progress.seconds
-    spent = sum(seconds["evaluations"])
+    spent = sum(seconds.get("evaluations", []))
     whole = sum(map(sum, seconds.values()))
     if ended and spent > max(60, MOST_EVALUATION * whole):
         text = f"evaluations took {spent / whole:.0%} of the time: --eval-prompts. Use fewer, or a larger --eval-every"
         found.append(Finding("slow_evaluations", text))
-    last = trainer.evaluations[-1]
-    seed = trainer.config.run.seed
-    scores = flat(last.scores[:, :1])
-    drawn = shown_prompts(len(scores), seed, EXAMPLES)
-    show_findings(found, [(last.texts[i][0], scores[i]) for i in drawn], screen)
+    examples = []
+    for last in trainer.evaluations[-1:]:
+        scores = flat(last.scores[:, :1])
+        drawn = shown_prompts(len(scores), trainer.config.run.seed, EXAMPLES)
+        examples = [(last.texts[i][0], scores[i]) for i in drawn]
+    show_findings(found, examples, screen)
 
 
 def show_findings(found: Sequence[Finding], examples: Examples, screen: Screen) -> None:

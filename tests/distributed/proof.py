@@ -111,8 +111,8 @@ class Inputs:
         return made
 
     def flags(self, name: str, output: Path, *more: object) -> list[str]:
-        places = {"TEACHER": str(self.teacher)}
-        own = [places.get(word, str(word).replace("RULE", str(self.rule))) for word in CASES[name][1:]]
+        own = [str({"TEACHER": self.teacher}.get(word, word)) for word in CASES[name][1:]]
+        own = [word.replace("RULE", str(self.rule)) for word in own]
         given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
         given += ["--rm-model", "none" if "--reward-func" in own else self.reward]
         return [str(word) for word in (*COMMON, *given, *own, *more)]

@@ -24,7 +24,8 @@ from rlhf.analysis.groups import group_runs
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
 from rlhf.settings.next_commands import resume_command
-from rlhf.utils.command_lines import OF_USERS, script_words
+from rlhf.utils.command_lines import script_words
+from tests.conftest import forget
 from tests.systems import words_of
 
 CODE = '''
@@ -47,20 +48,12 @@ class Twice(GRPO):
 '''
 
 
-def forget() -> None:
-    """Remove the algorithms of users, as in a new process."""
-    for name in [*OF_USERS]:
-        for table in (ALGORITHMS, CLASSES, OF_USERS):
-            table.pop(name, None)
-
-
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
     """Return the value of --algorithm for a class in a file, in the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("twice.py").write_text(CODE)
-    yield "twice.py:Twice"
-    forget()
+    return "twice.py:Twice"
 
 
 def in_groups(run_flags, *flags: object) -> list[str]:

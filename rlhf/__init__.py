@@ -9,12 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf.algorithms.classes import register
     from rlhf.api import check, make_trainer
     from rlhf.config import make_config
     from rlhf.rollout.episodes import Episode, Turn
 
-__all__ = ["Episode", "Turn", "check", "make_config", "make_trainer"]
-HOMES = {"make_config": "rlhf.config", "Episode": "rlhf.rollout.episodes", "Turn": "rlhf.rollout.episodes"}
+__all__ = ["Episode", "Turn", "check", "make_config", "make_trainer", "register"]
+HOMES = {
+    "Episode": "rlhf.rollout.episodes",
+    "Turn": "rlhf.rollout.episodes",
+    "make_config": "rlhf.config",
+    "register": "rlhf.algorithms.classes",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import folders_of
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
+from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import build, merged, read_command
@@ -21,6 +23,7 @@ from rlhf.settings.translate import only
 from rlhf.settings.types import IN_PYTHON
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
+from rlhf.utils.console import quiet_imports
 from rlhf.utils.errors import Problem, UserError, did_you_mean, raise_if
 
 # --- from Python -----------------------------------------------------------------------------------------------------
@@ -67,22 +70,26 @@ def algorithm_row(name: str, where: str) -> Algorithm:
 
 
 def _unknown_algorithm(name: Any, where: str) -> Problem:
-    fix = f"{did_you_mean(str(name), ALGORITHMS)}Known: {', '.join(ALGORITHMS)}"
+    known = f"Known: {', '.join(ALGORITHMS)}. Your own: FILE.py:CLASS, or in Python register(CLASS)"
+    fix = f"{did_you_mean(str(name), ALGORITHMS)}{known}"
     return Problem(f"unknown algorithm {name!r}", where, fix)
 
 
 def foreign_settings(algorithm: str) -> dict[str, str]:
     """Return all names of the settings that only other algorithms use -> the scripts that have their flags."""
     foreign = ALGORITHMS[algorithm].foreign
-    return {name: foreign[s.group] for s in settings_of(Config).values() if s.group in foreign for name in s.names}
+    settings = settings_of(Config)
+    return {name: owner for setting, owner in foreign.items() for name in settings[setting].names}
 
 
 def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recipe") -> list[Layer]:
     """Return the layers below --config and the flags: the defaults of the algorithm, then the settings of config.py
     (`user`) with the default recipe, or otherwise those of the recipe."""
-    defaults: Layer = {name: (value, "default") for name, value in row.defaults.items()}
+    defaults: Layer = {name: (value, "default") for name, value in row.all_defaults.items()}
     if recipe == DEFAULT_RECIPE:
-        return [defaults, user]
+        # config.py lists the declared defaults of all algorithms: only another value is the user's
+        unedited = [n for n in row.defaults if n in user and user[n][0] == settings_of(Config)[n].default]
+        return [defaults, {name: given for name, given in user.items() if name not in unedited}]
     found = find_recipe(recipe, where)
     places = {name: place for name, (_, place) in found.algorithms.items() if name not in ALGORITHMS}
     raise_if([_unknown_algorithm(name, place) for name, place in places.items()])
@@ -109,15 +116,16 @@ def _built(
 ) -> Config:
     checks = (validate_training, row.validate) if checked else ()
     top = {"recipe": recipe, "algorithm": row.name, "user_file": user or {}, "in_python": in_python}
-    of_row = {"label": row.label, "compares": row.group_size > 1}
+    of_row = {"label": row.label, "compares": row.group_size > 1, "greedy": row.greedy}
     return build(Config, layers, problems, row.foreign, checks, assumed, **top, **of_row)
 
 
 # --- from a command line ---------------------------------------------------------------------------------------------
 
 
-def command_line(row: Algorithm) -> CommandLine:
-    """Return the command line of an algorithm's script."""
+def command_line(row: Algorithm, chosen: bool = False) -> CommandLine:
+    """Return the command line of an algorithm's script, or of the command whose --algorithm has `chosen` it."""
+    name = "train" if chosen and row.name == DEFAULT_ALGORITHM else row.name
     run = f"./{row.name}_lora"
     examples = (
         ("--recipe demo", "the offline demo: takes minutes on a CPU"),
@@ -125,15 +133,32 @@ def command_line(row: Algorithm) -> CommandLine:
         (f"--resume --output {run}", "resume that run after an interruption"),
     )
     title = f"Trains a language model with {row.title} ({row.label}), based on TRL."
-    return CommandLine(Config, row.name, title, examples, row.foreign, shipped_recipes())
+    algorithms = tuple(ALGORITHMS) if chosen else ()
+    return CommandLine(Config, name, title, examples, row.foreign, shipped_recipes(), algorithms)
+
+
+def chosen_row(argv: Sequence[str]) -> Algorithm:
+    """Return the algorithm of --algorithm, without it the default one: that of a name, or of FILE.py:CLASS, whose file
+    is run. Raises UserError if there is none."""
+    flags, _ = command_line(ALGORITHMS[DEFAULT_ALGORITHM], chosen=True).read(argv)
+    name, _ = flags.get("algorithm", (DEFAULT_ALGORITHM, ""))
+    if not names_code([name]):
+        return algorithm_row(name, "--algorithm")
+    quiet_imports()
+    use_own_gpu()
+    from rlhf.algorithms.classes import load_algorithm  # imports torch
+
+    return load_algorithm(name)
 
 
 def parse_cli(
-    argv: Sequence[str] | None = None, algorithm: str = DEFAULT_ALGORITHM, user_file: Path | None = None
+    argv: Sequence[str] | None = None, algorithm: str | None = DEFAULT_ALGORITHM, user_file: Path | None = None
 ) -> Config:
-    """Return the configuration of an algorithm's script. `user_file` is the config.py, which is used with the default
-    recipe. With --resume, run.json replaces the recipe and config.py. Raises UserError that lists all errors."""
-    row = ALGORITHMS[algorithm]
+    """Return the configuration of an algorithm's script; with `algorithm` None, of the command with --algorithm.
+    `user_file` is the config.py, which is used with the default recipe. With --resume, run.json replaces the recipe
+    and config.py. Raises UserError that lists all errors."""
+    argv = sys.argv[1:] if argv is None else argv
+    row = chosen_row(argv) if algorithm is None else ALGORITHMS[algorithm]
     user = read_user_file(user_file, name_table(settings_of(Config)))
 
     def lower(recipe: str, place: str) -> list[Layer]:
@@ -142,7 +167,7 @@ def parse_cli(
     def edits(recipe: str) -> str | None:
         return user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
 
-    given = read_command(command_line(row), argv, lower, edits)
+    given = read_command(command_line(row, algorithm is None), argv, lower, edits)
     layers = given.layers
     recipe = given.recipe
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]

@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAG = re.compile(r"(?<![\w-])--(?:[a-z][\w-]*[a-z0-9]|K\b)")
 # command -> the function that runs it, and its command lines: one, or those of all algorithms
 COMMANDS: dict[str, tuple[tuple[str, str], list[CommandLine]]] = {
-    "train": (("rlhf.commands.train", "train_command"), [command_line(row) for row in ALGORITHMS.values()]),
+    "train": (
+        ("rlhf.commands.train", "train_command"),
+        [*map(command_line, ALGORITHMS.values()), command_line(ALGORITHMS["ppo"], chosen=True)],
+    ),
     "reward-model": (("rlhf.commands.reward_model", "reward_model_command"), [LINE]),
     "evaluate": (("rlhf.commands.evaluate", "evaluate_command"), [EVALUATION]),
     "compare": (("rlhf.commands.compare", "compare_command"), [COMPARISON]),

@@ -38,6 +38,7 @@ from rlhf.config import parse_cli
 from rlhf.data.prompts import PromptSets, load_prompts
 from rlhf.models.load import read_model
 from rlhf.run.session import RunSession
+from rlhf.settings.recipes import find_recipe, shipped_recipes
 from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen, quiet_libraries
@@ -72,6 +73,14 @@ def attach(trainer) -> RunLog:
 
 # PPO has a critic and GRPO has groups; with the other algorithms, tests of shared code run in the ci tier
 BY_TIER = [pytest.param(name, marks=[] if name in ("ppo", "grpo") else pytest.mark.ci) for name in ALGORITHMS]
+
+
+def algorithms_of(recipe: str) -> list[str]:
+    """Return the algorithms that train with a recipe: all of them, but with a teacher those that use one."""
+    has_teacher = recipe in shipped_recipes() and "teacher" in find_recipe(recipe).training
+    return [name for name, row in ALGORITHMS.items() if not (has_teacher and "teacher" in row.foreign)]
+
+
 MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start one or two more processes
 MOST_WORKERS = 8  # each imports torch and transformers: with more workers that takes longer than they save
 

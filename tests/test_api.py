@@ -156,6 +156,8 @@ def test_custom_rewards_have_weights(config, user_error):
     trainer.update_step(1)
     with user_error(1, 2):
         make_trainer(config(), ["a cat?"], rewards=[words, words], reward_weights=[1])
+    with user_error("rewards="):
+        make_trainer(config(), ["a cat?"], rewards=[])
 
 
 def test_a_tenth_of_the_prompts_is_held_out(config, user_error):

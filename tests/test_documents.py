@@ -213,6 +213,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     logged |= {"rewards/resampled_groups", "episodes"}  # with --dynamic-sampling
     logged |= {"kl_divergence/completions"}  # with --kl-placement none
     logged |= {"eval/gold"}  # in the demo
+    logged |= {"teacher_kl", "eval/teacher_kl"}  # with --teacher
     logged |= {"learning_rate/critic"}  # with --critic-learning-rate
     logged |= {"episodes/stale", "episodes/assumed_on_policy"}  # in a loop by hand
     for algorithm in ALGORITHMS:

@@ -18,11 +18,17 @@ from rlhf.algorithms.table import ALGORITHMS
 ROOT = Path(__file__).parent.parent
 # The folders and top-level modules of rlhf/, lowest level first. A file imports from its own or a lower level.
 ORDER = [
-    *("utils", "distributed", "settings", "checkpoints", "algorithms.table", "config"),
-    *("data", "models", "rollout", "rewards", "algorithms"),
+    *("utils", "distributed", "settings", "algorithms.table", "checkpoints"),
+    *("data", "models", "rollout", "rewards", "algorithms", "config"),
     *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
 ]
-SCRIPTS = (*(f"train_{name}" for name in ALGORITHMS), "evaluate_generations", "plot_training_progress", "compare_runs")
+SCRIPTS = (
+    "train",
+    *(f"train_{name}" for name in ALGORITHMS),
+    "evaluate_generations",
+    "plot_training_progress",
+    "compare_runs",
+)
 PACKAGE = ROOT / "rlhf"
 FILES = [*ROOT.glob("*.py"), *PACKAGE.glob("**/*.py"), *ROOT.glob("reward_model/*.py")]
 LONGEST_FUNCTION = 70  # lines
@@ -305,7 +311,7 @@ TRAINING = [
 
 
 COMMANDS = [*(f"{script}.py" for script in SCRIPTS), "-m reward_model.train"]
-SAME_CODE = [f"train_{name}.py" for name in ALGORITHMS if name != "ppo"]  # as train_ppo.py
+SAME_CODE = ["train.py", *(f"train_{name}.py" for name in ALGORITHMS if name != "ppo")]  # as train_ppo.py
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.ci) if c in SAME_CODE else c for c in COMMANDS])

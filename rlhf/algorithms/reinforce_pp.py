@@ -28,8 +28,10 @@ class ReinforcePlusPlus(PolicyGradient):
         mask = scored_mask(loss_mask, scores)
         beta = self.beta_in_reward(kl_coef)
         rewards = objectives.shape_rewards(kl, scores, mask, beta, token_scores=rollout.token_scores)
-        # G_t = sum of r_s over s >= t: GAE with V = 0, gamma = 1 and lambda = 1
-        returns, _ = objectives.generalized_advantage_estimate(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
+        # G_t = sum of gamma^(s - t) r_s over s >= t: GAE with V = 0 and lambda = 1
+        returns, _ = objectives.generalized_advantage_estimate(
+            rewards, torch.zeros_like(rewards), mask, self.config.critic.gamma, 1.0, self.turn_ends(rollout)
+        )
         # A_t = (G_t - mean) / std, both over all tokens of the batch
         return Experience.of(
             rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=returns,

@@ -68,6 +68,7 @@ def of_comparison(config: Config, measure: MeasureSettings, run: RunRecord) -> C
     if measure.baseline is not None:  # without it, the start model is the recorded one
         today |= {"start_model_files": model_files(measure.baseline), "start_model_gguf": None}
     recorded = {name: value for name, value in today.items() if run.data.get(name) is not None}
+    recorded["teacher_files"] = None  # a comparison does not load a teacher, whose scores those of the run contain
     recorded["evaluation_sha256"] = measure.chosen_prompts or run.data.get("evaluation_sha256")
     return _conditions(config, config.sampling, run.data | recorded)
 
@@ -107,6 +108,8 @@ def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, A
     sources = [code[rule] for rule in reward.reward_func]
     if model.rm_model is not None:
         sources.insert(0, (data.get("reward_model_files") or model.rm_model, model.rm_text))
+    if data.get("teacher_files") is not None:
+        sources.append(data["teacher_files"])
     return Conditions(
         prompts=(data.get("evaluation_sha256"), data.get("few_shot") or config.data.few_shot),
         sampling=sampling,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from rlhf.algorithms.table import ALGORITHMS, in_order, label_of
 from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
-from rlhf.settings.fields import as_text, settings_of
-from rlhf.settings.training import Config, DataSettings, function_name, name_with_control
+from rlhf.settings.fields import as_text
+from rlhf.settings.training import DataSettings, function_name, name_with_control
 from rlhf.settings.translate import LENGTHS
 from rlhf.utils.errors import Problem, raise_if
 from rlhf.utils.paths import same_value
@@ -29,7 +29,9 @@ IDENTITIES = {
     **dict.fromkeys(("start_model_gguf", "start_model_files"), frozenset({"actor_model"})),
     **dict.fromkeys((*HASHES_OF_IDS, "topics_sha256"), OF_PROMPTS),
     "reward_model_files": frozenset({"rm_model"}),
+    "teacher_files": frozenset({"teacher"}),
     "few_shot": frozenset(),
+    "algorithm_sha256": frozenset(),
 }
 CONTROL = "control"  # it is in the name of each group of control runs, whatever else differs
 
@@ -192,8 +194,7 @@ def _short_hash(text: str) -> str:
 def unread(algorithm: str) -> set[str]:
     """Return the settings that only other algorithms use."""
     row = ALGORITHMS.get(algorithm)
-    groups = row.foreign if row else {group for row in ALGORITHMS.values() for group in row.reads}
-    return {name for name, setting in settings_of(Config).items() if setting.group in groups}
+    return {*row.foreign} if row else set().union(*(row.reads for row in ALGORITHMS.values()))
 
 
 def differing_settings(algorithms: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:

@@ -28,7 +28,8 @@ class RewardWarning(Callback):
     def on_evaluation(self, evaluation):
         trainer = self.trainer
         seconds, completions = trainer.rewards.last_call
-        if evaluation.update or FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS:
+        takes_long = FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS
+        if evaluation.update or takes_long or not trainer.rewards.functions:
             return
         prompts = trainer.train_prompts or trainer.evaluation_prompts
         given = trainer.rewards, prompts, trainer.processing_class, FEW

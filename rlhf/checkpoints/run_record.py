@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from rlhf.algorithms.table import ALGORITHMS, Algorithm, add_row
 from rlhf.utils.command_lines import is_checkout, short_name, typed_words
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
@@ -78,7 +79,7 @@ class Merged:
     update: int  # the weights are those after this update
 
 
-PARTS = {"plan": Plan, "best": Best, "spent": Spent, "merged": Merged}
+PARTS = {"plan": Plan, "best": Best, "spent": Spent, "merged": Merged, "row": Algorithm}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class RunRecord:
     plan: Plan
     prompts: dict  # rows and split of the data file
     on_hub: list  # names of the start model and the dataset, if they are from the Hugging Face Hub
+    row: Algorithm | None = None  # of an algorithm that is not one of the library's
     best: Best | None = None
     figures: dict | None = None  # results of a finished run: name -> value; None for a value that is not finite
     spent: Spent | None = None
@@ -136,7 +138,8 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
-        """Return the record of the run in `folder`; None if there is no run.json.
+        """Return the record of the run in `folder`; None if there is no run.json. An algorithm that the table does not
+        have is added to it from the file; without its class, it cannot train.
 
         Raises UserError if run.json is incomplete or corrupted, has another format, or is not a training run's.
         """
@@ -158,6 +161,8 @@ class RunRecord:
         try:
             run = _from_json(facts)
             note_names(folder / RUN_FILE, run.flat_settings.values())
+            if run.row is not None and run.algorithm not in ALGORITHMS:
+                add_row(replace(run.row, name=run.algorithm, defaults={}))  # a file of others sets no default
             return run
         except ValueError as error:
             raise UserError(

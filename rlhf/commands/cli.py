@@ -38,6 +38,7 @@ COMMANDS = {
         row.name: Subcommand(f"train a language model with {row.title}", partial(_run, "train", row.name))
         for row in ALGORITHMS.values()
     },
+    "train": Subcommand("train with --algorithm, also one in your own file", partial(_run, "train", None)),
     "reward-model": Subcommand("train a reward model from preference pairs", partial(_run, "reward_model")),
     "evaluate": Subcommand("rank completions next to the start model's, or chat", partial(_run, "evaluate")),
     "compare": Subcommand("compare runs over seeds, with a verdict", partial(_run, "compare")),

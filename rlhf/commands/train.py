@@ -1,4 +1,4 @@
-"""The training commands: `train_ppo.py` and the scripts of the other algorithms.
+"""The training commands: `train_ppo.py` and the scripts of the other algorithms, and `train.py --algorithm NAME`.
 
 Checks the command line, the settings, the folders and the data before it imports torch, so that `--help`, the first
 line and errors print at once. Each stage imports what it needs.
@@ -19,10 +19,10 @@ from rlhf.utils.timing import timed
 INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  # printed after Ctrl-C
 
 
-def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
+def train_command(algorithm: str | None, argv: list[str] | None = None, user_file: Path | None = None) -> None:
     """Run a training command: train one run or several seeds.
 
-    `user_file` is the user's config.py. Installed commands have none.
+    `algorithm`: None: that of --algorithm. `user_file` is the user's config.py. Installed commands have none.
     """
     timed.restart()
     with timed("checks"):

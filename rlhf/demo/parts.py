@@ -93,5 +93,4 @@ def build_pairs(screen: Screen, device: torch.device) -> None:
 
 def gold_of(config: Config) -> Gold | None:
     """Return the gold quality function if the run uses the demo's own prompts, otherwise None."""
-    is_demo = config.recipe == "demo" and config.data.prompts == find_recipe("demo").training["prompts"][0]
-    return tasks.gold_quality if is_demo else None
+    return tasks.gold_quality if config.data.prompts == find_recipe("demo").training["prompts"][0] else None

@@ -104,12 +104,14 @@ def load_policy(
     *,
     lora: LoraConfig | None = None,
     load_in_4bit: bool = False,
+    frozen: bool = False,
     dtype: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
     device: torch.device,
     vocabulary: int,
 ) -> PreTrainedModel | PeftModel:
-    """Load the start model in float32, with frozen NF4 weights if `load_in_4bit`, and with adapters if `lora`.
+    """Load the start model in float32, with frozen NF4 weights if `load_in_4bit`, and with adapters if `lora`. With
+    `frozen`, load a teacher, whose weights are not trained.
 
     `dtype` is the precision of the forward pass (None: float32), `vocabulary` the number of the tokenizer's tokens.
     Raises UserError if the file has other tensors than the model, if the model has fewer embeddings than the tokenizer
@@ -127,8 +129,11 @@ def load_policy(
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
         _disable_repacking(model)
+    if frozen:
+        model.requires_grad_(False)
     if lora is not None:
         model = get_peft_model(model, lora)
+    if frozen or lora is not None:
         store_frozen_weights(model, dtype)
         release_mmap(model)
     if not load_in_4bit:  # 4-bit weights are on the device already

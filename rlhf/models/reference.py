@@ -1,4 +1,4 @@
-"""The frozen reference model, and the memory of frozen weights."""
+"""The frozen models that score tokens, the reference and a teacher, and the memory of frozen weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from rlhf.distributed.weights import checksums
@@ -20,11 +21,13 @@ from rlhf.models.packing import MicroBatch
 
 @dataclass
 class Reference:
-    """The frozen start model: a separate copy, or with LoRA the policy with its adapters disabled."""
+    """A frozen model: the start model, as a separate copy or with LoRA as the policy with its adapters disabled, or a
+    teacher."""
 
-    policy: PreTrainedModel | PeftModel
+    policy: PreTrainedModel | PeftModel | None  # None: it is not needed, because there is a copy
     copy: PreTrainedModel | None  # None: the policy has LoRA adapters
     start: list[int] | None = None  # `checksums` of a policy that equals the reference; None: unknown
+    name: str = "reference"  # in messages
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:
@@ -47,10 +50,12 @@ class Reference:
     def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
         """Return the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.
 
-        They are 0 where the mask is False. `allowed` as in `token_logprobs`.
+        They are 0 where the mask is False. `allowed` as in `token_logprobs`, for the policy's vocabulary.
         """
         with self.model() as model:
             hidden = micro_batch.forward(backbone_of(model))
+            if allowed is not None and (more := model.get_input_embeddings().num_embeddings - allowed.shape[1]):
+                allowed = pad(allowed, (0, more))  # a teacher with more embeddings, for which there are no tokens
             return scatter_to_padded(
                 token_logprobs(model, hidden, micro_batch.tokens, temperature, allowed)[0], micro_batch.mask
             )

@@ -22,7 +22,7 @@ COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below":
 # of the algorithms, in the order of the table: the same palette without the colour of the KL target
 ALGORITHM_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<", "p")
-LINES = ("-", "--", ":", "-.")  # of groups, when all colours are used
+LINES = ("-", "--", ":", "-.")  # the next one when all colours are used
 WIDTH = 6.4  # inches. At 370 pixels, 12 points are 9.6 pixels high
 DOTS = 200  # per inch: 1,280 pixels, of which a page shows at most 640
 STYLE = {
@@ -55,16 +55,17 @@ class LineStyle(NamedTuple):
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
     """Return the line style of each algorithm, by its position in the table, and of "start". Algorithms outside the
-    table get the next colours and markers."""
+    table get the next styles. After six, the lines are dashed."""
     names = dict.fromkeys([*ALGORITHMS, *(algorithms := list(algorithms))])
     names.pop("start", None)
-    styles = dict(zip(names, map(LineStyle, cycle(ALGORITHM_COLOURS), cycle(MARKERS)), strict=False))
+    lines = (line for line in cycle(LINES) for _ in ALGORITHM_COLOURS)
+    styles = dict(zip(names, map(LineStyle, cycle(ALGORITHM_COLOURS), cycle(MARKERS), lines), strict=False))
     styles["start"] = LineStyle(COLOURS["start"], "D")
     return {name: styles[name] for name in algorithms}
 
 
 def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
-    """Return one line style per group, from the algorithm of each group. They are distinct for up to 24 groups.
+    """Return one line style per group, from the algorithm of each group. Colours and lines are distinct for up to 24.
 
     The first group of an algorithm has the algorithm's colour and marker. Further groups get colours that no other
     group has, and when these are used up, all colours again with dashed lines.
@@ -73,7 +74,8 @@ def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
     taken = {(style.colour, style.line) for style in first.values()}
     pairs = list(zip(ALGORITHM_COLOURS, MARKERS, strict=False))
     pairs = pairs[len(ALGORITHMS) :] + pairs[: len(ALGORITHMS)]
-    further = (LineStyle(*pair, line) for line in cycle(LINES) for pair in pairs if (pair[0], line) not in taken)
+    every = [LineStyle(*pair, line) for line in LINES for pair in pairs]
+    further = cycle([style for style in every if (style.colour, style.line) not in taken] or every)
     return [first.pop(algorithm) if algorithm in first else next(further) for algorithm in algorithms]
 
 

@@ -19,6 +19,7 @@ LABELS = {
     "gold": ("gold quality (not used in RL training)", 3),
     "kl": ("KL (nats/sequence)", 2),
     "kl_per_token": ("KL (nats/token)", 3),
+    "teacher_kl": ("KL to the teacher (nats/sequence)", 2),
     "perplexity": ("perplexity", 2),
     "bits_per_byte": ("bits per byte of the same text, after the model's own prompts", "{:z.4g}"),
     "length": ("completion length (tokens)", 1),

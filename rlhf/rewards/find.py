@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,11 @@ class RewardSources:
     folder: str | None  # the reward model's folder; None: no reward model
     rules: list[RewardFunction | nn.Module]  # reward functions, from the settings or given in Python
     weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
+
+    @property
+    def is_empty(self) -> bool:
+        """True if only a teacher gives scores."""
+        return self.folder is None and not self.rules
 
     def __str__(self) -> str:
         from rlhf.rewards.arguments import distinct_names, name_of, weighted_sum  # imports torch
@@ -125,11 +130,16 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
             flag,
             f"Save it in a file, and add {flag} {in_a_file(name)}",
         )
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         wanted = f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
         raise UserError("no such reward function", f"{flag} {name}", wanted)
-    return _of_users_file(name, path, attribute, flag)
+    rule = of_users_file(name, flag)
+    if inspect.isclass(rule):
+        with _users_code(f"{rule.__name__}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
+            rule = rule()
+    if not callable(rule):
+        raise UserError("not callable", f"{flag} {name}", "Name a function or a class")
+    return rule
 
 
 def check_rules(rules: Sequence[str], flag: str) -> None:
@@ -191,11 +201,13 @@ def _parsed(name: str, flag: str) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-# --- functions in a user's file --------------------------------------------------------------------------------------
+# --- code in a user's file -------------------------------------------------------------------------------------------
 
 
-def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[..., Any]:
-    """Return the function or class instance `attribute` of the file `path`. `name` is the whole value of `flag`."""
+def of_users_file(name: str, flag: str) -> Any:
+    """Return what NAME is in a file, from `FILE.py:NAME`, the value of `flag`. Runs the file, once. Raises UserError
+    if the file or the name does not exist, or if the file fails."""
+    path, _, attribute = name.rpartition(":")
     file = Path(local_path(path))
     if not file.is_file():
         raise UserError("no such file", f"{flag} {name}", "Write FILE.py:NAME")
@@ -204,13 +216,7 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
         names = [n for n, value in vars(found).items() if callable(value)]
         nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
         raise UserError(f"no {attribute!r} in {path!r}", f"{flag} {name}", nearest)
-    rule = getattr(found, attribute)
-    if inspect.isclass(rule):
-        with _users_code(f"{attribute}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
-            rule = rule()
-    if not callable(rule):
-        raise UserError(f"{attribute!r} in {path!r} is not callable", f"{flag} {name}", "Name a function or a class")
-    return rule
+    return getattr(found, attribute)
 
 
 @contextmanager

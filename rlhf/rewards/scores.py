@@ -27,25 +27,34 @@ class Scores:
     # of an update: (B,), NaN for a completion without a score
     raw: Tensor | None = None  # `total`
     shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
-    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
+    # (B,) KL to the teacher, nats, which `raw` and `shaped` contain; NaN: another policy sampled; None: no teacher
+    teacher_kl: Tensor | None = None
+    # what is paid at each token of each completion, a plain score at its last one of the policy; its sum is the score.
+    # None: all scores are plain
     by_token: list[list[float]] | None = None
+    each: Tensor | None = None  # (B, F) `by_function`
+    weights: tuple[float, ...] = (1.0,)  # (F,) of the functions
 
     @property
     def per_function(self) -> dict[str, float]:
         """The mean of each of several functions over the completions to which it applies. A single function's mean is
         that of the score."""
-        if len(self.by_function) == 1:
+        if len(self.by_function) == 1 and self.teacher_kl is None:
             return {}
         known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
         return {name: fmean(scores) for name, scores in known.items() if scores}
+
+    def select(self, rows: Sequence[int]) -> Scores:
+        """Return the scores of these rows."""
+        return self.joined(self, rows)
 
     def equal_groups(self, group_size: int) -> Tensor:
         """Return which groups have equal `shaped` scores, as `have_equal_scores` does."""
         return have_equal_scores(self.shaped, group_size)
 
     def for_control(self, control: str, seed: int, update: int) -> Scores:
-        """Return the scores of a control run: `shaped` is in a random order by (seed, update), across prompts. All
-        else, such as `raw`, stays true. Without a control, return the scores unchanged.
+        """Return the scores of a control run: `shaped` and `each` are in a random order by (seed, update), across
+        prompts. All else, such as `raw`, stays true. Without a control, return the scores unchanged.
 
         Each completion can receive each score of the batch, its own too, with equal probability, so the score that it
         receives says nothing about it. A completion without a score keeps none. Source: random rewards as a control,
@@ -55,7 +64,12 @@ class Scores:
             return self
         scored = (~self.shaped.isnan()).nonzero().flatten()
         order = rng_for(seed, update, "control").permutation(len(scored)).tolist()
-        return replace(self, shaped=self.shaped.index_copy(0, scored, self.shaped[scored[order]]))
+        shuffled = {
+            name: given.index_copy(0, scored, given[scored[order]])
+            for name, given in (("shaped", self.shaped), ("each", self.each))
+            if given is not None
+        }
+        return replace(self, **shuffled)
 
     def joined(self, new: Scores, rows: Sequence[int]) -> Scores:
         """Return the scores of `rows`: first come these B completions, then those of `new`.

@@ -149,6 +149,9 @@ class Rollout:
     values: Tensor | None = None  # (B, T) score units; None without a critic
     # (B, T) score units, the part of the score that is paid at each token; None: the score is paid at the last one
     token_scores: Tensor | None = None
+    # (B, F) score units, of each reward function, before its weight; NaN: it gave none
+    function_scores: Tensor | None = None
+    function_weights: tuple[float, ...] = ()  # (F,)
     stale: list[int] = field(default_factory=list)  # rows that were not sampled with the present weights
 
     @property

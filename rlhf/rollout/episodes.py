@@ -77,6 +77,7 @@ class Episode:
     allowed_tokens: dict[int, Tensor] = field(default_factory=dict)
     sampled_logprobs: dict[int, Tensor] = field(default_factory=dict)
     trained: bool = False  # an update has used it
+    greedy: bool = False  # only its score is used: nothing learns from its tokens
 
     @classmethod
     def of(

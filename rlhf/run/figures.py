@@ -13,7 +13,8 @@ from rlhf.trainer.evaluation import Evaluation, tag_of
 from rlhf.utils.statistics import over_prompts, paired, per_prompt, scored, share_limits
 
 LAST_UPDATES = 10
-OF_ALL = ("score", "gold", "length", "eos_rate", "perplexity")  # metrics that are no evaluation function's
+# metrics that are no evaluation function's
+OF_ALL = ("score", "gold", "teacher_kl", "length", "eos_rate", "perplexity")
 
 
 def change_of(was: np.ndarray, is_now: np.ndarray, seed: int) -> tuple[np.ndarray, list[float] | None]:

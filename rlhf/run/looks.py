@@ -74,6 +74,9 @@ class Checks:
         self.inputs = inputs
         self.device = device
         self.screen = screen
+        if inputs.rewards.is_empty:
+            screen.say("note: only the teacher gives scores, so reward and prompts have no check")
+            self.parts = [part for part in self.parts if part not in ("reward", "prompts")]
         self.result = CheckResult()
         self.config = config
         self.given = config  # of the recommended command, which settles its configuration again

@@ -105,7 +105,9 @@ def reward_line(settings: dict[str, Any]) -> str:
     names = [f"reward model {settings['rm_model']}"] if settings["rm_model"] is not None else []
     names += [f"reward function {rule}" for rule in settings["reward_func"]]
     weights = settings["reward_weights"] or [1.0] * len(names)
-    return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
+    parts = [n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True)]
+    teacher = settings.get("teacher")
+    return " + ".join([*parts, *([f"teacher {teacher}"] if teacher else [])])
 
 
 def results(run: RunRecord) -> TextTable:
@@ -125,7 +127,7 @@ def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Return name and value of the settings that affect what is learned: not speed, not other algorithms'."""
     settings = run.flat_settings
     declared = settings_of(Config)
-    foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
-    aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
-    shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group not in foreign]
+    foreign = ALGORITHMS[run.algorithm].foreign
+    aside = {*foreign, *RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
+    shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group != "speed"]
     return [("recipe", settings["recipe"]), *((name, as_text(settings[name], " ", "none")) for name in shown)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.gguf import gguf_record
 from rlhf.checkpoints.model_folder import find_model, model_files
 from rlhf.checkpoints.run_folder import claim_output
@@ -21,6 +22,7 @@ from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.build import Components
 from rlhf.setup.inputs import placing
 from rlhf.setup.plan import budget
+from rlhf.utils.command_lines import OF_USERS
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import sha256_once
@@ -63,7 +65,7 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json."""
     folder = Path(config.run.output)
-    used = (config.model.actor_model, config.data.prompts, config.data.eval_dataset)
+    used = (config.model.actor_model, config.model.teacher, config.data.prompts, config.data.eval_dataset)
     held, moved = claim_output(folder, **placing(config))
     if moved:
         screen.say(moved)
@@ -71,6 +73,7 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
         folder,
         held,
         algorithm=config.algorithm,
+        row=ALGORITHMS[config.algorithm] if config.algorithm in OF_USERS else None,
         settings=to_dict(config),
         seed=config.run.seed,
         data=data,
@@ -81,8 +84,8 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
 
 
 def data_of(config: Config, components: Components) -> dict:
-    """Return what run.json stores of a run's data: numbers of prompts, and hashes of prompts, models and reward
-    functions."""
+    """Return what run.json stores of a run's data: numbers of prompts, and hashes of prompts, models, reward functions
+    and an algorithm of the user."""
     start = config.model.actor_model
     start = find_model(start, "--actor-model") if is_gguf(start) else start
     data = {
@@ -96,8 +99,12 @@ def data_of(config: Config, components: Components) -> dict:
         "reward_model_files": model_files(config.model.rm_model),
         "rules": {rule: code_print(rule) for rule in config.reward.functions},
     }
+    if (code := code_print(ALGORITHMS[config.algorithm].source)) is not None:
+        data["algorithm_sha256"] = code
     if (source := gguf_record(start)) is not None:
         data["start_model_gguf"] = source
+    if config.model.teacher is not None:  # of a GGUF file, those of the converted folder
+        data["teacher_files"] = model_files(find_model(config.model.teacher, "--teacher"))
     if config.data.eval_text is not None:
         data["eval_text_sha256"] = sha256_once(Path(config.data.eval_text))
     if config.data.few_shot is not None:

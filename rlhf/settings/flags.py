@@ -46,13 +46,14 @@ class CommandLine:
     name: str  # after `rlhf`; the name of the script is in rlhf.utils.command_lines
     description: str
     examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
-    # group of settings that the command does not use -> commands that use it
+    # setting that the command does not use -> commands that use it
     foreign: dict[str, str] = field(default_factory=dict)
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
+    algorithms: tuple[str, ...] = ()  # values of --algorithm; empty: the command does not have it
 
     @property
     def settings(self) -> dict[str, Setting]:
-        return {name: s for name, s in settings_of(self.config_class).items() if s.group not in self.foreign}
+        return {name: s for name, s in settings_of(self.config_class).items() if name not in self.foreign}
 
     @property
     def positional(self) -> Setting | None:
@@ -110,9 +111,10 @@ class CommandLine:
         """All flags with dashes, also those that only other commands have."""
         found = {"-h": Flag(HELP), "--help": Flag(HELP), "--help-all": Flag(HELP_ALL)}
         found |= {"--recipe": Flag("recipe", 1, 1), "--config": Flag("config", 1, 1)} if self.recipes else {}
+        found |= {"--algorithm": Flag("algorithm", 1, 1)} if self.algorithms else {}
         has_words = self.positional is not None
         for s in settings_of(self.config_class).values():
-            owner = self.foreign.get(s.group, "")
+            owner = self.foreign.get(s.name, "")
             is_switch = s.kind is bool or bool(s.alone)
             most = MANY if s.is_list else 0 if s.kind is bool and has_words else 1
             for name in () if s.positional else s.names:
@@ -131,7 +133,9 @@ class CommandLine:
         recipes = f"recipe to start from: {', '.join(self.recipes)}, or a recipe file"
         config = "YAML file of settings, which replace those of the recipe"
         files = {"--recipe NAME": recipes, "--config FILE.yaml": config} if self.recipes else {}
-        all_settings = "print all settings, with their ranges and other names; --no-FLAG turns one off"
+        algorithms = f"{', '.join(self.algorithms)}, or FILE.py:CLASS, a class in your file"
+        files |= {"--algorithm NAME": algorithms} if self.algorithms else {}
+        all_settings = "print all settings, with ranges and other names; --no-FLAG turns one off"
         sections = {"": {**files, "-h, --help": "print the most important settings", "--help-all": all_settings}}
         groups = typing.get_type_hints(self.config_class)
         for s in self.settings.values():

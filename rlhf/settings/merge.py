@@ -69,6 +69,7 @@ def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower, ed
         problems += error.problems
     recipe, place = file.pop("recipe", (DEFAULT_RECIPE, ""))
     recipe, place = flags.pop("recipe", (recipe, place))
+    flags.pop("algorithm", None)  # the line is already that of this algorithm
     recipe = normal_name(recipe)
     wants_help = HELP in flags or HELP_ALL in flags
     try:
@@ -120,13 +121,13 @@ def build(
     with the settings that have no effect.
 
     Args:
-        foreign: groups of settings that the command does not use; they keep their declared defaults.
+        foreign: settings that the command does not use; they keep their declared defaults.
         checks: functions that return the errors of the whole configuration. Without them, nothing is checked.
         assumed: as in `without_effect`.
         top: fields of the configuration that are not groups.
     """
     values = merged(config_class, layers, problems)
-    settings = {name: one for name, one in settings_of(config_class).items() if one.group not in foreign}
+    settings = {name: one for name, one in settings_of(config_class).items() if name not in foreign}
     config = replaced(config_class(**top), **{name: values[name][0] for name in settings})
     if checks:
         found = [located(problem, values) for check in checks for problem in check(config)]

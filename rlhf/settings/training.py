@@ -29,7 +29,8 @@ LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
 BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
 TRACKERS = ("wandb", "trackio")
-EVAL_METRICS = ("score", "kl_divergence", "perplexity", "length", "eos_rate")  # eval/NAME of every evaluation
+# eval/NAME of every evaluation, one of them only with a teacher
+EVAL_METRICS = ("score", "kl_divergence", "teacher_kl", "perplexity", "length", "eos_rate")
 CRITIC_FILE = "critic.safetensors"  # in a run folder: trainable weights of a critic that is a second network
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 SAVE_SECONDS = 300  # between two checkpoints if --save-every is unset
@@ -60,6 +61,13 @@ class ModelSettings:
         unset="template",
         choices=RM_TEXTS,
         needs="rm_model",
+    )
+    teacher: PathName | None = setting(
+        None,
+        "teacher of on-policy distillation, named as --actor-model: a causal LM with the start model's tokenizer. "
+        "Each token gets the score log p_teacher - log p_policy, in nats. Rewards are optional then: --rm-model none",
+        aliases=("teacher_model", "teacher_model_name_or_path"),
+        brief="teacher model of on-policy distillation",
     )
     allow_weak_reward_model: bool = setting(
         False,
@@ -247,8 +255,8 @@ class BatchSettings:
     )
     K: int | None = setting(
         None,
-        "completions per prompt. GRPO and RLOO compare their scores and need at least 2 (default: 8); unset in other "
-        "algorithms: 1",
+        "completions per prompt. GRPO, RLOO (default: 8) and ReMax (2: one of them greedy) compare their scores and "
+        "need at least 2; unset in other algorithms: 1",
         ge=1,
         aliases=("num_generations", "group_size"),
         brief="completions per prompt",
@@ -836,9 +844,11 @@ class Config(Command):
 
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
-    # from the algorithm's row in the table: its name in texts, and whether it compares the completions of a prompt
+    # from the algorithm's row in the table: its name in texts, whether it compares the completions of a prompt, and
+    # how many of them are greedy
     label: str = field(default="PPO", compare=False, repr=False)
     compares: bool = field(default=False, compare=False, repr=False)
+    greedy: int = field(default=0, compare=False, repr=False)
     user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     in_python: bool = field(default=False, compare=False, repr=False)  # made by make_config, not by a command
     model: ModelSettings = field(default_factory=ModelSettings)

@@ -73,7 +73,7 @@ def edits_line(
         layers: takes the settings of config.py; returns the layers of a command with the default recipe.
         user: the settings of config.py.
         unused_because: why config.py is not used; None: it is used.
-        foreign: groups of settings that the command does not use.
+        foreign: settings that the command does not use.
     """
     settings = settings_of(config_class)
     old = merged(config_class, layers({}))
@@ -84,7 +84,7 @@ def edits_line(
     except UserError:
         edits.append("edited (with errors)")
     for name, value in values.items():
-        if value != old[name][0] and settings[name].group not in foreign:
+        if value != old[name][0] and name not in foreign:
             idle = unmet(settings[name], values)
             note = f", no effect {in_words(idle, as_flags=False)}" if idle else ""
             edits.append(f"{name} {as_text(value)} (default {as_text(old[name][0])}{note})")

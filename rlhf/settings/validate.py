@@ -180,10 +180,15 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "critic",
             "load_in_4bit",
         )
-    if not learned and not rules and not config.in_python:  # make_trainer() may receive them
+    teacher = config.model.teacher is not None
+    if not (learned or rules or teacher or config.in_python):  # make_trainer() may receive them
         yield _problem(
-            "no reward model and no reward function", "Give one of them (--rm-model, --reward-func)", "rm_model"
+            "no reward model and no reward function",
+            "Give one of them (--rm-model, --reward-func), or a --teacher if the algorithm uses one",
+            "rm_model",
         )
+    if config.reward.control != "none" and teacher:
+        yield _problem("the teacher's scores are not exchanged", "Remove one of them", "control", "teacher")
     if config.reward.control != "none" and config.batch.batch_size == 1:
         yield _problem(
             "the scores of one prompt cannot be exchanged with those of others",

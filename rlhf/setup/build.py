@@ -19,6 +19,7 @@ from rlhf.demo.tasks import Gold
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
 from rlhf.models.logprobs import base_of
+from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_unrecorded
 from rlhf.rewards.find import EVAL_FUNCTION
@@ -58,6 +59,7 @@ class Components:
     eval_functions: Rewards | None = None  # evaluation functions; None: there are none
     gold: Gold | None = None  # the demo's judge; None: the run has other prompts, or is of a program
     date: str | None = None  # as in StartModel
+    teacher: Reference | None = None
 
 
 def load_components(config: Config, device: torch.device, screen: Screen, *given, **named) -> Components:
@@ -91,11 +93,18 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
         pairs = [prompt.example for prompt in sets.evaluation]
         check_unrecorded(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
+    teacher = None
+    if inputs.teacher is not None:
+        dtype = autocast_dtype(m.bf16, device)
+        model = load_policy(inputs.teacher, frozen=True, dtype=dtype, device=device, vocabulary=len(tokenizer))
+        teacher = Reference(None, model, name="teacher")
     if watched:
         limit_s = config.reward.reward_timeout
         unused = [0.0] * len(watched)  # weights: their sum means nothing
         evaluated = Rewards(list(watched.values()), unused, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
-    return Components(tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date)
+    return Components(
+        tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date, teacher=teacher
+    )
 
 
 def build_trainer(config: Config, components: Components, session: Session | None = None) -> OnPolicyLoop:
@@ -117,6 +126,7 @@ def build_trainer(config: Config, components: Components, session: Session | Non
         rewards=components.rewards,
         eval_functions=components.eval_functions,
         gold=components.gold,
+        teacher=components.teacher,
         session=session,
     )
 

@@ -48,6 +48,7 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device, memory: Mem
     return Estimator(
         policy=shape_of(inputs.start.folder),
         reward_model=shape_of(reward_model) if reward_model is not None else None,
+        teacher=shape_of(inputs.teacher) if inputs.teacher is not None else None,
         device=device,
         train=inputs.prompts.train,
         evaluation=[len(prompt.ids) for prompt in inputs.prompts.evaluation],
@@ -64,12 +65,13 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
 
     policy = trainer.actor.policy
     learned = trainer.rewards.learned
-    reward_model = learned[0].model if learned is not None else None
+    teacher = trainer.teacher
+    scorers = (learned and learned[0].model, teacher and teacher.reference.copy)
+    reward_model, teacher = (model and Shape.of(model.config, model.num_parameters()) for model in scorers)
     return Estimator(
         policy=Shape.of(base_of(policy).config, base_parameters(policy)),
-        reward_model=Shape.of(reward_model.config, reward_model.num_parameters())
-        if reward_model is not None
-        else None,
+        reward_model=reward_model,
+        teacher=teacher,
         device=trainer.host.accelerator.device,
         train=trainer.train_prompts,
         evaluation=[],

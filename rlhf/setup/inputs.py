@@ -6,6 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 PUSH = "--push-to-hub"
-MAY_BE_ON_HUB = ("--actor-model", "--rm-model", "--prompts", "--eval-dataset")
+MAY_BE_ON_HUB = ("--actor-model", "--rm-model", "--teacher", "--prompts", "--eval-dataset")
 
 
 def check_inputs(config: Config, say: Say) -> None:
@@ -40,6 +41,8 @@ def check_inputs(config: Config, say: Say) -> None:
     m = config.model
     targets = config.model.lora_targets if config.model.use_lora else ()
     problems = policy_problems(m.actor_model, "--actor-model", targets) if _is_there(m.actor_model, built) else []
+    if m.teacher is not None and _is_there(m.teacher, built):
+        problems += policy_problems(m.teacher, "--teacher")
     if m.rm_model is not None and _is_there(m.rm_model, built):
         problems += reward_model_problems(m.rm_model, "--rm-model")
     raise_if(problems)
@@ -142,7 +145,7 @@ def check_reward_inputs(config: RewardModelConfig, say: Say) -> None:
 
 def _missing(flag: str, name: str) -> list[Problem]:
     """Return the error line for a missing input."""
-    if flag in ("--actor-model", "--base-model"):
+    if flag in ("--actor-model", "--base-model", "--teacher"):
         what = "model"
         takes = "a Hugging Face model folder, a GGUF file or a hub name"
     elif flag in ("--prompts", "--eval-dataset", "--pairs"):
@@ -182,9 +185,11 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
     """Return what a run reads, as (flag, path or hub name)."""
     named = [
         ("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model),
-        ("--prompts", config.data.prompts), ("--eval-dataset", config.data.eval_dataset),
+        ("--teacher", config.model.teacher), ("--prompts", config.data.prompts),
+        ("--eval-dataset", config.data.eval_dataset),
         ("--eval-text", config.data.eval_text), ("--critic", config.critic.run),
     ]  # fmt: skip
     rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
+    rules |= {"--algorithm": (ALGORITHMS[config.algorithm].source,)}
     named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]
     return [(flag, name) for flag, name in named if name]

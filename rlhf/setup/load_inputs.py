@@ -73,6 +73,7 @@ class RunInputs:
     prompts: PromptSets
     rewards: RewardSources
     eval_functions: dict[str, RewardFunction | nn.Module]  # name in metrics -> function
+    teacher: str | None = None  # a folder or hub name
 
 
 def load_inputs(
@@ -101,12 +102,6 @@ def load_inputs(
         )
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    if rewards is None and config.model.rm_model is None and not config.reward.reward_func:  # make_config() accepts it
-        raise UserError(
-            "no reward model and no reward function",
-            "rewards",
-            "Pass rewards= to make_trainer(), or set rm_model or reward_func in make_config()",
-        )
     if rewards is None and reward_weights is not None:
         raise UserError(
             "reward_weights without rewards",
@@ -116,6 +111,12 @@ def load_inputs(
     weights = given_weights(reward_weights)
     given = [] if rewards is None else find_given(rewards, config, "rewards")
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
+    if sources.is_empty and config.model.teacher is None:  # make_config() accepts it
+        raise UserError(
+            "no reward model and no reward function",
+            "rewards",
+            "Pass rewards= to make_trainer(), or set rm_model, reward_func or teacher in make_config()",
+        )
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
@@ -128,7 +129,7 @@ def load_inputs(
         check_critic(config, sources.folder, start, sets)
     held_out = [p.example for p in sets.evaluation]
     check_functions(list(watched.values()), held_out, "the evaluation prompts", EVAL_FUNCTION)
-    return RunInputs(start, sets, sources, watched)
+    return RunInputs(start, sets, sources, watched, find_teacher(config, start, sets))
 
 
 def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:
@@ -159,6 +160,32 @@ def check_device(config: Config, start: StartModel, device: torch.device) -> Non
     check_engine(config.speed.rollout_engine, start.packs, f"--actor-model {start.name}", device)
 
 
+def reads_ids(folder: str, tokenizer: PreTrainedTokenizerBase, start: StartModel) -> bool:
+    """Return whether the model in `folder`, with its tokenizer, can read the start model's ids as the same tokens."""
+    own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
+    return own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
+
+
+def find_teacher(config: Config, start: StartModel, prompts: PromptSets) -> str | None:
+    """Return where to load the teacher from; None without one. Raises UserError if it cannot read the start model's
+    ids, or if prompts are too long for it."""
+    name = config.model.teacher
+    if name is None:
+        return None
+    folder = find_model(name, "--teacher")
+    place = f"--teacher {name}"
+    if not reads_ids(folder, load_tokenizer(folder), start):
+        raise UserError(
+            "the teacher's tokenizer differs from the start model's",
+            f"{place}, --actor-model {start.name}",
+            "Use a teacher of the start model's family",
+        )
+    lengths = [len(prompt.ids) for prompt in [*prompts.train, *prompts.evaluation]]
+    context = config_values(folder).get("max_position_embeddings")
+    raise_if(context_problems(lengths, context, config.sampling.max_new_tokens, place, "teacher"))
+    return folder
+
+
 def check_critic(config: Config, folder: str | None, start: StartModel, prompts: PromptSets) -> None:
     """Raise UserError if a critic cannot start from the reward model in `folder` (None: there is none), or from the
     run of --critic.
@@ -176,8 +203,7 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
     tokenizer = load_tokenizer(folder, date=date_of(start.tokenizer))
     if len(tensors.get("score.weight", ())) != 2:
         raise UserError("the head is not one linear layer on a causal model", place, "Use --critic separate")
-    own, needed = (config_values(name)["vocab_size"] for name in (folder, start.folder))
-    same = own >= needed and tokenizer.get_vocab() == start.tokenizer.get_vocab()
+    same = reads_ids(folder, tokenizer, start)
     some = prompts.train[:PROMPTS_TO_COMPARE]
     shots = worked_examples(config.data.few_shot)
     if not same or any(encode_prompt(tokenizer, p.example.messages, shots) != list(p.ids) for p in some):

@@ -79,6 +79,7 @@ class Estimator:
     libraries: int = 0  # bytes in use before the models were loaded
     packs: bool = True  # the policy's episodes can be packed
     memory: int | None = None  # bytes of the device; None: those of this machine
+    teacher: Shape | None = None
 
     @property
     def total(self) -> int:
@@ -141,8 +142,10 @@ class _Run:
         m = self.config.model
         return FLOAT * (shape.adapters(m.lora_r, m.lora_targets) if m.use_lora else shape.parameters)
 
-    def frozen(self, shape: Shape, four_bit: bool = False) -> int:
-        """Return the bytes of a network whose weights are not trained."""
+    def frozen(self, shape: Shape | None, four_bit: bool = False) -> int:
+        """Return the bytes of a network whose weights are not trained; 0 without one."""
+        if shape is None:
+            return 0
         linear = shape.linear * (0.5 + FLOAT / 64) if four_bit else shape.linear * self.element  # a scale per 64
         return int(linear + FLOAT * (shape.parameters - shape.linear))
 
@@ -158,6 +161,7 @@ class _Run:
             "sampling": self.sampling(prompts),
             "evaluation": self.evaluation(),
             "scoring": self.scoring(prompts),
+            "teacher": self.teacher_pass(row),
             "update": {
                 "gradients": self.every_trained,
                 "activations": self.activations(row),
@@ -170,7 +174,6 @@ class _Run:
         """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
         m = self.config.model
         policy = self.given.policy
-        reward_model = self.given.reward_model
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
         sampled = self.config.sampling
@@ -183,7 +186,8 @@ class _Run:
             "critic": critic,
             "reference": 0 if m.use_lora else self.frozen(policy),
             "weight copies": self.cast_weights(),
-            "reward model": self.frozen(reward_model) if reward_model is not None else 0,
+            "reward model": self.frozen(self.given.reward_model),
+            "teacher": self.frozen(self.given.teacher),
             "optimizer": self.moments(),
             "token masks": masks,
             "vLLM": int(VLLM_MEMORY_SHARE * self.given.total) if self.engine == "vllm" else 0,
@@ -274,6 +278,13 @@ class _Run:
         longest = max([*prompts, *self.evaluated]) + self.config.sampling.episode_tokens
         texts = min(self.budget.scored_together(longest), max(len(prompts), len(self.evaluated)))
         return {"reward model's forward pass": self.given.reward_model.forward_peak(texts * longest, self.element)}
+
+    def teacher_pass(self, row: Row) -> dict[str, int]:
+        """Return purpose -> bytes of the teacher's forward pass over a micro-batch; {} without a teacher."""
+        if self.given.teacher is None:
+            return {}
+        passed = self.given.teacher.forward_peak(row.tokens, self.element)
+        return {"teacher's forward pass": passed, "logits": self.chunk(row.completion)}
 
     # --- the optimizer step ------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ def show_plan(config: Config, inputs: RunInputs, device: torch.device, screen: S
             f"{m.actor_model}{quantized(inputs.start.folder)} ({estimate.policy.parameters:,} parameters, {how})",
         ),
         *reward_model_rows(config, inputs),
+        *([("teacher", f"{m.teacher} ({estimate.teacher.parameters:,} parameters)")] if estimate.teacher else []),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),

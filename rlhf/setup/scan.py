@@ -230,6 +230,6 @@ def command_with(config: Config, recommended: dict[str, Any]) -> str:
     values = values_in(config) | {"check": ()} | recommended
     wanted = {"recipe": config.recipe}
     for name, one in settings_of(Config).items():
-        if one.group not in foreign and not unmet(one, values):
+        if name not in foreign and not unmet(one, values):
             wanted[name] = values[name]
     return changed_command(config.algorithm, wanted, usual_config(config.recipe, config.user_file, config.algorithm))

@@ -144,7 +144,10 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     passes = trainer.passes
     completions = rollout.completions
     apart = []
-    for rows in trainer.policy_optimizer.minibatches(1, 0):
+    for minibatch in trainer.policy_optimizer.minibatches(1, 0):
+        rows = [row for row in minibatch if completions.turns[row]]
+        if not rows:  # greedy completions
+            continue
         parts = passes.split(completions, rows)
         new = passes.heads(completions, (passes.run(completions, part) for part in parts)).logprobs
         apart.append((torch.exp(new - rollout.logprobs) - 1)[rows][rollout.mask[rows]].abs())
@@ -170,7 +173,8 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 def make_update(trainer: OnPolicyLoop, rollout: Rollout) -> None:
     """Take the optimizer steps of one update on the rollout: the first one that trains the policy. It counts as none:
     only the loop counts updates."""
-    experience = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    rollout, scores = trainer.with_teacher(rollout, trainer.collector.score(rollout))
+    experience = trainer.advantages(rollout, scores.shaped)
     trainer.policy_optimizer.run(experience, trainer.config.critic.critic_warmup + 1)
 
 

@@ -26,11 +26,13 @@ from rlhf.rollout.episodes import Episode, EpisodeRules
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.rollout.vllm import VLLMEngine
+from rlhf.settings.fields import flag_of
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.errors import Problem, RunError
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
 from rlhf.utils.timing import timed
@@ -129,7 +131,13 @@ class RolloutCollector:
             purpose: name of the stream of random numbers: "rollout", or "draw" of dynamic sampling.
         """
         started = self.started(episodes, update, purpose)
-        self.turn(started)
+        size = self.config.group_size
+        for row, episode in enumerate(started):
+            episode.greedy = row % size >= size - self.config.greedy
+        self.turn([episode for episode in started if not episode.greedy])
+        if self.config.greedy:
+            most_likely = replace(self.config.sampling, top_k=1, top_p=1.0)
+            self.turn([episode for episode in started if episode.greedy], most_likely)
         return self.rollout(started)
 
     def started(self, episodes: Episodes, update: int, purpose: str = "rollout") -> list[Episode]:
@@ -184,26 +192,26 @@ class RolloutCollector:
         if logprobs:
             completions = self.rollout(episodes).completions
             with timed("log-probs"):
-                found = self.passes.policy_logprobs(completions).logprobs
-            found = found.masked_fill(~completions.action_mask, 0.0).tolist()
+                found = self.passes.token_logprobs(completions)
             for episode, earlier, row in zip(episodes, known, found, strict=True):
                 if earlier is not None:
-                    episode.logprobs = [*earlier, *row[len(earlier) : len(episode.ids)]]
+                    episode.logprobs = [*earlier, *row[len(earlier) :]]
 
     def rollout(self, episodes: Sequence[Episode]) -> Rollout:
         """Return the rollout of episodes, without log-probs."""
         prompts = [episode.prompt for episode in episodes]
         sampler = self.sampler
         rows = [episode.ids for episode in episodes]
+        learned = [[] if episode.greedy else episode.spans for episode in episodes]
         batch = token_batch([prompt.ids for prompt in prompts], rows, sampler.pad, sampler.device)
-        batch = replace(batch, turns=[episode.spans for episode in episodes], action_mask=None)
+        batch = replace(batch, turns=learned, action_mask=None)
         first: dict[tuple[int, ...], int] = {}
         given = vars(batch) | {"groups": [first.setdefault(prompt.ids, len(first)) for prompt in prompts]}
         completions = Completions(
             **given,
             ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
             # bits: without masks, as after a greedy turn, all tokens were allowed
-            allowed_tokens=batch.placed([episode.allowed_tokens for episode in episodes], 255),
+            allowed_tokens=batch.placed([[] if e.greedy else e.allowed_tokens for e in episodes], 255),
             vocabulary=self.rules.vocabulary,
             sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
             stop=sampler.criterion.stop,
@@ -219,22 +227,43 @@ class RolloutCollector:
     @timed("scoring")
     def score(self, rollout: Rollout, drawn_again: bool = False, given: Scores | None = None) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate, with the rollout, if a
-        score is not finite. `drawn_again` as in `_shaped`; `given`: scores in place of those of the functions."""
+        score is not finite, and RunError for turn or token scores with settings that need one score. `drawn_again` as
+        in `_shaped`; `given`: scores in place of those of the functions."""
         completions = rollout.completions
         try:
             with self.passes.raise_on_oom("scoring"):
                 given = given or self.rewards.score(
-                    rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
+                    rollout.prompts,
+                    rollout.texts,
+                    completions.rows(),
+                    completions.ended.tolist(),
+                    self.config.group_size,
+                    # not those of the update, which are computed later, as without a function that reads them
+                    lambda: self.passes.token_logprobs(completions),
+                    rollout.episodes,
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
-        raw = score_tensor(given.total, completions.ended.device)
+        device = completions.ended.device
+        raw = score_tensor(given.total, device)
+        columns = [raw, *(score_tensor(scores, device) for scores in given.by_function.values())]
+        each = torch.stack(columns, 1)[:, 1:]  # without functions, (B, 0)
         shaped = self._shaped(raw, completions.ended, drawn_again)
         if given.by_token is not None:
+            reward = self.config.reward
+            needs_sums = {
+                "dynamic_sampling": self.config.group.dynamic_sampling,
+                "control": reward.control != "none",
+                "normalize_scores": reward.normalize_scores,
+            }
+            names = tuple(filter(needs_sums.get, needs_sums))
+            if names:
+                what = f"turn and token scores cannot be used with {', '.join(map(flag_of, names))}"
+                raise RunError([Problem(what, str(self.rewards), "Give one score per completion", names)])
             paid = padded(given.by_token, 0.0, raw.device)
             penalty = (shaped - raw).unsqueeze(1)
             rollout.token_scores = paid + torch.where(last_token(rollout.mask), penalty, 0.0)
-        return replace(given, raw=raw, shaped=shaped)
+        return replace(given, raw=raw, shaped=shaped, each=each)
 
     def _shaped(self, raw: Tensor, ended: Tensor, drawn_again: bool) -> Tensor:
         """Return what the algorithm receives, (B,): the raw scores minus the missing-EOS penalty, then normalized. NaN

@@ -31,6 +31,7 @@ class Evaluation:
     ended: np.ndarray  # (P, K) True if the completion ends with EOS or a stop string
     # (P, K) k1 to the start model, nats/sequence; NaN: not measured on this prompt; None: it cannot be computed
     kl: np.ndarray | None = None
+    teacher_kl: np.ndarray | None = None  # (P, K) the same to the teacher, which the scores contain; None: no teacher
     perplexity: float | None = None  # at temperature 1, on the evaluator's text
     bits_per_byte: float | None = None  # the same per UTF-8 byte of the text; None unless it is in `units`
     # the figures that give the perplexity and the lengths, in units in which other models have them, too
@@ -82,6 +83,7 @@ class Evaluation:
             **({"eval/gold": fmean(self.gold.ravel())} if self.gold is not None else {}),
             "eval/kl_divergence": fmean(scored(self.kl)),
             "eval/kl_divergence/token": self.kl_per_token,
+            **({"eval/teacher_kl": fmean(self.teacher_kl.ravel())} if self.teacher_kl is not None else {}),
             **({"eval/perplexity": self.perplexity} if self.perplexity is not None else {}),
             "eval/length": fmean(self.lengths.ravel()),
             "eval/eos_rate": fmean(self.ended.ravel()),

@@ -18,13 +18,15 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.algorithms.classes import CLASSES
+from rlhf.algorithms.classes import class_of
 from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.objectives import kl_k1, last_token
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts, or_longest
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, gather, largest
 from rlhf.models.actor_critic import Actor, ActorCritic, set_adapter_dropout
+from rlhf.models.attention import packable
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, save_policy
@@ -85,6 +87,7 @@ class OnPolicyLoop:
         eval_functions: Rewards | None = None,
         gold: Gold | None = None,
         session: Session | None = None,
+        teacher: Reference | None = None,
     ):
         """
         Args:
@@ -98,6 +101,7 @@ class OnPolicyLoop:
             eval_functions: evaluation functions, which training never calls.
             gold: the demo's judge, which training never calls.
             session: saves, prints and stops; None: nothing is saved.
+            teacher: a frozen model that scores each token.
         """
         self.config = config
         self.processing_class = tokenizer
@@ -116,12 +120,12 @@ class OnPolicyLoop:
         self.groups = 0  # a number that no group has
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        self.algorithm = CLASSES[config.algorithm](config)
+        self.algorithm = class_of(config.algorithm)(config)
         if not isinstance(rewards, Rewards):
             rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self.rewards = rewards
         self._construct_host(policy)
-        self._construct_components(eval_functions, gold)
+        self._construct_components(eval_functions, gold, teacher)
         self.events = Events(self.host)
         for callback in callbacks:
             self.add_callback(callback)
@@ -140,7 +144,9 @@ class OnPolicyLoop:
         self.host = make_host(config, policy, tokenizer, planned, self.reference, train, self.rewards)
         set_adapter_dropout(self.actor, config.model.lora_dropout, self.actor.dropout)
 
-    def _construct_components(self, eval_functions: Rewards | None, gold: Gold | None) -> None:
+    def _construct_components(
+        self, eval_functions: Rewards | None, gold: Gold | None, teacher: Reference | None
+    ) -> None:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
         config = self.config
         host = self.host
@@ -161,22 +167,28 @@ class OnPolicyLoop:
             share_first=one_minibatch and not model.gradient_checkpointing,
             oom_hint=self.session.memory_advice,
         )
+        without_critic = replace(passes, actor=Actor(host.actor.policy))
+        self.teacher = None
+        if teacher is not None:
+            packed = passes.packed and packable(teacher.copy)
+            self.teacher = replace(without_critic, reference=teacher, packed=packed)
         prompts = [*or_longest(self.train_prompts, config.data), *self.evaluation_prompts]
         longest = max(len(prompt.ids) for prompt in prompts)
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
-        self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic)
+        self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic) and teacher is None
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
         sampler = self.collector.sampler
         self.gold = gold
         self.evaluator = Evaluator(
             sampler,
-            replace(passes, actor=Actor(host.actor.policy)),  # an evaluation needs no values
+            without_critic,  # an evaluation needs no values
             tokenizer,
             self.rewards,
             judges=[eval_functions] if eval_functions is not None else [],
             seed=config.run.seed,
             purpose="evaluate",
+            teacher=self.teacher,
             keeps_graphs=True,
         )
 
@@ -288,8 +300,11 @@ class OnPolicyLoop:
             scores = self.collector.score(rollout, given=given)
             rollout, scores = self.dynamic_sampler.replace_equal_groups(rollout, scores, update)
             scores = scores.for_control(self.config.reward.control, self.config.run.seed, update)
+            rollout.function_scores = scores.each
+            rollout.function_weights = scores.weights
             # 3. log-probs: those of the completions that are kept, the reference's, and the critic's values
             rollout, deferred = self.with_logprobs(rollout, scores.shaped)
+            rollout, scores = self.with_teacher(rollout, scores)
             with timed("optimizer steps"):
                 # 4. advantages: from the scores and, with the penalty in the reward, beta times the KL
                 experience = self.advantages(rollout, scores.shaped)
@@ -321,7 +336,11 @@ class OnPolicyLoop:
         call it. Raises UserError for settings that only `train` can follow."""
         if self.by_hand is not None:
             return
-        refused = {"several processes": size() > 1, "dynamic sampling": self.config.group.dynamic_sampling}
+        refused = {
+            "several processes": size() > 1,
+            "dynamic sampling": self.config.group.dynamic_sampling,
+            f"{self.config.label}, which samples greedy completions,": self.config.greedy,
+        }
         for what in (name for name, found in refused.items() if found):
             raise UserError(f"{what} in a loop by hand", "begin()", "Use train()")
         with ExitStack() as stack:
@@ -501,8 +520,10 @@ class OnPolicyLoop:
         counted = self.algorithm.counted(rollout, scores, beta)
         logged = torch.arange(len(counted), device=counted.device) % every == 0
         chosen = logged & ~counted if deferred else logged | counted
-        if any(gather(self.events.read_batches or self.config.record.record_tokens)):  # these can read all
+        reads_all = self.teacher is not None or self.events.read_batches or self.config.record.record_tokens
+        if any(gather(reads_all)):
             chosen = torch.ones_like(chosen)
+        chosen &= rollout.mask.any(1)  # not greedy completions
         rows = chosen.nonzero().flatten().tolist()
         found = self.collector.logprobs(rollout, every, rows)
         for row in rollout.stale:
@@ -514,6 +535,25 @@ class OnPolicyLoop:
         except SkipUpdate as reason:
             raise SkipUpdate(str(reason), rollout=found) from None
         return found, deferred
+
+    @timed("log-probs")
+    def with_teacher(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
+        """Return the rollout with the teacher's score of each token, log p_teacher - log p_policy in nats, added to
+        what is paid there, and the scores with their sums. Raises SkipUpdate if one is not finite."""
+        if self.teacher is None:
+            return rollout, scores
+        mask = rollout.mask
+        kl = kl_k1(rollout.logprobs, self.teacher.reference_logprobs(rollout.completions), mask)
+        check_finite(teacher_kl=kl)
+        whole = kl.sum(1)
+        of_policy = whole.clone()
+        of_policy[rollout.stale] = torch.nan  # their KL is another policy's
+        given = scores.shaped.nan_to_num()  # the teacher scores every completion
+        paid = rollout.token_scores
+        if paid is None:
+            paid = torch.where(last_token(mask), given.unsqueeze(1), 0.0)
+        scores = replace(scores, raw=scores.raw.nan_to_num() - whole, shaped=given - whole, teacher_kl=of_policy)
+        return replace(rollout, token_scores=paid - kl), scores
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """Compute the algorithm's experience from scores (B,), with the current beta."""

@@ -16,14 +16,18 @@ from rlhf.rewards.scores import Scores
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
     """Return the metrics of a rollout: scores, KL, advantages, lengths.
 
-    `group_size` is the number of completions of a prompt that are compared with each other. Completions without a
-    score are left out of the metrics of scores and advantages. These metrics are missing if no completion has a score.
-    If the whole batch is on one `topic`, the mean score and the KL are also returned under its name.
+    `group_size` is the number of completions of a prompt that are compared with each other. Greedy completions count
+    only in the groups of equal scores. Completions without a score are left out of the metrics of scores and
+    advantages. These metrics are missing if no completion has a score. If the whole batch is on one `topic`, the mean
+    score and the KL are also returned under its name.
     """
     mask = batch.mask
     scored = batch.scored_mask
-    raw = scores.raw[~scores.raw.isnan()]
+    rows = [row for row, turns in enumerate(batch.completions.turns) if turns]  # without greedy completions
+    sampled = scores.select(rows) if len(rows) < len(mask) else scores
+    raw = sampled.raw[~sampled.raw.isnan()]
     known = ~batch.ref_logprobs.isnan().any(1)  # the reference has scored these completions
+    known &= mask.any(1)
     known[batch.stale] = False  # their KL is another policy's
     kl = batch.kl[known]
     k3 = objectives.kl_k3(batch.logprobs[known], batch.ref_logprobs[known], mask[known])
@@ -37,21 +41,23 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         "kl_divergence/k3": k3.sum(1).mean(),
         "advantage/mean": objectives.masked_mean(batch.raw_advantages, scored),
         "advantage/std": objectives.masked_var(batch.raw_advantages, scored).sqrt(),
-        "completions/mean_length": tokens / len(mask),
-        "completions/eos_rate": batch.completions.ended.float().mean(),
+        "completions/mean_length": tokens / len(rows),
+        "completions/eos_rate": batch.completions.ended[rows].float().mean(),
     }
     if batch.values is not None and batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
-    if len(kl) < len(mask):
+    if len(kl) < len(rows):
         values["kl_divergence/completions"] = known.sum()
+    if scores.teacher_kl is not None:
+        values["teacher_kl"] = scores.teacher_kl.nanmean()
     if group_size > 1:
         values["rewards/equal_groups"] = scores.equal_groups(group_size).float().mean()
-    if len(raw) < len(mask):
-        values["rewards/unscored"] = scores.raw.isnan().float().mean()
+    if len(raw) < len(rows):
+        values["rewards/unscored"] = sampled.raw.isnan().float().mean()
     stacked = torch.stack([v.float() for v in values.values()]).tolist()  # one transfer from the device
     known = {name: value for name, value in zip(values, stacked, strict=True) if not math.isnan(value)}
-    each = {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
-    logged = {f"rewards/logged/{name}": value for name, value in scores.logged.items()}
+    each = {f"rewards/each/{name}": mean for name, mean in sampled.per_function.items()}
+    logged = {f"rewards/logged/{name}": value for name, value in sampled.logged.items()}
     metrics = {**known, **each, **logged}
     of_topic = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items() if name in known}}

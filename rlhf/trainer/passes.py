@@ -52,7 +52,7 @@ class ForwardPasses:
     """
 
     actor: Actor  # the policy, with the critic if there is one
-    reference: Reference | None  # the frozen reference; None: `logprobs` cannot be called
+    reference: Reference | None  # the frozen reference, or a teacher; None: `logprobs` cannot be called
     temperature: float  # of sampling; log-probabilities are computed at this temperature
     dtype: torch.dtype | None = None  # precision of the forward passes; None: float32
     packed: bool = True  # pack the completions, if the architecture supports it
@@ -101,7 +101,7 @@ class ForwardPasses:
         logprobs = torch.full(completions.mask.shape, torch.nan, device=self.device)
         if not rows:
             return LogProbs(logprobs)
-        keep = keep_first and len(rows) == len(logprobs)
+        keep = keep_first and len(rows) == sum(map(bool, completions.turns))
         # detail 9: from the forward pass of training (this project). Decoding rounds differently: the first ratio is
         # not 1.
         _, own = own_share(completions.shares(rows), lambda share: self._own_logprobs(completions, share, keep))
@@ -110,11 +110,16 @@ class ForwardPasses:
         logprobs[rows] = found.logprobs[rows]
         return LogProbs(logprobs, values=found.values)
 
+    def token_logprobs(self, completions: Completions) -> list[list[float]]:
+        """Return the log-probs of each completion's tokens, nats, as lists; 0 at an environment's tokens."""
+        found = self.policy_logprobs(completions).logprobs.tolist()
+        return [row[:length] for row, length in zip(found, completions.completion_lengths, strict=True)]
+
     def reference_logprobs(self, completions: Completions, every: int = 1) -> Tensor:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N
         and so on; they are NaN in other rows."""
         work = partial(self.heads, completions)
-        phase = "computing the reference's log-probabilities"
+        phase = f"computing the {self.reference.name}'s log-probabilities"
 
         def run(rows: Sequence[int]) -> Pass:
             return Pass(self.micro_batch(completions, rows), None)

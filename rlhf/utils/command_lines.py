@@ -13,11 +13,13 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # of an installed package: the f
 CONSOLE_COMMAND = "rlhf"
 # commands of `rlhf` -> how a checkout calls them. The other commands are algorithms: `python train_NAME.py`.
 SCRIPTS = {
+    "train": ("python", "train.py"),
     "reward-model": ("python", "-m", "reward_model.train"),
     "evaluate": ("python", "evaluate_generations.py"),
     "compare": ("python", "compare_runs.py"),
     "plot": ("python", "plot_training_progress.py"),
 }
+OF_USERS: dict[str, str] = {}  # an algorithm in a user's file -> FILE.py:CLASS
 
 
 def is_checkout() -> bool:
@@ -36,10 +38,12 @@ def console_words() -> tuple[str, ...] | None:
 def script_words(name: str) -> tuple[str, ...]:
     """Return the words that start a command from the current folder, in the form that the user used:
     `python train_NAME.py` with the scripts of a checkout, in another folder with their path; `rlhf NAME` with the
-    installed command. `name` is the command's name after `rlhf`.
+    installed command. `name` is the command's name after `rlhf`, or an algorithm in a user's file.
 
     A program or notebook gets the scripts if the package is in a checkout.
     """
+    if name in OF_USERS:
+        return (*script_words("train"), "--algorithm", OF_USERS[name])
     words = console_words() or (None if is_checkout() else (CONSOLE_COMMAND,))
     if words is not None:
         return (*words, name)
@@ -53,7 +57,7 @@ def script_words(name: str) -> tuple[str, ...]:
 def short_name(name: str) -> str:
     """Return a command's name in texts: `train_NAME.py`, or `rlhf NAME` with the installed command."""
     words = script_words(name)
-    return Path(words[1]).name if words[1].endswith(".py") else " ".join(words)
+    return " ".join([Path(words[1]).name, *words[2:]] if words[1].endswith(".py") else words)
 
 
 def typed_words() -> list[str]:

@@ -24,10 +24,10 @@ def algorithm(*flags: str):
     return ReinforcePlusPlus(config)
 
 
-def experience(scores, *flags: str):
+def experience(scores, *flags: str, token_scores=None):
     """Return the experience of completions of 3 and 2 tokens with a KL of (1, 2, 3) and (4, 5) nats."""
     completions = SimpleNamespace(action_mask=MASK, ended=torch.tensor([True, True]), sampled_logprobs=None)
-    rollout = Rollout(completions, [], KL, torch.zeros(2, 3), None)
+    rollout = Rollout(completions, [], KL, torch.zeros(2, 3), None, token_scores)
     return algorithm(*flags).advantages(rollout, torch.tensor(scores), 0.1)
 
 
@@ -55,6 +55,19 @@ def test_kl_in_the_loss_is_not_in_the_rewards():
     """The rewards to go are the score at every token."""
     batch = experience([2.0, 1.0], "--kl-placement", "loss")
     assert batch.returns.tolist() == [[2, 2, 2], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "first"), [("0", [0.5, -1.0, 0.25]), ("1", [-0.25, -0.75, 0.25]), ("0.5", [0.0625, -0.875, 0.25])]
+)
+def test_scores_of_tokens_are_discounted(gamma, first):
+    """Scores 0.5, -1 and 0.25: at gamma 0 the advantages before whitening are the scores, at gamma 1 the sums to go,
+    at 0.5 the second one is -1 + 0.5 x 0.25 and the first one 0.5 - 0.5 x 0.875. The scores of the completions do not
+    count in addition."""
+    token_scores = torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 9.0]])
+    batch = experience([7.0, 0.0], "--kl-placement", "loss", "--gamma", gamma, token_scores=token_scores)
+    assert_close(batch.raw_advantages, torch.tensor([first, [0.0, 0.0, 0.0]]))
+    assert_close(batch.rewards, torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0]]))
 
 
 def test_loss_matches_values_computed_by_hand():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 
 import pytest
@@ -11,11 +10,9 @@ from torch.testing import assert_close
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.clipping import Clip, clipped_surrogate
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from tests.conftest import whole_gradient
-from tests.documents import ROOT, blocks
 
 CLIP = Clip(0.2, 0.2)
 
@@ -176,28 +173,3 @@ def test_kl_in_the_loss_is_summed_over_each_completion(rloo):
     log_ratio = (rollout.ref_logprobs - rollout.logprobs)[rollout.mask].double()
     expected = 0.7 * math.exp(0.3) * float((log_ratio.exp() - 1 - log_ratio).sum()) / 4
     assert float(stats["loss"]) == pytest.approx(expected, rel=1e-4) and expected > 1e-3
-
-
-def functions_in(source: str) -> dict[str, str]:
-    """Return each function's syntax tree as text, without comments and docstring."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            node.body = node.body[ast.get_docstring(node) is not None :]
-            found[node.name] = ast.dump(node)
-    return found
-
-
-def test_page_on_adding_an_algorithm_quotes_the_code():
-    folder = ROOT / "rlhf" / "algorithms"
-    quoted = {}
-    rows = []
-    for block in blocks(ROOT / "docs" / "adding_an_algorithm.md", "python"):
-        quoted |= functions_in(block)
-        rows += [{k.arg: ast.literal_eval(k.value) for k in node.value.keywords}
-                 for node in ast.parse(block).body if isinstance(node, ast.Expr)]  # fmt: skip
-    code = {}
-    for name in ("objectives", "rloo"):
-        code |= functions_in((folder / f"{name}.py").read_text(encoding="utf-8"))
-    assert len(quoted) == 1 and quoted.items() <= code.items()
-    assert rows == [vars(ALGORITHMS["rloo"])]

@@ -74,9 +74,6 @@ def toy(monkeypatch):
         name="toy",
         label="TOY",
         title="Toy REINFORCE",
-        group_size=1,
-        has_critic=False,
-        settings=(),
     )
     monkeypatch.setitem(ALGORITHMS, "toy", row)
     monkeypatch.setitem(CLASSES, "toy", Toy)
@@ -110,7 +107,7 @@ def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
     record = json.loads((whole / "run.json").read_text())
     assert (record["algorithm"], record["status"], record["spent"]["episodes"]) == ("toy", "finished", 16)
     model_card = (whole / "README.md").read_text(encoding="utf-8")
-    assert "TOY (Toy REINFORCE)" in model_card and "| gamma" not in model_card
+    assert "TOY (Toy REINFORCE)" in model_card and "| `gamma` |" not in model_card
 
     evaluate_generations.main(["--model-path", str(whole), "--num-prompts", "4"])
     (model,) = json.loads(Path("evaluation_output/evaluation.json").read_text())["models"]

@@ -22,6 +22,7 @@ from tests.test_structure import HEAVY, PACKAGE, ROOT, module_of, strings_of
 
 MODULE = str(ROOT / "rlhf" / "__main__.py")
 OTHER_SCRIPTS = {
+    "train": "train.py",
     "reward-model": "-m reward_model.train",
     "evaluate": "evaluate_generations.py",
     "compare": "compare_runs.py",

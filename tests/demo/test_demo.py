@@ -83,6 +83,20 @@ def test_grpo_learns_from_as_many_episodes(demo, grpo_demo):
         assert log["spent"][count] == demo[2]["spent"][count] == log["plan"][count]
 
 
+def test_a_trained_model_teaches_the_start_model(project, demo):
+    """The KL to the teacher falls, and the gold quality rises: neither a reward nor the gold quality trained it."""
+    started = time.monotonic()
+    done = run(["train_reinforce_pp.py", "--recipe", "distill"], project, OMP_NUM_THREADS="2", OMP_WAIT_POLICY=None)
+    assert done.returncode == 0, done.stderr
+    seconds = time.monotonic() - started
+    output = project / "reinforce_pp_training_output"
+    figures = json.loads((output / "run.json").read_text(encoding="utf-8"))["figures"]
+    print(f"{seconds:.0f} s", json.dumps(figures))
+    assert figures["teacher_kl_after"] < figures["teacher_kl_before"] / 2
+    assert figures["score_rise_interval"][0] > 0 and figures["gold_rise_interval"][0] > 0
+    assert seconds <= CACHED_S
+
+
 def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, grpo_demo):
     """Covers evaluation, curves and verdict of the runs with seed 42, and the page of recorded tokens."""
     run_names = ["ppo_training_output", "grpo_training_output"]

@@ -47,16 +47,18 @@ def test_controls_are_named_in_legend_and_title(logged_run):
     assert f"GRPO and {control}, 3 groups" in title(Chart(read_runs([runs[0], *more]), "updates", 10))
 
 
-def test_unregistered_algorithms_have_distinct_styles():
-    line_styles = line_styles_of([*ALGORITHMS, "a", "b"])
-    assert (
-        len({line_style.colour for line_style in line_styles.values()})
-        == len({line_style.marker for line_style in line_styles.values()})
-        == len(line_styles)
-    )
+def test_any_number_of_algorithms_has_distinct_styles():
+    names = [*ALGORITHMS, *"abcdefgh"]
+    line_styles = line_styles_of(names)
+    found = [line_styles[name] for name in names]
+    for six in (found[:6], found[6:12]):
+        assert len({style.colour for style in six}) == len({style.marker for style in six}) == 6
+        assert len({style.line for style in six}) == 1
+    assert len({(style.colour, style.line) for style in found}) == len(found)
     assert line_styles_of(ALGORITHMS) == {name: line_styles[name] for name in ALGORITHMS}
-    colours = [found.colour for found in group_styles(["start", *ALGORITHMS, "a", "ppo"])]
-    assert len(set(colours)) == len(colours) and colours[0] == COLOURS["start"]
+    groups = [(style.colour, style.line) for style in group_styles(["start", *names, "a", "ppo"])]
+    assert len(set(groups)) == len(groups) and groups[0] == (COLOURS["start"], "-")
+    assert len(group_styles([f"algorithm_{i}" for i in range(30)] * 2)) == 60, "styles are used again"
 
 
 def test_groups_of_one_algorithm_have_distinct_styles():

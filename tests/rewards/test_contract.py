@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import think_format_reward
 
 import train_ppo
-from rlhf.algorithms import objectives
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
 from rlhf.config import parse_cli
@@ -212,9 +211,13 @@ def none_for(*rows):
 
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, algorithm):
-    """Its score is left out of the statistics: the others' advantages are those of three scores, by hand."""
-    groups = ["--K", 4, "--batch-size", 1] if ALGORITHMS[algorithm].group_size > 1 else []
-    trainer = build(*groups, "--kl-placement", "none", algorithm=algorithm, rewards=[none_for(1)])
+    """Its score is left out of the statistics: the others' advantages are those of a batch without it."""
+
+    def trainer_of(size: int):
+        groups = ["--K", size, "--batch-size", 1] if ALGORITHMS[algorithm].group_size > 1 else []
+        return build(*groups, "--kl-placement", "none", algorithm=algorithm, rewards=[none_for(1)])
+
+    trainer = trainer_of(4)
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
     scores = trainer.collector.score(rollout)
     assert scores.raw.isnan().tolist() == [False, True, False, False]
@@ -222,12 +225,15 @@ def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, al
     assert not batch.advantages.isnan().any() and not batch.advantages[1].any()
     assert batch.scored_mask.equal(rollout.mask & torch.tensor([[True], [False], [True], [True]]))
     others = [0, 2, 3]
-    if not groups:  # PPO and others whiten over the batch
-        expected = objectives.whiten(batch.raw_advantages[others], rollout.mask[others])
-        assert batch.advantages[others].any() and torch.allclose(batch.advantages[others], expected, atol=1e-5)
-    else:  # scores 1, 3, 4: mean 8/3; the others' means are 7/2, 5/2, 2
-        expected = {"grpo": [-5 / 3, 1 / 3, 4 / 3], "rloo": [-5 / 2, 1 / 2, 2]}[algorithm]
-        assert batch.advantages[others, 0].tolist() == pytest.approx(expected)
+    fewer = trainer_of(3)
+    part = fewer.collector.logprobs(fewer.collector.rollout([rollout.episodes[row] for row in others]))
+    expected = fewer.advantages(part, scores.shaped[others]).advantages
+    found = batch.advantages[others, : expected.shape[1]]
+    assert found.any() and torch.allclose(found, expected, atol=1e-5)
+    # scores 1, 3, 4: mean 8/3; the others' means are 7/2, 5/2, 2
+    by_hand = {"grpo": [-5 / 3, 1 / 3, 4 / 3], "rloo": [-5 / 2, 1 / 2, 2]}
+    if algorithm in by_hand:
+        assert found[:, 0].tolist() == pytest.approx(by_hand[algorithm])
 
 
 @pytest.mark.parametrize("algorithm", BY_TIER)

@@ -105,8 +105,6 @@ def test_number_of_weights_must_match_functions(tokenizer, user_error):
     for functions, weights in (([words], [1, 2]), ([words, ending], [1])):
         with user_error(len(functions)):
             Rewards(functions, weights, tokenizer)
-    with user_error("rewards"):
-        Rewards([], None, tokenizer)
 
 
 def test_function_name_cannot_overwrite_a_metric(build):

@@ -212,6 +212,13 @@ def adapter(inputs: Inputs) -> list[object]:
     return ["--actor-model", inputs.folder / "adapter"]
 
 
+def short_context(inputs: Inputs) -> list[object]:
+    folder = inputs.copy_of(inputs.start)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 50}))
+    return ["--actor-model", folder]
+
+
 def reward_folder(**changes: object) -> Flags:
     return lambda inputs: ["--rm-model", make_reward_model(inputs.folder / "bad", **changes)]
 
@@ -231,6 +238,11 @@ def other_tokenizer(inputs: Inputs) -> list[object]:
     other.pad_token = "<|endoftext|>"
     other.save_pretrained(folder)
     return ["--rm-model", folder, "--dry-run"]
+
+
+def teacher(flags: Flags, *more: object) -> Flags:
+    """A teacher in place of a bad start model or reward model."""
+    return lambda inputs: ["--teacher", flags(inputs)[1], *more]
 
 
 def critic(inputs: Inputs, reward: Flags, *more: object) -> list[object]:
@@ -516,6 +528,24 @@ CONFIGURATION = [
     Row(24, "critic from a reward model with other attention", lambda inputs: critic(inputs, with_sinks, "--dry-run"),
         "--critic reward-model --rm-model <tmp>/copy --no-packed",
         place="--critic reward-model, --rm-model <tmp>/copy"),
+    Row(24, "a missing teacher", lambda inputs: ["--teacher", inputs.folder / "gone"], "--teacher",
+        place="<tmp>/gone"),
+    Row(24, "a teacher for GRPO", lambda inputs: ["--teacher", inputs.start],
+        "--teacher train_ppo.py train_reinforce_pp.py", place="command line", main=GRPO),
+    Row(24, "a teacher with another tokenizer", teacher(other_tokenizer),
+        "--teacher <tmp>/copy --actor-model", place="--teacher <tmp>/copy, --actor-model"),
+    Row(24, "a teacher with more tokens", teacher(tokenizer("--actor-model", larger), "--dry-run"),
+        "--teacher <tmp>/copy --actor-model", place="--teacher <tmp>/copy, --actor-model"),
+    Row(24, "a teacher with a shorter context", teacher(short_context), "50 --teacher <tmp>/copy --max-new-tokens",
+        place="--teacher <tmp>/copy"),
+    Row(24, "an adapter as the teacher", teacher(adapter), "--teacher <tmp>/adapter some/base",
+        place="--teacher <tmp>/adapter"),
+    Row(24, "a reward model as the teacher", lambda inputs: ["--teacher", inputs.copy_of(inputs.reward)],
+        "score.weight <tmp>/copy", place="<tmp>/copy", loads=True),
+    Row(24, "a teacher of a control", lambda inputs: ["--teacher", inputs.start, "--control", "shuffled"],
+        "--control --teacher", place="--control shuffled, --teacher", settings="control teacher"),
+    Row(24, "no reward and no teacher", "--rm-model none", "--rm-model none --reward-func --teacher",
+        place="--rm-model none", settings="rm_model"),
     Row(24, "CUDA graphs on a CPU", "--rollout-engine graph", "--rollout-engine graph",
         place="--rollout-engine graph"),
     Row(24, "CUDA graphs on a CPU, dry run", "--rollout-engine graph --dry-run", "--rollout-engine graph",
@@ -812,7 +842,7 @@ MORE_ERRORS = [
 
 # errors that need the tokenizer, the hub, the weights, a checkpoint or the GPU, so they come after the import of torch
 LATE = {
-    "evaluation file without the column of a reward function",
+    *("evaluation file without the column of a reward function", "a reward model as the teacher"),
     *("bf16 on a device without it", "no valid checkpoint", "data changed on resume"),
     *("prompts longer than the context", "prompt and completion longer than the context"),
     *("chats without a chat template", "a chat template that refuses a chat", "a template that divides by zero"),
@@ -825,7 +855,7 @@ LATE = {
 LATE |= {
     row.title
     for row in (*CONFIGURATION, *DATA)
-    if row.title.startswith(("critic from a r", "CUDA graphs on a CPU", "no paragraph in"))
+    if row.title.startswith(("critic from a r", "CUDA graphs on a CPU", "no paragraph in", "a teacher with "))
 }
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
 

@@ -49,6 +49,7 @@ RUN_ELSEWHERE = {
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),
     r"recorded": ("tests/demo/test_demo.py", '"--tokens", "./recorded"'),
     r"--arm|dpo_parts": ("tests/demo/test_small_demo.py", '"--arm", "DPO=./dpo_model"'),
+    r"--recipe distill": ("tests/demo/test_demo.py", '"--recipe", "distill"'),
     r"--recipe demo|_seed\d": ("tests/demo/test_demo.py", '"--recipe", "demo"'),
     r"--recipe smollm2-sums": ("tests/real/test_recipe.py", "--recipe smollm2-sums"),
     r"gsm8k_data|qwen3-gsm8k|qwen3_gsm8k": ("tests/examples/test_gsm8k_data.py", "--recipe qwen3-gsm8k"),
@@ -63,6 +64,7 @@ MODULES = {
 }
 LAUNCHERS = ("trl", "torchrun", "accelerate")  # they start processes themselves
 PARSERS = {
+    "train.py": partial(parse_cli, algorithm=None),
     **{f"train_{name}.py": partial(parse_cli, algorithm=name) for name in ALGORITHMS},
     "evaluate_generations.py": parse_evaluation_cli,
     "compare_runs.py": parse_comparison_cli,

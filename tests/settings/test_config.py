@@ -256,6 +256,7 @@ VALUES_OF_RECIPES = {
     "reward_func": "[length_penalty, word_penalty]", "eval_func": "[exact_match]", "columns": "{prompt: question}",
     "reward_weights": "[1, 2]", "stop": '["\\n"]', "report_to": "[wandb]", "rm_model": "./judge", "eval_text": "a.txt",
     "eval_dataset": "a.jsonl", "few_shot": "a.jsonl", "kl_target": "3/sequence", "write_parts": "./parts",
+    "teacher": "./teacher",
 }  # fmt: skip
 
 

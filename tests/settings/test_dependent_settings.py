@@ -19,12 +19,13 @@ from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError
+from tests.conftest import algorithms_of
 from tests.records import record_of
 
 # settings without `needs`: they act in every command that has them
 ACT_ALWAYS = {
     Config: {
-        *("actor_model", "rm_model", "use_lora", "bf16", "gradient_checkpointing"),
+        *("actor_model", "rm_model", "teacher", "use_lora", "bf16", "gradient_checkpointing"),
         "allow_weak_reward_model",  # a permission: without a reward model it is not used, and nobody misses it
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
         *("max_prompts", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
@@ -131,8 +132,8 @@ def parser_of(config_class: type, setting: Setting, condition: str):
     """Return the parser of a command that has the setting and those of the condition."""
     if config_class is not Config:
         return PARSERS[config_class]
-    groups = {setting.group, *(settings_of(Config)[name].group for name, _ in alternatives(condition))}
-    algorithm = next(name for name, row in ALGORITHMS.items() if not groups & row.foreign.keys())
+    names = {setting.name, *(name for name, _ in alternatives(condition))}
+    algorithm = next(name for name, row in ALGORITHMS.items() if not names & row.foreign.keys())
     return lambda words: parse_cli(words, algorithm)
 
 
@@ -211,7 +212,7 @@ def test_config_py_may_contain_them_and_the_plan_says_so(tmp_path):
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_recipes_and_the_settings_of_a_run_are_accepted(recipe):
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms_of(recipe):
         config = make_config(recipe, algorithm)
         for words in (
             [],

@@ -84,7 +84,7 @@ def test_help_all_has_every_setting_in_its_group(help_of, command):
         assert s.positional or f"  {s.flag}" in text, s.name
     titles = {s.group for s in line.settings.values()}
     assert sum(row.endswith(":") and not row.startswith(" ") for row in text.splitlines()) >= len(titles)
-    foreign = [s.flag for s in settings_of(line.config_class).values() if s.group in line.foreign]
+    foreign = [s.flag for s in settings_of(line.config_class).values() if s.name in line.foreign]
     assert not set(foreign) & set(text.split())
 
 

@@ -18,6 +18,7 @@ from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.settings.translate import translate
 from rlhf.utils.errors import UserError
+from tests.conftest import algorithms_of
 from tests.systems import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def custom_recipe(tmp_path) -> str:
 def test_every_shipped_recipe_is_valid_for_every_command(name):
     """All names in it are settings, also those for other algorithms, and its values are consistent."""
     recipe = find_recipe(name)
-    for algorithm in ALGORITHMS:
+    for algorithm in algorithms_of(name):
         assert parse_cli(["--recipe", name], algorithm).recipe == name
         for layer in recipe.layers(algorithm):
             assert translate(layer, settings_of(Config))[1] == []
@@ -55,11 +56,19 @@ def test_every_shipped_recipe_is_valid_for_every_command(name):
     assert parse_reward_cli(["--recipe", name]).recipe == name
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_algorithms_that_use_no_teacher_refuse_its_recipe(algorithm, user_error):
+    with user_error("--rm-model none", "distill.yaml", "--teacher") as caught:
+        parse_cli(["--recipe", "distill"], algorithm)
+    assert len(caught.value.problems) == 1
+
+
 def test_the_shipped_recipes():
     assert shipped_recipes() == (
         "smollm2-orca",
         "demo",
         "demo-checker",
+        "distill",
         "phased-kl",
         "qwen3-gsm8k",
         "qwen3-tldr",

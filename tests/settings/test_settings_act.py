@@ -191,8 +191,7 @@ def test_setting_changes_a_grpo_run(differs, name):
         for algorithm in ALGORITHMS
         if algorithm != "ppo"
         for name in BY_RUN
-        if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
-        and settings_of(Config)[name].group in READ_BY_ALGORITHMS
+        if name not in ALGORITHMS[algorithm].foreign and settings_of(Config)[name].group in READ_BY_ALGORITHMS
     ],
 )
 def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):
@@ -229,6 +228,14 @@ def outcomes_actor_model(configured, tmp_path):
         return float(next(policy.parameters()).detach().flatten()[0])
 
     return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
+
+
+def outcomes_teacher(configured, tmp_path):
+    def name(*flags):
+        teacher = load_components(configured(*flags), CPU, Screen()).teacher
+        return teacher and teacher.name
+
+    return name("--teacher", make_start_model(tmp_path / "other", seed=9)), name()
 
 
 def outcomes_rm_model(configured, tmp_path):

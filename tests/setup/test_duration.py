@@ -41,6 +41,13 @@ def test_the_products_are_those_of_paper(configured, flags, algorithm, reward_mo
     assert found == {"updates": [pytest.approx(update / 1_000)], "evaluations": [pytest.approx(evaluation / 1_000)]}
 
 
+def test_a_teacher_takes_a_pass_of_each_completion(configured):
+    """Beside the 9,000 and 3,000 of above. The KL of all of 128 prompts is measured."""
+    given = Estimator(POLICY, None, CPU, PROMPTS, [5, 7] * 64, 10, teacher=replace(POLICY, parameters=5_000))
+    found = predicted_seconds(configured(*FLAGS), given, 0.001)
+    assert found == {"updates": [pytest.approx(32 * 14)], "evaluations": [pytest.approx(64 * 36 * 8)]}
+
+
 def test_a_product_is_a_sixth_of_a_pass_of_two_matrices(monkeypatch):
     """Two products forward and four backward: 6 x 128 x 8 x 16 tokens x weights."""
     asked = []

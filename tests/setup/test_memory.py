@@ -24,7 +24,7 @@ from rlhf.rollout.decoder import FusedDecoder
 from rlhf.settings.fields import replaced
 from rlhf.setup import fit
 from rlhf.setup import memory as memory_module
-from rlhf.setup.fit import estimator, what_helps
+from rlhf.setup.fit import estimator, estimator_of, what_helps
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.memory import IMPORTED, NOT_REUSED, Estimator, longest_batch
 from rlhf.setup.plan import batch_line, show_plan
@@ -239,6 +239,25 @@ def test_predicted_scoring_has_as_many_texts_as_a_forward_pass_of_the_run(config
     shape = Shape.of(LlamaConfig(**SHAPE), 10**6)
     forecast = Estimator(shape, shape, CPU, [ids_alone([5] * 12)] * 70, [], 1)(config)
     assert forecast.phases["scoring"]["reward model's forward pass"] == shape.forward_peak(20 * texts, 4)
+
+
+def test_a_teacher_is_held_and_takes_a_forward_pass(configured, build, wide_model):
+    """Its frozen weights, of a model that is larger than the policy, in float32 and in 16 bits."""
+    trainer = build("--teacher", wide_model)
+    (shape,) = {estimator_of(trainer).teacher, estimator(load_inputs(trainer.config, Screen()), 2, CPU).teacher}
+    assert shape.parameters == trainer.teacher.reference.copy.num_parameters()
+    for bf16 in (False, True):
+        config = configured("--teacher", wide_model, "--bf16" if bf16 else "--no-bf16")
+        estimate = estimator(load_inputs(config, Screen()), 2, CPU)
+        frozen = load_policy(str(wide_model), frozen=True, dtype=torch.bfloat16 if bf16 else None, device=CPU,
+                             vocabulary=1)  # fmt: skip
+        assert not any(weight.requires_grad for weight in frozen.parameters())
+        held = sum(weight.nbytes for weight in frozen.parameters())
+        assert estimate(config).held["teacher"] == pytest.approx(held, rel=0.01)
+        row = estimate(config).tokens
+        passed = shape.forward_peak(row, 2 if bf16 else 4)
+        assert estimate(config).phases["teacher"]["teacher's forward pass"] == passed
+    assert estimator_of(build())(configured()).held["teacher"] == 0
 
 
 @pytest.mark.gpu

@@ -464,12 +464,8 @@ class OnPolicyLoop:
         update_dir_atomically(Path(folder), lambda into: save_trainer_state(self, into))
 
     def load_state(self, folder: str | Path) -> None:
-        """Load what `save_state` wrote into a new trainer with the same configuration and callbacks. Raises UserError
-        if it cannot be loaded."""
-        try:
-            load_trainer_state(self, Path(folder))
-        except (OSError, ValueError) as error:
-            raise UserError(f"no state of this configuration ({error})", "load_state()", "Use save_state()") from None
+        """Load what `save_state` wrote into a new trainer with the same configuration and callbacks."""
+        load_trainer_state(self, Path(folder))
 
     def after_step(self) -> None:
         """Evaluate and save after an update, if that is due. After a stop signal, ends the run and raises

@@ -22,7 +22,7 @@ GENERATE = "generate()"
 STEP = "step()"
 
 
-def listed(given: Any, where: str) -> list:
+def items_of(given: Any, where: str) -> list:
     """Return a list of what is given. Raises UserError for a text, one prompt or one episode."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise UserError(f"not a list: {type(given).__name__}", where, "Give a list")

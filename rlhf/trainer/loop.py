@@ -41,7 +41,7 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, listed, order_of, prompts_of, sampling_of
+from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -372,7 +372,7 @@ class OnPolicyLoop:
         """
         self.begin()
         sampling = sampling_of(self.config.sampling, max_new_tokens, stop, greedy)
-        given = listed(prompts_or_episodes, GENERATE)
+        given = items_of(prompts_or_episodes, GENERATE)
         update = self.update + 1
         if any(isinstance(one, Episode) for one in given):
             bind(given, self.collector.rules, GENERATE)
@@ -427,7 +427,7 @@ class OnPolicyLoop:
             assume_on_policy: take the log-probs of the present weights as those of all episodes without `logprobs`.
         """
         self.begin()
-        given = listed(episodes, STEP)
+        given = items_of(episodes, STEP)
         update = self.update + 1
         why = self.apply_requests()
         if why is not None:

@@ -131,9 +131,9 @@ class Rewards:
 
         def call(rows: Sequence[int]) -> tuple[dict[str, list], RewardLog]:
             given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended, whole, spans)]
-            more = {name: list(map(named[name], rows)) for name in self.named}
+            given.append({name: list(map(named[name], rows)) for name in self.named})
             own = RewardLog(len(rows))
-            return self._call_functions(*given, more, self.columns_of(prompts), own), own
+            return self._call_functions(*given, self.columns_of(prompts), own), own
 
         shares = gather(own_share(by_group([row // group_size for row in range(len(texts))]), call))
         parts = [(rows, *found) for rows, found in shares if found is not None]
@@ -180,12 +180,13 @@ class Rewards:
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
         episodes: Sequence[Episode | None],
-        spans: list[Sequence[range]],
-        named: dict[str, list],
+        spans: list,
+        named: dict,
         columns: Sequence[str],
         log: RewardLog,
     ) -> dict[str, list]:
-        """Call each function with completions of this process. `named` has the arguments among NAMED."""
+        """Call each function with completions of this process. `spans` are those of `Episode`; `named` has the
+        arguments among NAMED."""
         names = zip(self.functions, self.names, self.limits_s, strict=True)
         start = time.monotonic()
         rows = {

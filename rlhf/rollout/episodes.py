@@ -36,7 +36,7 @@ class EpisodeRules:
     tokenizer: PreTrainedTokenizerBase
     criterion: StoppingCriterion  # what ends a turn
     longest: int  # tokens after a prompt
-    context: int | None  # positions of the model; None: no limit
+    context: float  # positions of the model; infinity: no limit
     vocabulary: int  # of the model
 
 
@@ -145,9 +145,7 @@ class Episode:
     @property
     def room(self) -> int:
         """The number of tokens that can still follow."""
-        rules = self.known
-        context = rules.longest if rules.context is None else rules.context - len(self.prompt.ids)
-        return min(rules.longest, context) - len(self.ids)
+        return min(self.known.longest, self.known.context - len(self.prompt.ids)) - len(self.ids)
 
     @property
     def done(self) -> bool:

@@ -47,10 +47,8 @@ def continued(config: Config, data: dict, screen: Screen) -> RunLog:
     """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
     folder = Path(config.run.output)
     before = RunRecord.require(folder, "--resume, --output").data
-    counts = before.get("evaluation_prompts"), data["evaluation_prompts"]
-    if 0 in counts and any(counts):
-        what = "a run starts with evaluation prompts, or has none"
-        raise UserError(what, "--resume, evaluation_prompts", "Give those of its start")
+    if bool(before.get("evaluation_prompts", 1)) != bool(data["evaluation_prompts"]):
+        raise UserError("with and without evaluations", "--resume, evaluation_prompts", "Give those of the start")
     changed = [line for name in data if name in before for line in _differences(name, before[name], data[name])]
     check_same_run(config, changed, screen)
     return RunLog(folder, resume=True)

@@ -240,7 +240,10 @@ def _load_prompt_sets(
     else:
         source = "prompts"
         sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
-        check_empty(config, sets)
+        run = config.run
+        if not sets.train and (data.steps_per_topic or run.num_iterations is run.episodes is None):
+            fix = "Set num_iterations, and no steps_per_topic, for a loop by hand; or pass texts or chats"
+            raise UserError("an empty list", "prompts", fix)
         short = 0 < len(sets.train) < config.batch.batch_size
         if short and not config.run.only_reward:  # a flag is refused; a list in a program is often a first try
             screen.say(
@@ -261,16 +264,6 @@ def _load_prompt_sets(
         check_functions(sources.rules, train, source)
         check_functions(sources.rules, evaluation, separate)
     return sets
-
-
-def check_empty(config: Config, sets: PromptSets) -> None:
-    """Raise UserError for settings that no training prompts, or no evaluation prompts, leave without a meaning."""
-    run = config.run
-    if not sets.train and (config.data.steps_per_topic or run.num_iterations is run.episodes is None):
-        fix = "Set num_iterations, and no steps_per_topic, for a loop by hand; or pass texts or chats"
-        raise UserError("an empty list", "prompts", fix)
-    if not sets.evaluation and config.export.export_from == "best":
-        raise UserError("without evaluations no weights are the best", "evaluation_prompts", "Remove export_from")
 
 
 def check_prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,9 +110,10 @@ class RolloutCollector:
             longest_prompt=self.longest_prompt,
         )
         base = base_of(policy)
+        context = context_of(base.config) or math.inf
         vocabulary = base.get_input_embeddings().num_embeddings
         longest = config.sampling.episode_tokens
-        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context_of(base.config), vocabulary)
+        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context, vocabulary)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
@@ -259,7 +261,7 @@ class RolloutCollector:
                 what = f"turn and token scores cannot be used with {', '.join(map(flag_of, names))}"
                 raise RunError([Problem(what, str(self.rewards), "Give one score per completion", names)])
             paid = padded(given.by_token, 0.0, raw.device)
-            penalty = (shaped - raw).unsqueeze(1)
+            penalty = (shaped - raw).nan_to_num().unsqueeze(1)
             rollout.token_scores = paid + torch.where(last_token(rollout.mask), penalty, 0.0)
         return replace(given, raw=raw, shaped=shaped, each=each)
 

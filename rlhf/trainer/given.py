@@ -22,7 +22,7 @@ GENERATE = "generate()"
 STEP = "step()"
 
 
-def listed(given: Any, where: str) -> list:
+def items_of(given: Any, where: str) -> list:
     """Return a list of what is given. Raises UserError for a text, one prompt or one episode."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise UserError(f"not a list: {type(given).__name__}", where, "Give a list")
@@ -33,7 +33,7 @@ def prompts_of(given: Sequence, rules: EpisodeRules, longest: int, shots: Messag
     """Return prompts in a form that `examples_of` reads, or as ids, or as they are, in order. Raises UserError for one
     that cannot be read, has more than `longest` tokens, or leaves no room in the context."""
     found = []
-    longest = longest if rules.context is None else min(longest, rules.context - 1)
+    longest = min(longest, rules.context - 1)
     for number, prompt in enumerate(given):
         if isinstance(prompt, Prompt):
             found.append(prompt)
@@ -128,13 +128,14 @@ def given_scores(
     for name, given in (("scores", scores), ("turn_scores", turn_scores), ("token_scores", token_scores)):
         if given is not None and len(given) != count:
             raise UserError(f"{len(given)} {name} for {count} episodes", STEP, "Give one per episode")
-    whole = [None] * count if scores is None else [None if score is None else float(score) for score in scores]
+    dense = turn_scores is not None or token_scores is not None
     rows = []
     total: list[float | None] = []
-    for number, episode in enumerate(episodes):
+    for number in order:
+        episode = episodes[number]
         row = [0.0] * len(episode.ids)
         if token_scores is not None:
-            row = [float(score) for score in fitting(token_scores[number], len(row), "token", number)]
+            row = list(map(float, fitting(token_scores[number], len(row), "token", number)))
             if any(score and not wrote for score, wrote in zip(row, episode.action_mask, strict=True)):
                 raise UserError(
                     "a score on a token that the policy has not written",
@@ -145,15 +146,13 @@ def given_scores(
             given = fitting(turn_scores[number], len(episode.spans), "turn", number)
             for span, score in zip(episode.spans, given, strict=True):
                 row[span[-1]] += float(score)
-        row[episode.spans[-1][-1]] += whole[number] or 0.0
+        score = None if scores is None else scores[number]
+        row[episode.spans[-1][-1]] += float(score or 0)
         rows.append(row)
-        apart = turn_scores is not None or token_scores is not None
-        total.append(math.fsum(row) if apart or whole[number] is not None else None)
+        total.append(math.fsum(row) if dense or score is not None else None)
         if not abs(total[-1] or 0.0) <= MAX_ABS_SCORE:
             raise UserError(f"the score {total[-1]}", f"{STEP}, episode {number}", "Give finite numbers")
-    dense = turn_scores is not None or token_scores is not None
-    total = [total[row] for row in order]
-    return Scores(total, {"score": total}, by_token=[rows[row] for row in order] if dense else None)
+    return Scores(total, {"score": total}, by_token=rows if dense else None)
 
 
 def fitting(values: Sequence[float], count: int, name: str, number: int) -> Sequence[float]:

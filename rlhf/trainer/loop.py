@@ -41,7 +41,7 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, listed, order_of, prompts_of, sampling_of
+from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -372,7 +372,7 @@ class OnPolicyLoop:
         """
         self.begin()
         sampling = sampling_of(self.config.sampling, max_new_tokens, stop, greedy)
-        given = listed(prompts_or_episodes, GENERATE)
+        given = items_of(prompts_or_episodes, GENERATE)
         update = self.update + 1
         if any(isinstance(one, Episode) for one in given):
             bind(given, self.collector.rules, GENERATE)
@@ -427,7 +427,7 @@ class OnPolicyLoop:
             assume_on_policy: take the log-probs of the present weights as those of all episodes without `logprobs`.
         """
         self.begin()
-        given = listed(episodes, STEP)
+        given = items_of(episodes, STEP)
         update = self.update + 1
         why = self.apply_requests()
         if why is not None:
@@ -464,12 +464,8 @@ class OnPolicyLoop:
         update_dir_atomically(Path(folder), lambda into: save_trainer_state(self, into))
 
     def load_state(self, folder: str | Path) -> None:
-        """Load what `save_state` wrote into a new trainer with the same configuration and callbacks. Raises UserError
-        if it cannot be loaded."""
-        try:
-            load_trainer_state(self, Path(folder))
-        except (OSError, ValueError) as error:
-            raise UserError(f"no state of this configuration ({error})", "load_state()", "Use save_state()") from None
+        """Load what `save_state` wrote into a new trainer with the same configuration and callbacks."""
+        load_trainer_state(self, Path(folder))
 
     def after_step(self) -> None:
         """Evaluate and save after an update, if that is due. After a stop signal, ends the run and raises

@@ -141,6 +141,17 @@ def test_ppo_pays_each_score_where_it_belongs(build, penalty, last):
         assert advantages == pytest.approx([2.045771875, 1.1008125, 1.15875, 3.325, 3.5])
 
 
+def test_a_completion_without_a_score_is_paid_nothing(build):
+    def some(completion_ids, **_):
+        return [None, *at_tokens(completion_ids)[1:]]
+
+    trainer = build(*FIVE, "--missing-eos-penalty", 1, rewards=[some])
+    rollout, scores = scored_rollout(trainer)
+    assert scores.shaped.isnan().tolist() == [True, False, False, False]
+    assert rollout.token_scores[:2].tolist() == [[0] * 5, [2, 0, -4, 0, 7]]
+    assert not trainer.advantages(rollout, scores.shaped).advantages.isnan().any()
+
+
 @pytest.mark.parametrize("algorithm", BY_TIER)
 def test_training_differs_from_that_with_the_sums_only_if_tokens_have_rewards(build, algorithm):
     dense, plain = (build(*FIVE, algorithm=algorithm, rewards=[one]) for one in (at_tokens, their_sums))

@@ -328,7 +328,7 @@ def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch)
         rollout = sample(*given, **named)
         sampled = trainer.passes.logprobs(rollout.completions).logprobs - 0.25
         for episode, row in zip(rollout.episodes, sampled, strict=True):
-            episode.sampled_logprobs = [row[: len(episode.ids)]]
+            episode.sampled_logprobs = {0: row[: len(episode.ids)]}
         return trainer.collector.rollout(rollout.episodes)
 
     monkeypatch.setattr(trainer.collector, "sample", as_vllm)

@@ -207,12 +207,6 @@ def test_other_commands_read_a_run_without_evaluations(made, user_error, capsys)
         evaluate_generations.main(["--model-path", "run-1", "--which", "best", *asked, "--output", "other"])
 
 
-def test_weights_that_no_evaluation_chooses_are_not_exported(made, user_error):
-    with user_error("export_from", "evaluation_prompts"):
-        made(output="run", use_lora=True, merge_lora=True, export_from="best")
-    assert not Path("run").exists()
-
-
 def test_without_training_prompts_the_reward_is_probed_on_the_evaluation_prompts(made, capsys):
     rows = [{"prompt": prompt, "answer": "yes"} for prompt in PROMPTS[:3]]
     made(prompts=[], evaluation=rows, rewards=lambda completions, **_: [1.0] * len(completions)).begin()

@@ -30,11 +30,11 @@ ACT_ALWAYS = {
         *("prompts", "split", "eval_dataset", "columns", "skip_bad_rows", "steps_per_topic", "plain_prompts"),
         *("max_prompts", "prompt_length", "eval_prompts", "eval_text", "few_shot"),
         *("dataset_config", "dataset_split"),  # refused for a file, when the data is read
-        *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
+        *("max_new_tokens", "max_episode_tokens", "temperature", "top_k", "top_p", "stop"),
         *("batch_size", "K", "ppo_epochs", "minibatches", "micro_batch_size", "micro_batch_tokens"),
         *("gradient_accumulation_steps", "clip_range", "epsilon_high", "mask_truncated_completions", "entropy_coef"),
         *("rollout_engine", "threads", "packed", "fit"),
-        *("critic", "value_coef", "value_clip_range", "gamma", "lam", "critic_warmup"),
+        *("critic", "value_coef", "value_clip_range", "gamma", "lam", "gae_unit", "critic_warmup"),
         *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
         *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),
         *("reward_func", "eval_func", "reward_weights", "missing_eos_penalty", "normalize_scores", "control"),

@@ -38,7 +38,8 @@ class Trained:
 
 def trained(build, *flags, algorithm="grpo", deferred=True, callbacks=(), updates=2, scores=None) -> Trained:
     """Make updates in float64, with `deferred` False as if the log-probs were always computed before."""
-    sizes = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ("--batch-size", 4)
+    row = ALGORITHMS[algorithm]
+    sizes = ("--batch-size", 2, "--K", 2 + row.greedy) if row.group_size > 1 else ("--batch-size", 4)
     rewards = {} if scores is None else {"rewards": [lambda completions, **_: scores]}
     trainer = build(*sizes, *FLAGS, *flags, algorithm=algorithm, callbacks=callbacks, **rewards)
     trainer.host.model.double()

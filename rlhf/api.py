@@ -44,14 +44,15 @@ def make_trainer(
     files. Raises UserError.
 
     Args:
-        prompts: texts, chats (lists of {"role", "content"}), or rows as in a data file.
+        prompts: texts, chats (lists of {"role", "content"}), or rows as in a data file. An empty list is for a loop by
+            hand: it needs `num_iterations`, and `prompt_length` is the room for its prompts.
         rewards: reward functions, modules, or names as in --reward-func, used instead of the reward model and reward
             functions in `config`.
         reward_weights: one weight for each of `rewards`; None: all 1.
         callbacks: objects with methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
         evaluation_prompts: like `prompts`. None: the rows of the setting `eval_dataset`; if it is not set, 10% of the
             prompts are held out, selected by the hash of the question; if there are fewer than 20 prompts, the
-            training prompts are also used for evaluation.
+            training prompts are also used for evaluation. An empty list: there are no evaluations and no `best/`.
         eval_functions: functions with the signature of reward functions, used instead of --eval-func in `config`:
             metrics eval/NAME of every evaluation, which training never sees.
         output: folder of the run, instead of that in `config`. `train()` writes there what a script's run writes:

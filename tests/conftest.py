@@ -41,6 +41,7 @@ from rlhf.run.session import RunSession
 from rlhf.settings.recipes import find_recipe, shipped_recipes
 from rlhf.settings.training import Config, DataSettings
 from rlhf.trainer.session import Session
+from rlhf.utils.command_lines import OF_USERS
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import UserError
 from rlhf.utils.signals import GracefulStop
@@ -105,6 +106,22 @@ def pytest_collection_finish():
     """Exclude what the imports and the collection made from garbage collections, each of which would visit it."""
     gc.collect()
     gc.freeze()
+
+
+def forget() -> None:
+    """Remove the algorithms of users from the tables, as in a new process."""
+    from rlhf.algorithms.classes import CLASSES
+
+    for name in [*OF_USERS]:
+        for table in (ALGORITHMS, CLASSES, OF_USERS):
+            table.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def algorithms_of_the_library():
+    yield
+    if OF_USERS:
+        forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

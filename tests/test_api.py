@@ -165,8 +165,6 @@ def test_a_tenth_of_the_prompts_is_held_out(config, user_error):
     trainer = make_trainer(config(allow_weak_reward_model=True), prompts)
     assert 8 <= len(trainer.evaluation_prompts) <= 35
     assert len(trainer.evaluation_prompts) + len(trainer.train_prompts) == 200
-    with user_error("evaluation_prompts"):
-        make_trainer(config(), ["a cat?"], evaluation_prompts=[])
     separate = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
     with user_error("evaluate()"):
         separate.evaluate([])

@@ -70,6 +70,8 @@ def _problems(row: Algorithm) -> list[tuple[str, str]]:
     found = []
     if not row.name.isidentifier() or {row.name} & (SCRIPTS.keys() | ALGORITHMS.keys() - OF_USERS.keys()):
         found.append((f"name {row.name!r} is not free, or not a Python identifier", "Give another name"))
+    if not 0 <= row.greedy < row.group_size:
+        found.append((f"greedy is {row.greedy} and group_size {row.group_size}", "Give a larger group_size"))
     settings = settings_of(Config)
     some = set().union(*(of.reads for of in ALGORITHMS.values()))  # all algorithms read the others
     known = {

@@ -60,8 +60,9 @@ class Algorithm:
     def validate(self, config: Any) -> list[Problem]:
         """Return the errors in the settings that concern this algorithm only, one line each."""
         found = []
-        if self.group_size > 1 and config.group_size == 1:
-            fix = "Set it to at least 2: the completions of a prompt are compared with each other"
+        least = self.greedy + 1 if self.greedy else 2
+        if self.group_size > 1 and config.group_size < least:
+            fix = f"Set it to at least {least}: the completions of a prompt are compared with each other"
             found.append(Problem(f"K is {config.batch.K or 'unset'}", fix=fix, settings=("K",)))
         if self.greedy and config.speed.rollout_engine == "vllm":
             fix = f"Use auto: vLLM does not sample the greedy completions of {self.label}"

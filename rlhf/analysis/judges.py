@@ -147,7 +147,7 @@ def rate_stored(
     """Return a judge's ratings of completions that a run stored.
 
     An evaluation function may need the columns of the data, which are not stored. Returns None if a prompt is not
-    `known`, and the run stored no ratings either.
+    `known`, or the function names groups, turns or log-probs, and the run stored no ratings either.
 
     `known` has the rows of the data by their prompts (`as_key`). `as_logged`: the judge is a function of the runs, so
     the ratings that they stored are its ratings.
@@ -155,10 +155,11 @@ def rate_stored(
     if judge.is_function and as_logged and all(judge.name in row.get("metrics", {}) for row in rows):
         return np.array([row["metrics"][judge.name] for row in rows], dtype=float)
     examples = [known.get(as_key(row["prompt"])) for row in rows]
-    if judge.is_function and None in examples:
+    if judge.is_function and (None in examples or judge.rewards.named):
         return None
     prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
     texts = [row["completion"] for row in rows]
     ended = [row["ended"] for row in rows]
-    ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
+    end = [tokenizer.eos_token_id]  # a completion has at least one token
+    ids = [encode_completion(tokenizer, *pair) or end for pair in zip(texts, ended, strict=True)]
     return np.array(judge.rewards.score(prompts, texts, ids, ended).total, dtype=float)

@@ -119,11 +119,8 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
             status = present_status(folder, run.status)
             resume = f"Resume it ({resume_command(config_of_run(run, output=name))})"
             fix = "Wait for its end" if status == "running" else resume
-            raise UserError(
-                f"no final weights because the run is {status}",
-                f"{flag} {name}",
-                f"{fix}, or add --which best, the best checkpoint so far",
-            )
+            best = "" if run.best is None else ", or add --which best, the best checkpoint so far"
+            raise UserError(f"no final weights because the run is {status}", f"{flag} {name}", fix + best)
         # while a finished run is being extended, its final weights are old, but its plan is already the new one
         update = (run.spent or run.plan).updates
     else:

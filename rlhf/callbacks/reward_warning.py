@@ -31,7 +31,8 @@ class RewardWarning(Callback):
         takes_long = FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS
         if evaluation.update or takes_long or not trainer.rewards.functions:
             return
-        given = trainer.rewards, trainer.train_prompts, trainer.processing_class, FEW
+        prompts = trainer.train_prompts or trainer.evaluation_prompts
+        given = trainer.rewards, prompts, trainer.processing_class, FEW
         with alone():  # only the first process has this callback
             report = probe_rewards(trainer.config, *given)
         for problem in report.problems(every=True)[:1]:

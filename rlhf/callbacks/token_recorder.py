@@ -86,15 +86,17 @@ class TokenRecord(Callback):
     """Writes token records: the quantities of every token of some episodes."""
 
     def __init__(self, folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
-        """`prompts` are the training prompts. Records contain their indices."""
+        """`prompts` are the training prompts. Records contain their indices; other prompts of a loop by hand follow
+        them."""
         self.folder = folder
         self.config = config
         self.tokenizer = tokenizer
-        self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
+        self.number_of = {prompt.ids: i for i, prompt in enumerate(prompts)}
 
     def on_batch(self, update, batch, scores):
         if update == 1 or update % UPDATES == 0:
             count = PROMPTS * self.config.group_size  # a group's completions are adjacent
-            numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
+            prompts = batch.prompts[:count]
+            numbers = [self.number_of.setdefault(prompt.ids, len(self.number_of)) for prompt in prompts]
             rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, self.config.critic)
             write_tokens(self.folder, update, rows)

@@ -93,6 +93,10 @@ class RunLog:
 
         Raises FolderMoved and writes nothing if the folder is no longer at its path. An error for the user is in it.
         """
+        if (
+            kind is GeneratorExit
+        ):  # nobody has a loop by hand any more, and its files may be closed: it counts as killed
+            return
         with self._lock:
             try:
                 with contextlib.suppress(OSError):  # the disk does not answer: report the error that ended the run

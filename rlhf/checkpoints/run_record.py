@@ -162,7 +162,7 @@ class RunRecord:
             run = _from_json(facts)
             note_names(folder / RUN_FILE, run.flat_settings.values())
             if run.row is not None and run.algorithm not in ALGORITHMS:
-                add_row(replace(run.row, name=run.algorithm))
+                add_row(replace(run.row, name=run.algorithm, defaults={}))  # a file of others sets no default
             return run
         except ValueError as error:
             raise UserError(

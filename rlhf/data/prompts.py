@@ -41,6 +41,12 @@ def ids_alone(ids: Sequence[int]) -> Prompt:
     return Prompt(tuple(ids), Example(({"role": "user", "content": ""},)))
 
 
+def or_longest(prompts: Sequence[Prompt], data: DataSettings) -> Sequence[Prompt]:
+    """Return the training prompts of a run; without any, as a loop by hand may be, one of the largest length, for
+    which the run then has room."""
+    return prompts or [ids_alone([0] * data.prompt_length)]
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int, shots: Messages = ()
 ) -> list[Prompt]:
@@ -209,12 +215,11 @@ def given_prompts(
 
     If `evaluation` is None, the evaluation prompts are those of `eval_dataset`. Without that, a tenth of `prompts` is
     held out, selected by the hash of the question. With fewer than FEW_PROMPTS prompts none is held out, and the
-    training prompts are also the evaluation prompts. Raises UserError if a prompt is invalid or none is short enough.
+    training prompts are also the evaluation prompts. Either list may be empty. Raises UserError if a prompt is invalid
+    or none of a list is short enough.
     """
     by_topic = data.steps_per_topic is not None
     train = examples_of(prompts, by_topic, data.columns, data.skip_bad_rows, say)
-    if not train:
-        raise UserError("an empty list", "prompts", "Pass texts or chats")
     if evaluation is None and data.eval_dataset is not None:
         held_out = load_examples(DataSource.of_evaluation(data), say=say)
     elif evaluation is None:
@@ -223,10 +228,8 @@ def given_prompts(
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
-        if not held_out:
-            raise UserError("an empty list", "evaluation_prompts", "Pass texts or chats, or None")
     sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
-    if not sets.train or not sets.evaluation:
+    if (train and not sets.train) or (held_out and not sets.evaluation):
         raise UserError(f"no prompt has at most {data.prompt_length} tokens", "prompts", "Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
 

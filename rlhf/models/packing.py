@@ -7,7 +7,7 @@ completion, because nothing is predicted from it. `PaddedMicroBatch` is the refe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,15 +55,18 @@ class TokenBatch:
             row[own] = True
         return found.to(self.mask.device)
 
-    def placed(self, parts: Sequence[Sequence[Tensor]], unknown: int) -> Tensor | None:
-        """Return values of the policy's tokens, in parts (N, ...) of each completion, at their places, (B, T, ...).
-        They are `unknown` for a completion without parts, and 0 at other tokens. None if no completion has parts."""
-        one = next((part for own in parts for part in own), None)
+    def placed(self, parts: Sequence[Mapping[int, Tensor]], unknown: int) -> Tensor | None:
+        """Return values of the policy's tokens at their places, (B, T, ...): of each completion parts (N, ...), by the
+        number of its tokens before. Other tokens of the policy have `unknown`, and the rest 0. None without parts."""
+        one = next((part for own in parts for part in own.values()), None)
         if one is None:
             return None
         found = one.new_zeros(*self.mask.shape, *one.shape[1:])
         for row, own in enumerate(parts):
-            found[row, on_device(found.device, self.actions(row))] = torch.cat(own) if own else unknown
+            places = on_device(found.device, self.actions(row))
+            found[row, places] = unknown
+            for start, part in own.items():
+                found[row, places[start : start + len(part)]] = part
         return found
 
     @property

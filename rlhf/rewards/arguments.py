@@ -1,4 +1,4 @@
-"""The arguments of reward functions: TRL's, two of ours (`messages` and `ended`), and the dataset's columns."""
+"""The arguments of reward functions: TRL's, five of ours (`messages`, `ended`, NAMED), and the dataset's columns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ from rlhf.utils.files import json_ready
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-RewardFunction = Callable[..., Sequence[float | None]]
+    from rlhf.rollout.episodes import Episode
+
+# per completion one score, or {"turn_scores": [...]} or {"token_scores": [...]}, or None
+RewardFunction = Callable[..., Sequence[float | dict[str, Sequence[float]] | None]]
 
 PER_COMPLETION = ("prompts", "completions", "completion_ids", "messages", "ended")  # lists, like the columns
+NAMED = ("completion_logprobs", "turns", "group")  # lists, too, which a function receives only if one names them
 PER_CALL = ("trainer_state", "log_extra", "log_metric")  # one object for all completions
-# a data column with one of these names would hide an argument; the column `messages` is the row's prompt
+# a data column with one of these names, or of NAMED if a function names it, would hide an argument; the column
+# `messages` is the row's prompt
 RESERVED = tuple(name for name in (*PER_COMPLETION, *PER_CALL) if name != "messages")
-Completion = str | Sequence[dict[str, str]]  # text, or a list of one message
+Completion = str | Sequence[dict[str, str]]  # text, or a list of messages: one, or those of several turns
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Arguments:
     per_completion: dict[str, list]  # each list has one entry per completion
     per_call: dict[str, Any]
     texts: list[str]  # the completions as text, for error messages
+    spans: list[Sequence[range]]  # per completion: where the policy's turns are in its ids
 
 
 @dataclass
@@ -95,27 +101,35 @@ def per_completion(
     texts: Sequence[str],
     ids: Sequence[Sequence[int]],
     ended: Sequence[bool],
+    episodes: Sequence[Episode | None],
     columns: Sequence[str],
     always_messages: bool,
 ) -> dict[str, list]:
     """Return the arguments that have one entry per completion.
 
     As in TRL, `prompts` and `completions` are lists of messages if the prompt's row is conversational (or if
-    `always_messages`), otherwise texts.
+    `always_messages`), otherwise texts. `episodes` are those of completions with several turns.
     """
     messages = [list(p.example.messages) for p in prompts]  # the caller copies the arguments of each function
     is_chat = [always_messages or p.example.conversational for p in prompts]
     return {
         "prompts": [m if chat else m[-1]["content"] for m, chat in zip(messages, is_chat, strict=True)],
         "completions": [
-            [{"role": "assistant", "content": text}] if chat else text
-            for text, chat in zip(texts, is_chat, strict=True)
+            as_messages(text, episode) if chat else text
+            for text, episode, chat in zip(texts, episodes, is_chat, strict=True)
         ],
         "completion_ids": [list(row) for row in ids],
         "messages": messages,
         "ended": list(ended),
         **{name: [p.example.columns.get(name) for p in prompts] for name in columns},
     }
+
+
+def as_messages(text: str, episode: Episode | None) -> Completion:
+    """Return a completion as messages: one of the assistant, or with an environment's tokens those of its episode."""
+    if episode is None or episode.actions == len(episode.ids):
+        return [{"role": "assistant", "content": text}]
+    return episode.messages
 
 
 def per_call(state: TrainerState, log: RewardLog) -> dict[str, Any]:
@@ -134,7 +148,7 @@ def is_of_trl(function: Any) -> bool:
 
 
 def text_of(completion: Completion) -> str:
-    """Return a completion as text: the argument `completions` contains texts, or lists of one message."""
+    """Return a completion as text, of several messages the last one."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -163,7 +177,12 @@ def required_columns(function: RewardFunction) -> list[str]:
     """Return the parameters without a default that must come from a dataset column."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [p.name for p in parameters_of(function) if p.kind in kinds and p.default is p.empty]
-    return [name for name in names if name not in (*PER_COMPLETION, *PER_CALL)]
+    return [name for name in names if name not in (*PER_COMPLETION, *NAMED, *PER_CALL)]
+
+
+def named_by(functions: Sequence[RewardFunction]) -> set[str]:
+    """Return which of NAMED the functions name."""
+    return {parameter.name for function in functions for parameter in parameters_of(function)} & {*NAMED}
 
 
 def check_columns(
@@ -187,7 +206,7 @@ def check_columns(
             f"Rename it, for example with --columns my_{column}={column}",
         )
         for column in (present if functions else ())
-        if column in RESERVED
+        if column in {*RESERVED, *named_by(functions)}
     ]
     for function in functions:
         lacks = [column for column in required_columns(function) if column not in present]

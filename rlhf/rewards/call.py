@@ -9,7 +9,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import partial
 from numbers import Rational, Real
@@ -46,8 +46,9 @@ def call_function(
     who: str,
     arguments: Arguments,
     limit_s: float | None,
-) -> list[float | None]:
-    """Return one score per completion, None if the function does not apply to it.
+) -> list[float | list[float] | None]:
+    """Return one score per completion; for turn and token scores the amount that is paid at each token. None: the
+    function does not apply to the completion.
 
     Raises RunError if the function fails, BadScore for an unusable score. `who` describes the function in these
     errors. `limit_s` is the time limit in seconds (None: no limit).
@@ -77,17 +78,36 @@ def call_function(
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
         what = f"expected {len(texts)} scores, got {got}"
         raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number (or None) per completion")
-    for score, text in zip(scores, texts, strict=True):
-        problem, kind = _score_problem(score)
+    ids = arguments.per_completion["completion_ids"]
+    return [
+        _checked(score, len(row), spans, partial(failure, which=f"completion {text!r:.80}"))
+        for score, text, row, spans in zip(scores, texts, ids, arguments.spans, strict=True)
+    ]
+
+
+def _checked(score: Any, tokens: int, spans: Sequence[range], failure: Callable[..., RunError]) -> Any:
+    """Return a completion's score as `call_function` does. Raises `failure` if it cannot be used."""
+    if score is None:
+        return None
+    kind = next(iter(score)) if isinstance(score, dict) and len(score) == 1 else None
+    places = {"turn_scores": [span.stop - 1 for span in spans], "token_scores": range(tokens)}.get(kind)
+    values = [score] if places is None else score[kind]
+    if places is not None and (not isinstance(values, list) or len(values) != len(places)):
+        raise failure(f"{kind} {values!r:.60} is not a list of {len(places)} numbers")
+    for value in values:
+        problem, error = _score_problem(value)
         if problem is not None:
-            raise failure(problem, f"completion {text!r:.80}", kind=kind)
-    return [None if score is None else float(score) for score in scores]
+            raise failure(problem, kind=error)
+    if places is None:
+        return float(score)
+    paid = dict(zip(places, map(float, values), strict=True))
+    if any(value and not any(place in span for span in spans) for place, value in paid.items()):
+        raise failure("a score other than 0 at a token that the policy did not sample")
+    return [paid.get(place, 0.0) for place in range(tokens)]
 
 
 def _score_problem(score: Any) -> tuple[str | None, type[RunError]]:
     """Return what is wrong with a score (None: nothing), and the type of the error."""
-    if score is None:
-        return None, RunError
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
     # detail 15: NaN skips the update (this project). Replaced or ignored, it would hide an error in the function.
@@ -111,6 +131,8 @@ def _plain_scores(scores: Any) -> Any:
 
 
 def _plain_score(score: Any) -> Any:
+    if isinstance(score, Mapping):
+        return {kind: _plain_scores(values) for kind, values in score.items()}
     if isinstance(score, Decimal):
         return float(score)
     return score.item() if hasattr(score, "item") else score

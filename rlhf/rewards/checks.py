@@ -46,7 +46,7 @@ def check_functions(functions: Sequence[RewardFunction | nn.Module], examples: S
         from rlhf.rewards.rewards import Rewards  # slow to import
 
         try:
-            Rewards(called, None, None, limit_s=10.0).score(chats, ["yes"], [[0]], [True])
+            Rewards(called, None, None, limit_s=10.0).score(chats, ["yes"], [[0]], [True], logprobs=lambda: [[0.0]])
         except TakesText as error:
             raise UserError(error.problems) from None
         except RunError:

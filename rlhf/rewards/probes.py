@@ -129,7 +129,8 @@ def probes_of(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTo
         others = [answer for _, answer in known if answer != right]
         probes = {}
         for name, text in texts_of(prompt.example.messages[-1]["content"], right, others, most).items():
-            ids = encode_completion(tokenizer, text, name != CUT_OFF)
+            # a completion has at least one token
+            ids = encode_completion(tokenizer, text, name != CUT_OFF) or [tokenizer.eos_token_id]
             ended = name != CUT_OFF
             is_longer = len(ids) > most
             if is_longer:
@@ -165,10 +166,12 @@ def probe_rewards(
 
 def scores_of(one: Rewards, probes: Sequence[Probe], report: RewardReport, end: float) -> list[float | None]:
     """Return the scores of one function; NaN for probes with which it fails. After `end`, no call is repeated to find
-    these, and all scores of the call are NaN."""
+    these, and all scores of the call are NaN. None if it reads log-probs: no model wrote the probes."""
+    if one.reads_logprobs:
+        return [None] * len(probes)
     try:
         prompts, texts, ids, ended, _ = zip(*probes, strict=True)
-        return one.score(prompts, texts, ids, ended).total
+        return one.score(prompts, texts, ids, ended, len(probes)).total
     except RunError as error:
         if len(probes) == 1 or time.monotonic() > end:
             report.failures.setdefault(one.names[0], error.problems[0])

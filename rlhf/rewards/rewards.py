@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -20,6 +20,7 @@ from rlhf.rewards.arguments import (
     distinct_names,
     is_of_trl,
     name_of,
+    named_by,
     per_call,
     per_completion,
     required_columns,
@@ -28,10 +29,16 @@ from rlhf.rewards.arguments import (
 from rlhf.rewards.call import MAX_ABS_SCORE, BadScore, call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, NetworkReward, RewardFunction
 from rlhf.rewards.scores import Scores
-from rlhf.utils.errors import UserError
+from rlhf.rollout.episodes import Episode, Turn
+from rlhf.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
+
+
+def not_known() -> list[list[float]]:
+    """Raise RunError: log-probs are not known."""
+    raise RunError("a function names completion_logprobs, which are not known here", fix="Use another function")
 
 
 class Rewards:
@@ -65,6 +72,8 @@ class Rewards:
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.names = list(names) if names is not None else distinct_names([name_of(f) for f in self.functions])
         self.kind = kind
+        self.named = named_by(self.functions)
+        self.reads_logprobs = "completion_logprobs" in self.named
         self.last_call = (0.0, 1)  # seconds and completions of this process's last call of all functions
         self.trainer_state = TrainerState(global_step=1, max_steps=1)  # a training run replaces it by its own state
 
@@ -83,12 +92,19 @@ class Rewards:
         return any(isinstance(f, NetworkReward) for f in self.functions)
 
     def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+        group_size: int = 1,
+        logprobs: Callable[[], list[list[float]]] = not_known,
+        episodes: Sequence[Episode] | None = None,
     ) -> Scores:
         """Return the scores of completions.
 
-        Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
-        are as many prompts as processes.
+        Each process calls the functions with its share of the groups, and with whole groups if there are as many
+        groups as processes.
 
         Raises RunError with the function's name if a function raises, exceeds its time limit or returns the wrong
         number of scores. Raises BadScore for a score or a weighted sum that is not finite or too large, so that it
@@ -99,20 +115,34 @@ class Rewards:
             texts: the completions as text.
             ids: the completions as ids, with EOS.
             ended: False if the completion was cut off at the length limit.
+            group_size: so many neighbours are a group, completions of one prompt.
+            logprobs: called if a function names them: returns those of each completion's tokens under the policy,
+                nats. Those that an episode has replace them.
+            episodes: the completions with their turns; None: each is one turn.
         """
+        known = self.reads_logprobs and logprobs()
+        whole = episodes or [None] * len(texts)
+        spans = [[range(len(row))] if e is None else e.spans for row, e in zip(ids, whole, strict=True)]
+        named = {
+            "group": lambda row: row // group_size,
+            "turns": lambda row: whole[row].turns if whole[row] else [Turn(texts[row], None, ended[row])],
+            "completion_logprobs": lambda row: (whole[row] and whole[row].logprobs) or known[row],
+        }
 
-        def call(rows: Sequence[int]) -> tuple[dict[str, list[float | None]], RewardLog]:
-            given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
+        def call(rows: Sequence[int]) -> tuple[dict[str, list], RewardLog]:
+            given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended, whole, spans)]
+            given.append({name: list(map(named[name], rows)) for name in self.named})
             own = RewardLog(len(rows))
             return self._call_functions(*given, self.columns_of(prompts), own), own
 
-        shares = gather(own_share(by_group([prompt.ids for prompt in prompts]), call))
+        shares = gather(own_share(by_group([row // group_size for row in range(len(texts))]), call))
         parts = [(rows, *found) for rows, found in shares if found is not None]
         log = RewardLog(len(texts))
         log.join([(rows, part) for rows, _, part in parts])
         scores = {name: [(rows, found[name]) for rows, found, _ in parts] for name in self.names}
         given = {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
-        total = self.weighted(given) if given else [0.0] * len(texts)
+        sums = {name: [sum(s) if isinstance(s, list) else s for s in column] for name, column in given.items()}
+        total = self.weighted(sums) if sums else [0.0] * len(texts)
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
                 raise BadScore(
@@ -120,7 +150,19 @@ class Rewards:
                     f"{self}, completion {text!r:.80}",
                     "Use smaller weights",
                 )
-        return Scores(total, given, log.extra, log.metrics, weights=tuple(self.weights))
+        paid = None if given == sums else self._by_token(given, ids, spans)
+        return Scores(total, sums, log.extra, log.metrics, by_token=paid, weights=tuple(self.weights))
+
+    def _by_token(
+        self, scores: dict[str, list], ids: Sequence[Sequence[int]], spans: Sequence[Sequence[range]]
+    ) -> list[list[float]]:
+        """Return the weighted sum of what the functions pay at each token, as `Scores.by_token`."""
+        paid = [[0.0] * len(row) for row in ids]
+        for weight, column in zip(self.weights, scores.values(), strict=True):
+            for amounts, score, turns in zip(paid, column, spans, strict=True):
+                for place, value in enumerate(score) if isinstance(score, list) else [(turns[-1][-1], score or 0.0)]:
+                    amounts[place] += weight * value
+        return paid
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it;
@@ -137,21 +179,25 @@ class Rewards:
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         ended: Sequence[bool],
+        episodes: Sequence[Episode | None],
+        spans: list,
+        named: dict,
         columns: Sequence[str],
         log: RewardLog,
-    ) -> dict[str, list[float | None]]:
-        """Call each function with completions of this process. The arguments are those of `score`."""
+    ) -> dict[str, list]:
+        """Call each function with completions of this process. `spans` are those of `Episode`; `named` has the
+        arguments among NAMED."""
         names = zip(self.functions, self.names, self.limits_s, strict=True)
         start = time.monotonic()
         rows = {
-            always: per_completion(prompts, texts, ids, ended, columns, always)
+            always: per_completion(prompts, texts, ids, ended, episodes, columns, always) | named
             for always in {is_of_trl(function) for function in self.functions}
         }
         scores = {
             name: call_function(
                 function,
                 f"{self.kind} {name!r}",
-                Arguments(rows[is_of_trl(function)], per_call(self.trainer_state, log), list(texts)),
+                Arguments(rows[is_of_trl(function)], per_call(self.trainer_state, log), list(texts), spans),
                 limit_s,
             )
             for function, name, limit_s in names

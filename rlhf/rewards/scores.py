@@ -29,7 +29,8 @@ class Scores:
     shaped: Tensor | None = None  # what the algorithm receives: without the missing-EOS penalty, then normalized
     # (B,) KL to the teacher, nats, which `raw` and `shaped` contain; NaN: another policy sampled; None: no teacher
     teacher_kl: Tensor | None = None
-    # what is paid at each token of each completion; its sum is the score. None: all of it at the last token
+    # what is paid at each token of each completion, a plain score at its last one of the policy; its sum is the score.
+    # None: all scores are plain
     by_token: list[list[float]] | None = None
     each: Tensor | None = None  # (B, F) `by_function`
     weights: tuple[float, ...] = (1.0,)  # (F,) of the functions

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,19 @@ class EpisodeRules:
     tokenizer: PreTrainedTokenizerBase
     criterion: StoppingCriterion  # what ends a turn
     longest: int  # tokens after a prompt
-    context: int | None  # positions of the model; None: no limit
+    context: float  # positions of the model; infinity: no limit
+    vocabulary: int  # of the model
+
+
+def token_ids(given: Any, rules: EpisodeRules | None, where: str) -> list[int]:
+    """Return token ids, such as a list or a tensor of them, as numbers. Raises UserError for what is none, or not in
+    the vocabulary, which is unknown without rules."""
+    most = math.inf if rules is None else rules.vocabulary
+    found = list(given) if isinstance(given, Iterable) else [given]
+    for token in found:
+        if not hasattr(token, "__index__") or not 0 <= token < most:
+            raise UserError(f"no token id: {token!r:.60}", where, "Give ids of the model's vocabulary")
+    return [int(token) for token in found]
 
 
 @dataclass(eq=False)
@@ -60,9 +72,10 @@ class Episode:
     chat: bool = False  # the chat template rendered the prompt
     said: dict[int, list[Message]] = field(default_factory=dict)  # number of a turn -> the observations after it
     criteria: dict[int, StoppingCriterion] = field(default_factory=dict)  # number of a turn -> what ends it, if known
-    # of the policy's tokens, by turn: (N, ceil(V / 8)) as in `Completions`, and (N,) the log-probs of vLLM
-    allowed_tokens: list[Tensor] = field(default_factory=list)
-    sampled_logprobs: list[Tensor] = field(default_factory=list)
+    # number of the policy's tokens before -> of those that follow: (N, ceil(V / 8)) as in `Completions`, if not all
+    # were allowed, and (N,) the log-probs of vLLM
+    allowed_tokens: dict[int, Tensor] = field(default_factory=dict)
+    sampled_logprobs: dict[int, Tensor] = field(default_factory=dict)
     trained: bool = False  # an update has used it
     greedy: bool = False  # only its score is used: nothing learns from its tokens
 
@@ -84,6 +97,8 @@ class Episode:
             logprobs: nats, one per token of `ids`, under the policy that wrote them; ignored at other tokens.
             group: episodes that are compared with each other have the same number.
         """
+        prompt_ids = token_ids(prompt_ids, None, "Episode.of()")
+        ids = token_ids(ids, None, "Episode.of()")
         mask = [True] * len(ids) if action_mask is None else [bool(wrote) for wrote in action_mask]
         known = len(ids) if logprobs is None else len(logprobs)
         finite = logprobs is None or all(map(math.isfinite, logprobs))
@@ -97,7 +112,14 @@ class Episode:
             spans += [range(start, end)] if wrote else []
             start = end
         own = None if logprobs is None else [float(p) if m else 0.0 for p, m in zip(logprobs, mask, strict=True)]
-        return cls(ids_alone(prompt_ids), list(ids), spans, own, group)
+        return cls(ids_alone(prompt_ids), ids, spans, own, group)
+
+    @property
+    def known(self) -> EpisodeRules:
+        """The rules of its trainer. Raises UserError if it has none yet."""
+        if self.rules is None:
+            raise UserError("an episode of no trainer", "Episode.of()", "Pass it to generate() or step() first")
+        return self.rules
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -123,9 +145,7 @@ class Episode:
     @property
     def room(self) -> int:
         """The number of tokens that can still follow."""
-        rules = self.rules
-        context = rules.longest if rules.context is None else rules.context - len(self.prompt.ids)
-        return min(rules.longest, context) - len(self.ids)
+        return min(self.known.longest, self.known.context - len(self.prompt.ids)) - len(self.ids)
 
     @property
     def done(self) -> bool:
@@ -140,7 +160,7 @@ class Episode:
         for number, (span, end) in enumerate(zip(self.spans, ends, strict=True)):
             between = self.ids[span.stop : end]
             if between and number not in self.said:
-                found.append([{"role": "user", "content": decode_completion(self.rules.tokenizer, between)}])
+                found.append([{"role": "user", "content": decode_completion(self.known.tokenizer, between)}])
             else:
                 found.append(self.said.get(number, []))
         return found
@@ -151,7 +171,7 @@ class Episode:
         found = []
         for number, (span, messages) in enumerate(zip(self.spans, self.observations, strict=True)):
             own = self.ids[span.start : span.stop]
-            completion = decode_completion(self.rules.tokenizer, own, self._criterion(number).stop)
+            completion = decode_completion(self.known.tokenizer, own, self._criterion(number).stop)
             observation = "\n".join(message["content"] for message in messages) if messages else None
             found.append(Turn(completion, observation, self._ended(number)))
         return found
@@ -168,7 +188,7 @@ class Episode:
     def text(self) -> str:
         """The text of all tokens after the prompt, without special tokens; at its end without a stop string."""
         last = self.spans[-1].start if self.spans and self.spans[-1].stop == len(self.ids) else len(self.ids)
-        tokenizer = self.rules.tokenizer
+        tokenizer = self.known.tokenizer
         before = decode_completion(tokenizer, self.ids[:last]) if last else ""
         return before + decode_completion(tokenizer, self.ids[last:], self._criterion(len(self.spans) - 1).stop)
 
@@ -180,7 +200,7 @@ class Episode:
         return self.stop_reason == END or self.spans[-1].stop == len(self.ids)
 
     def _criterion(self, turn: int) -> StoppingCriterion:
-        return self.criteria.get(turn, self.rules.criterion)
+        return self.criteria.get(turn, self.known.criterion)
 
     def _ended(self, turn: int) -> bool:
         criterion = self._criterion(turn)
@@ -233,19 +253,19 @@ class Episode:
     def _rendered(self, observation: str | Sequence[int] | Message) -> tuple[list[int], list[Message]]:
         """Return the ids of an observation, and it as messages; none for ids."""
         if not isinstance(observation, (str, dict)):
-            return list(observation), []
-        if self.rules is None:
-            raise UserError("a text for an episode of no trainer", "add()", "Give ids, or generate() a turn first")
-        tokenizer = self.rules.tokenizer
+            return token_ids(observation, self.rules, "add()"), []
+        message = observation if isinstance(observation, dict) else {"role": "user", "content": observation}
+        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise UserError("no texts as role and content", f"add(), {message!r:.60}", "Give both")
+        tokenizer = self.known.tokenizer
         last = self.spans[-1]
         follows = last.stop == len(self.ids)  # not after another observation
         ended = not follows or self._ended(len(self.spans) - 1)
         if isinstance(observation, dict) or self.chat:
-            message = observation if isinstance(observation, dict) else {"role": "user", "content": observation}
             ids = encode_reply(tokenizer, message)
             return ids[1:] if follows and ids[0] == self.ids[-1] else ids, [message]
         end = [] if ended else [self.rules.criterion.eos]
-        return [*end, *encode_text(tokenizer, observation)], [{"role": "user", "content": observation}]
+        return [*end, *encode_text(tokenizer, observation)], [message]
 
     def end(self) -> None:
         """End the episode: no turn follows."""

@@ -68,10 +68,9 @@ def export_run(config: Config, screen: Screen) -> None:
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
     """Return the models of a finished run that still exist, by name: "final", "best", "merged"."""
-    found = {
-        "final": Saved(folder, "final", run.spent.updates),
-        "best": Saved(folder / BEST_FOLDER, "best", run.best.update),
-    }
+    found = {"final": Saved(folder, "final", run.spent.updates)}
+    if run.best is not None:
+        found["best"] = Saved(folder / BEST_FOLDER, "best", run.best.update)
     if run.merged is not None:
         merged = run.merged
         found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, merged.which, merged.update, merged=True)

@@ -68,6 +68,11 @@ def compare(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float
     return figures
 
 
+def results_of(evaluations: Sequence[Evaluation], seed: int) -> dict:
+    """Return what `compare` computes for a run's first and last evaluation; {} for a run without evaluations."""
+    return compare(evaluations[0], evaluations[-1], seed) if evaluations else {}
+
+
 def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
     """Return the mean KL of the last 10 logged updates from `first` to `last`, in the target's unit.
 

@@ -21,7 +21,7 @@ from rlhf.setup.inputs import check_export
 from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
 from rlhf.setup.plan import show_plan
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import Problem, RunError, raise_if
+from rlhf.utils.errors import Problem, RunError, UserError, raise_if
 
 if TYPE_CHECKING:
     from rlhf.rewards.probes import RewardReport
@@ -67,6 +67,8 @@ class Checks:
     """The parts of a check. What several of them need is loaded once."""
 
     def __init__(self, config: Config, inputs: RunInputs, device: torch.device, screen: Screen):
+        if not inputs.prompts.train:
+            raise UserError("an empty list", "check(), prompts", "Pass texts or chats")
         asked = config.run.check or PARTS
         self.parts = [part for part in PARTS if part in asked]
         self.inputs = inputs

@@ -72,7 +72,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         generation=generation_config(sampling, tokenizer).to_diff_dict(),
         stops=list(sampling.stops),
         rewards=reward_line(settings),
-        results=results(run),
+        results=None if run.best is None else results(run),
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         decisive_settings=settings_that_decide(run),
         command=model_card_command(run.command),

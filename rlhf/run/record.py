@@ -24,6 +24,7 @@ from rlhf.setup.inputs import placing
 from rlhf.setup.plan import budget
 from rlhf.utils.command_lines import OF_USERS
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import sha256_once
 from rlhf.utils.paths import is_gguf, is_on_hub
 
@@ -46,6 +47,8 @@ def continued(config: Config, data: dict, screen: Screen) -> RunLog:
     """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
     folder = Path(config.run.output)
     before = RunRecord.require(folder, "--resume, --output").data
+    if bool(before.get("evaluation_prompts", 1)) != bool(data["evaluation_prompts"]):
+        raise UserError("with and without evaluations", "--resume, evaluation_prompts", "Give those of the start")
     changed = [line for name in data if name in before for line in _differences(name, before[name], data[name])]
     check_same_run(config, changed, screen)
     return RunLog(folder, resume=True)

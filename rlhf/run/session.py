@@ -25,7 +25,7 @@ from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.distributed.group import agree, on_first, require_equal
 from rlhf.distributed.weights import require_equal_weights
 from rlhf.run.export import export_run
-from rlhf.run.figures import compare
+from rlhf.run.figures import results_of
 from rlhf.run.record import start_run
 from rlhf.run.resume import resume_run
 from rlhf.run.summary import finish_run
@@ -143,8 +143,7 @@ class RunSession(Session):
         if self.folder is None:
             show_run_findings(trainer, self.screen)
             if trackers.trackers:
-                evaluations = trainer.evaluations
-                trackers.finish(compare(evaluations[0], evaluations[-1], trainer.config.run.seed))
+                trackers.finish(results_of(trainer.evaluations, trainer.config.run.seed))
             return
         require_equal_weights(trainer.host.model, "the last update")
         on_first(self._write_results)

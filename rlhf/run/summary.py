@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
 from rlhf.reports.tables import before_and_after, rows_of_run
-from rlhf.run.figures import LAST_UPDATES, compare, kl_of_phases, last_kl
+from rlhf.run.figures import LAST_UPDATES, kl_of_phases, last_kl, results_of
 from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import KLTarget, kl_text
@@ -26,20 +26,19 @@ from rlhf.utils.timing import timed
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
-    """Print the results of `compare`. `averaged` is the number of updates whose KL is averaged in
+    """Print the results of `results_of`, and the KL. `averaged` is the number of updates whose KL is averaged in
     `kl_last_10_updates`."""
-    caption = f"before -> after training, on {figures['prompts']} evaluation prompts:"
-    table = before_and_after(caption, ["before", "after"], rows_of_run(figures))
-    screen.say(table.caption)
-    screen.columns([table.columns, *table.rows])
-    rise = figures["score_rise_in_start_sd"]
-    screen.facts(
-        [
-            *([("score", f"change {rise:.2f} standard deviations of the start model's scores")] if rise else []),
-            *_kl_rows(figures, averaged),
-            ("perplexity", f"on {figures['perplexity_text']}"),
-        ]
-    )
+    facts = _kl_rows(figures, averaged)
+    rows = rows_of_run(figures)
+    if rows:
+        caption = f"before -> after training, on {figures['prompts']} evaluation prompts:"
+        table = before_and_after(caption, ["before", "after"], rows)
+        screen.say(table.caption)
+        screen.columns([table.columns, *table.rows])
+        rise = figures["score_rise_in_start_sd"]
+        change = [("score", f"change {rise:.2f} standard deviations of the start model's scores")] if rise else []
+        facts = [*change, *facts, ("perplexity", f"on {figures['perplexity_text']}")]
+    screen.facts(facts)
 
 
 def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
@@ -87,18 +86,17 @@ def _sample(evaluation: Evaluation, prompt: int) -> str:
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
     """Compare the model before and after training, save it, print the results and write them to run.json."""
-    before = trainer.evaluations[0]
-    after = trainer.evaluations[-1]
-    prompts = trainer.evaluation_prompts
+    evaluations = trainer.evaluations
+    text = trainer.evaluator.text
     target = config.kl.targets[-1]
     history = trainer.host.state.log_history
     phases = kl_controller(config, trainer.sampler.updates).phases
-    figures = compare(before, after, config.run.seed) | {
+    figures = results_of(evaluations, config.run.seed) | {
         "kl_last_10_updates": last_kl(history, target),
         "kl_target": target.nats if config.kl.steered else None,
         "kl_unit": f"nats/{target.per}",
         "kl_phases": kl_of_phases(history, phases),
-        "perplexity_text": trainer.evaluator.text.source,
+        "perplexity_text": text and text.source,
         "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
         "cpu_seconds": log.cpu_seconds(),
@@ -113,7 +111,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     with timed("final save"):
         update_dir_atomically(log.folder, trainer.save_model, log.check_place)
     log.add(figures=figures, spent=spent)
-    show_samples(before, after, prompts, config.run.seed, screen)
+    if evaluations:
+        show_samples(evaluations[0], evaluations[-1], trainer.evaluation_prompts, config.run.seed, screen)
     logged = sum(target.metric in entry for entry in history)
     show_figures(figures, min(LAST_UPDATES, logged), screen)
     spent = {part: sum(each) for part, each in trainer.progress.seconds.items()}
@@ -139,17 +138,21 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     best = run.best
     merged = run.merged
     code = code_words(config.reward.reward_func, config.reward.eval_func)
+    asked = code if best is not None else ["--prompts", "FILE.jsonl", *code]
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
-    best_model = f"the model after update {best.update}"
-    if best.update == 0:
-        best_model = "the start model, because no later evaluation is better"
+    evaluated = []
+    if best is not None:
+        best_model = f"the model after update {best.update}"
+        if best.update == 0:
+            best_model = "the start model, because no later evaluation is better"
+        evaluated = [(f"{output}/{BEST_FOLDER}", f"{best_model}: {best.why}")]
     screen.say("saved:")
     screen.facts(
         [
             (output, f"final model and tokenizer; load with {loader}.from_pretrained({output!r})"),
-            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best.why}"),
+            *evaluated,
             *([(whole, f"the {merged.which} weights with merged adapter; load with {load_whole}")] if merged else []),
             (f"{output}/README.md", "model card: results, settings, and code to load the model"),
             (f"{output}/samples", "completions of every evaluation with their scores"),
@@ -160,11 +163,11 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     screen.say("next:")
     screen.facts(
         [
-            ("evaluate the model", script_command("evaluate", "--model-path", output, *code)),
+            ("evaluate the model", script_command("evaluate", "--model-path", output, *asked)),
             *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
             ("plot the training curves", script_command("plot", output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
-            ("compare; add other runs after this one", script_command("compare", output, *code)),
+            ("compare; add other runs after this one", script_command("compare", output, *asked)),
             ("chat with the model", script_command("evaluate", "--chat", "--model-path", output)),
         ]
     )

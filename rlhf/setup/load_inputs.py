@@ -6,7 +6,7 @@ Reads no weights and imports none of the slow libraries' models, so that a plan 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.chat_template import date_of, encode_prompt, today
 from rlhf.data.examples import GivenPrompt, worked_examples
-from rlhf.data.prompts import Prompt, PromptSets, given_prompts, load_prompts, paragraphs_of
+from rlhf.data.prompts import Prompt, PromptSets, given_prompts, load_prompts, or_longest, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
@@ -123,7 +123,8 @@ def load_inputs(
     if config.data.eval_text is not None:
         paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
-        check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
+        planned = replace(sets, train=or_longest(sets.train, config.data))
+        check_reward_folder(sources.folder, planned, start.tokenizer, config, screen)
     if config.critic_from_reward_model or config.critic.run is not None:
         check_critic(config, sources.folder, start, sets)
     held_out = [p.example for p in sets.evaluation]
@@ -239,13 +240,18 @@ def _load_prompt_sets(
     else:
         source = "prompts"
         sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
-        short = len(sets.train) < config.batch.batch_size
+        run = config.run
+        if not sets.train and (data.steps_per_topic or run.num_iterations is run.episodes is None):
+            fix = "Set num_iterations, and no steps_per_topic, for a loop by hand; or pass texts or chats"
+            raise UserError("an empty list", "prompts", fix)
+        short = 0 < len(sets.train) < config.batch.batch_size
         if short and not config.run.only_reward:  # a flag is refused; a list in a program is often a first try
             screen.say(
                 f"warning: {counted(len(sets.train), 'training prompt')} for batches of {config.batch.batch_size}, so "
                 "batches repeat prompts: prompts. Give more prompts, or a smaller batch_size"
             )
-    check_prompts(sets, start, config.sampling.episode_tokens, source, screen, data.plain_prompts)
+    planned = replace(sets, train=or_longest(sets.train, data))
+    check_prompts(planned, start, config.sampling.episode_tokens, source, screen, data.plain_prompts)
     separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
     check_overlap(sets, separate or "evaluation_prompts", screen)
     if not config.run.only_reward:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.data.prompts import or_longest
 from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
@@ -94,7 +95,9 @@ class Estimator:
 def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
     """Return the prompts of the update that has the most prompt tokens, one per episode, as the loop samples them."""
     return [
-        prompt for prompt in PromptSampler(config, prompts).longest_batch(updates) for _ in range(config.group_size)
+        prompt
+        for prompt in PromptSampler(config, or_longest(prompts, config.data)).longest_batch(updates)
+        for _ in range(config.group_size)
     ]
 
 
@@ -233,7 +236,8 @@ class _Run:
         """Return purpose -> bytes of the KV cache and of the decoder's copies of the weights."""
         policy = self.given.policy
         config = self.config
-        longest = max([*(len(prompt.ids) for prompt in self.given.train), *self.given.evaluation])
+        train = or_longest(self.given.train, config.data)
+        longest = max([*(len(prompt.ids) for prompt in train), *self.given.evaluation])
         columns = longest + max(config.sampling.episode_tokens, config.eval_sampling.episode_tokens)
         cache = policy.layers * self.slots * columns * 2 * policy.kv * self.element
         head = policy.vocabulary * policy.hidden

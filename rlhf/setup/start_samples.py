@@ -9,11 +9,13 @@ from transformers import TrainerState
 
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import planned_updates
+from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
+from rlhf.trainer.passes import ForwardPasses
 
 PURPOSE = "scan"  # of the random numbers: independent of rollouts and evaluations
 
@@ -63,10 +65,13 @@ def sample_and_score(config: Config, components: Components, indices: Sequence[i
     was_training = policy.training
     policy.eval()
     completions = sampler.sample(prompts, config.run.seed, 0, PURPOSE, numbers)
-    policy.train(was_training)
     texts = completions.texts(tokenizer)
     ended = completions.ended.tolist()
-    given = components.rewards.score(prompts, texts, completions.rows(), ended)
+    passes = ForwardPasses(Actor(policy), None, config.sampling.temperature, sampler.dtype)
+    given = components.rewards.score(
+        prompts, texts, completions.rows(), ended, samples, lambda: passes.token_logprobs(completions)
+    )
+    policy.train(was_training)
     total = given.total
     functions = given.by_function.items()
     penalty = config.reward.missing_eos_penalty

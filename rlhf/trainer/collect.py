@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,11 +26,13 @@ from rlhf.rollout.episodes import Episode, EpisodeRules
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.rollout.vllm import VLLMEngine
+from rlhf.settings.fields import flag_of
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.errors import Problem, RunError
 from rlhf.utils.processes import rank
 from rlhf.utils.system import release_gpu_cache
 from rlhf.utils.timing import timed
@@ -106,8 +109,11 @@ class RolloutCollector:
             slots=budget_of(device, config).rollout_slots,
             longest_prompt=self.longest_prompt,
         )
-        context = context_of(base_of(policy).config)
-        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, config.sampling.episode_tokens, context)
+        base = base_of(policy)
+        context = context_of(base.config) or math.inf
+        vocabulary = base.get_input_embeddings().num_embeddings
+        longest = config.sampling.episode_tokens
+        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context, vocabulary)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
@@ -176,21 +182,20 @@ class RolloutCollector:
             self.progress.episodes += sum(not episode.spans for episode in own)
             self.progress.completion_tokens += completions.tokens
             for row, (episode, ids) in enumerate(zip(own, completions.rows(), strict=True)):
+                before = episode.actions
                 added = episode.wrote(ids, criterion)
-                if completions.allowed_tokens is not None:
-                    allowed = completions.allowed_tokens[row, :added]
-                    episode.allowed_tokens.append(torch.full_like(allowed, 255) if greedy else allowed)
+                if completions.allowed_tokens is not None and not greedy:
+                    episode.allowed_tokens[before] = completions.allowed_tokens[row, :added]
                 if completions.sampled_logprobs is not None:
-                    episode.sampled_logprobs.append(completions.sampled_logprobs[row, :added])
+                    episode.sampled_logprobs[before] = completions.sampled_logprobs[row, :added]
         release_gpu_cache()  # of sampling
         if logprobs:
             completions = self.rollout(episodes).completions
             with timed("log-probs"):
-                found = self.passes.policy_logprobs(completions).logprobs
-            found = found.masked_fill(~completions.action_mask, 0.0).tolist()
+                found = self.passes.token_logprobs(completions)
             for episode, earlier, row in zip(episodes, known, found, strict=True):
                 if earlier is not None:
-                    episode.logprobs = [*earlier, *row[len(earlier) : len(episode.ids)]]
+                    episode.logprobs = [*earlier, *row[len(earlier) :]]
 
     def rollout(self, episodes: Sequence[Episode]) -> Rollout:
         """Return the rollout of episodes, without log-probs."""
@@ -207,7 +212,7 @@ class RolloutCollector:
             ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
             # bits: without masks, as after a greedy turn, all tokens were allowed
             allowed_tokens=batch.placed([[] if e.greedy else e.allowed_tokens for e in episodes], 255),
-            vocabulary=base_of(sampler.policy).get_input_embeddings().num_embeddings,
+            vocabulary=self.rules.vocabulary,
             sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
             stop=sampler.criterion.stop,
         )
@@ -222,12 +227,20 @@ class RolloutCollector:
     @timed("scoring")
     def score(self, rollout: Rollout, drawn_again: bool = False, given: Scores | None = None) -> Scores:
         """Score the completions. NaN marks a completion without a score. Raises SkipUpdate, with the rollout, if a
-        score is not finite. `drawn_again` as in `_shaped`; `given`: scores in place of those of the functions."""
+        score is not finite, and RunError for turn or token scores with settings that need one score. `drawn_again` as
+        in `_shaped`; `given`: scores in place of those of the functions."""
         completions = rollout.completions
         try:
             with self.passes.raise_on_oom("scoring"):
                 given = given or self.rewards.score(
-                    rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
+                    rollout.prompts,
+                    rollout.texts,
+                    completions.rows(),
+                    completions.ended.tolist(),
+                    self.config.group_size,
+                    # not those of the update, which are computed later, as without a function that reads them
+                    lambda: self.passes.token_logprobs(completions),
+                    rollout.episodes,
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True, rollout=rollout) from None
@@ -237,8 +250,18 @@ class RolloutCollector:
         each = torch.stack(columns, 1)[:, 1:]  # without functions, (B, 0)
         shaped = self._shaped(raw, completions.ended, drawn_again)
         if given.by_token is not None:
+            reward = self.config.reward
+            needs_sums = {
+                "dynamic_sampling": self.config.group.dynamic_sampling,
+                "control": reward.control != "none",
+                "normalize_scores": reward.normalize_scores,
+            }
+            names = tuple(filter(needs_sums.get, needs_sums))
+            if names:
+                what = f"turn and token scores cannot be used with {', '.join(map(flag_of, names))}"
+                raise RunError([Problem(what, str(self.rewards), "Give one score per completion", names)])
             paid = padded(given.by_token, 0.0, raw.device)
-            penalty = (shaped - raw).unsqueeze(1)
+            penalty = (shaped - raw).nan_to_num().unsqueeze(1)
             rollout.token_scores = paid + torch.where(last_token(rollout.mask), penalty, 0.0)
         return replace(given, raw=raw, shaped=shaped, each=each)
 

@@ -84,7 +84,7 @@ class Evaluation:
             "eval/kl_divergence": fmean(scored(self.kl)),
             "eval/kl_divergence/token": self.kl_per_token,
             **({"eval/teacher_kl": fmean(self.teacher_kl.ravel())} if self.teacher_kl is not None else {}),
-            "eval/perplexity": self.perplexity,
+            **({"eval/perplexity": self.perplexity} if self.perplexity is not None else {}),
             "eval/length": fmean(self.lengths.ravel()),
             "eval/eos_rate": fmean(self.ended.ravel()),
             **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
@@ -94,7 +94,7 @@ class Evaluation:
     @property
     def not_finite(self) -> str:
         """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
-        figures = {"KL": fmean(scored(self.kl)), "perplexity": self.perplexity}
+        figures = {"KL": fmean(scored(self.kl)), "perplexity": self.perplexity or 0.0}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
     def _by_topic(self) -> dict[str, list[float]]:

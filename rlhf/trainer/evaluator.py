@@ -23,7 +23,7 @@ from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rewards.find import EVAL_FUNCTION
-from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.rewards import Rewards, not_known
 from rlhf.rollout.completions import Completions, token_batch
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
@@ -61,8 +61,8 @@ def fixed_text(
     """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples; None without `start`. At most
-    FIXED_TEXTS completions are used.
+    any, and otherwise completions of the start model, whose ids `start` samples; None without `start` or prompts. At
+    most FIXED_TEXTS completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -70,7 +70,7 @@ def fixed_text(
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
-    if start is None:
+    if start is None or not prompts:
         return None
     completions = list(start(prompts[:FIXED_TEXTS]))
     source = f"one fixed sample of the start model's completions ({len(completions)})"
@@ -163,14 +163,16 @@ class Evaluator:
         given = weights, episodes, sampling, scores_only
         if self.latest[:4] != given:
             is_reference = reference and (self.sampler.policy is reference.copy or weights == reference.start)
-            ids, ended, parts = self._sampled(episodes, sampling, [] if is_reference and not self.teacher else rows)
+            measured = [] if is_reference and not self.teacher else rows
+            ids, ended, logprobs, parts = self._sampled(episodes, sampling, measured)
             sampled(ids)
             kl = [0.0] * len(rows) if is_reference else self._kl(self.passes, parts)
             to_teacher = self._kl(self.teacher, parts) if self.teacher and rows else None
             per_token = perplexity(self.sampler, self.text) if self.text and not scores_only else None
-            self.latest = *given, ids, ended, dict(zip(rows, kl, strict=True)), to_teacher, per_token
-        *_, ids, ended, kl, to_teacher, per_token = self.latest
-        found = self.rate([prompt for _, prompt in episodes], ids, ended, samples)
+            kl = dict(zip(rows, kl, strict=True))
+            self.latest = *given, ids, ended, logprobs, kl, to_teacher, per_token
+        *_, ids, ended, logprobs, kl, to_teacher, per_token = self.latest
+        found = self.rate([prompt for _, prompt in episodes], ids, ended, samples, lambda: logprobs)
         if rows:
             found = replace(found, kl=as_array([kl.get(row) for row in range(len(ids))], samples))
         if to_teacher is not None:  # of all completions, because it is a part of their scores
@@ -195,12 +197,14 @@ class Evaluator:
 
     def _sampled(
         self, episodes: Episodes, sampling: SamplingSettings | None = None, rows: Sequence[int] = ()
-    ) -> tuple[list[list[int]], list[bool], list[Completions]]:
-        """Sample a completion for each episode. Returns their ids, whether they ended, and those of `rows`, in parts,
-        with the masks of allowed tokens."""
+    ) -> tuple[list[list[int]], list[bool], list[list[float]], list[Completions]]:
+        """Sample a completion for each episode. Returns their ids, whether they ended, their log-probs (empty if no
+        function reads them), and those of `rows`, in parts, with the masks of allowed tokens."""
         ids = []
         ended = []
+        logprobs = []
         parts = []
+        reads = any(functions.reads_logprobs for functions in (self.rewards, *self.judges))
         with self.sampler.same_weights():
             for call in self.sampler.calls(episodes, sampling):
                 release_gpu_cache()  # of the last call, or of training
@@ -214,12 +218,14 @@ class Evaluator:
                 chosen = [row - len(ids) for row in rows if len(ids) <= row < len(ids) + len(call)]
                 if chosen:
                     parts.append(completions.select(chosen))
+                if reads:
+                    logprobs += self.passes.token_logprobs(completions)
                 ids += completions.rows()
                 ended += completions.ended.tolist()
         if not self.keeps_graphs:  # a large model and the decoder's copy of it may not fit beside the log-probs
             self.sampler.free()
         release_gpu_cache()
-        return ids, ended, parts
+        return ids, ended, logprobs, parts
 
     def _kl(self, passes: ForwardPasses, parts: Sequence[Completions]) -> list[float]:
         """Return the KL of each completion to the reference of `passes`, k1, nats/sequence; infinity if it is not a
@@ -232,12 +238,19 @@ class Evaluator:
 
     @timed("scoring")
     def rate(
-        self, prompts: Sequence[Prompt], ids: Sequence[list[int]], ended: Sequence[bool], samples: int
+        self,
+        prompts: Sequence[Prompt],
+        ids: Sequence[list[int]],
+        ended: Sequence[bool],
+        samples: int,
+        logprobs: Callable = not_known,
     ) -> Evaluation:
         """Score and rate completions, `samples` of each prompt, prompt by prompt. KL and perplexity are None."""
         texts = [decode_completion(self.tokenizer, row, self.sampler.sampling.stops) for row in ids]
-        given = self.rewards.score(prompts, texts, ids, ended)
-        ratings = [judge.score(prompts, texts, ids, ended) for judge in self.judges]
+        given, *ratings = (
+            functions.score(prompts, texts, ids, ended, samples, logprobs)
+            for functions in (self.rewards, *self.judges)
+        )
         return Evaluation(
             texts=by_prompt(texts, samples),
             scores=as_array(given.total, samples),

@@ -51,7 +51,8 @@ class SampleFigures:
 class Finding:
     """One reason why little can be learned, or why a run takes long."""
 
-    name: str  # cut_off, never_fires, equal_groups, out_of_reach, hardly_changed, slow_evaluations or nothing
+    # cut_off, never_fires, equal_groups, out_of_reach, hardly_changed, equal_evaluations, slow_evaluations or nothing
+    name: str
     text: str  # one line with the fix
     short: str = ""  # field of the progress line
 
@@ -201,6 +202,19 @@ def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
     ]
 
 
+def equal_evaluations(trainer: OnPolicyLoop) -> list[Finding]:
+    """Return a finding if the scores of all evaluations are equal, and those of training are not."""
+    scores = [score for one in trainer.evaluations for score in flat(one.scores) if score is not None]
+    if len(scores) < 2 or not is_equal(scores) or len({*trainer.progress.scores}) < 2:
+        return []
+    text = (
+        f"every evaluation score is {scores[0]:g}, but training has different scores: --reward-func. If the reward "
+        "compares the completions of a group, use an --eval-func, or --eval-samples "
+        f"{max(2, trainer.config.group_size)}"
+    )
+    return [Finding("equal_evaluations", text)]
+
+
 def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True) -> None:
     """Print the findings of a run as warnings, with completions of the last evaluation if a reward function never
     fires. `ended`: whether the policy should have changed by now."""
@@ -208,17 +222,19 @@ def show_run_findings(trainer: OnPolicyLoop, screen: Screen, ended: bool = True)
     found = [] if figures is None else findings_of(figures, trainer.config.sampling)
     if ended and all(finding.name != "nothing" for finding in found):
         found += hardly_changed(trainer.host.state.log_history, trainer.config)
+    found += equal_evaluations(trainer)
     seconds = trainer.progress.seconds
-    spent = sum(seconds["evaluations"])
+    spent = sum(seconds.get("evaluations", []))
     whole = sum(map(sum, seconds.values()))
     if ended and spent > max(60, MOST_EVALUATION * whole):
         text = f"evaluations took {spent / whole:.0%} of the time: --eval-prompts. Use fewer, or a larger --eval-every"
         found.append(Finding("slow_evaluations", text))
-    last = trainer.evaluations[-1]
-    seed = trainer.config.run.seed
-    scores = flat(last.scores[:, :1])
-    drawn = shown_prompts(len(scores), seed, EXAMPLES)
-    show_findings(found, [(last.texts[i][0], scores[i]) for i in drawn], screen)
+    examples = []
+    for last in trainer.evaluations[-1:]:
+        scores = flat(last.scores[:, :1])
+        drawn = shown_prompts(len(scores), trainer.config.run.seed, EXAMPLES)
+        examples = [(last.texts[i][0], scores[i]) for i in drawn]
+    show_findings(found, examples, screen)
 
 
 def show_findings(found: Sequence[Finding], examples: Examples, screen: Screen) -> None:

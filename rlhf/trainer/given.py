@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlhf.data.chat_template import Messages
 from rlhf.data.examples import examples_of
 from rlhf.data.prompts import Prompt, encode_all, ids_alone
 from rlhf.rewards.call import MAX_ABS_SCORE
 from rlhf.rewards.scores import Scores
-from rlhf.rollout.episodes import Episode, EpisodeRules
-from rlhf.settings.training import SamplingSettings
-from rlhf.settings.types import StopText
+from rlhf.rollout.episodes import LIMIT, Episode, EpisodeRules, token_ids
+from rlhf.settings.fields import convert, settings_of
+from rlhf.settings.training import Config, SamplingSettings
 from rlhf.utils.errors import UserError
 
 GENERATE = "generate()"
 STEP = "step()"
 
 
+def items_of(given: Any, where: str) -> list:
+    """Return a list of what is given. Raises UserError for a text, one prompt or one episode."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise UserError(f"not a list: {type(given).__name__}", where, "Give a list")
+    return given.tolist() if hasattr(given, "tolist") else list(given)
+
+
 def prompts_of(given: Sequence, rules: EpisodeRules, longest: int, shots: Messages) -> list[Prompt]:
     """Return prompts in a form that `examples_of` reads, or as ids, or as they are, in order. Raises UserError for one
-    that cannot be read, or has more than `longest` tokens."""
+    that cannot be read, has more than `longest` tokens, or leaves no room in the context."""
     found = []
+    longest = min(longest, rules.context - 1)
     for number, prompt in enumerate(given):
         if isinstance(prompt, Prompt):
             found.append(prompt)
-        elif isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
-            found.append(ids_alone(prompt))
+        elif isinstance(prompt, Iterable) and all(hasattr(token, "__index__") for token in prompt):
+            found.append(ids_alone(token_ids(prompt, rules, f"{GENERATE}, prompt {number}")))
         else:
             found += encode_all(rules.tokenizer, examples_of([prompt]), shots)
         size = len(found[-1].ids)
@@ -43,11 +52,11 @@ def prompts_of(given: Sequence, rules: EpisodeRules, longest: int, shots: Messag
 def sampling_of(
     settings: SamplingSettings, max_new_tokens: int | None, stop: Sequence[str] | None, greedy: bool
 ) -> SamplingSettings:
-    """Return the settings for one call of `generate`."""
-    found = settings if stop is None else replace(settings, stop=tuple(map(StopText.parse, stop)))
-    found = found if max_new_tokens is None else replace(found, max_new_tokens=max_new_tokens)
-    if found.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens}", GENERATE, "Give at least 1")
+    """Return the settings for one call of `generate`. Raises UserError for what their flags refuse."""
+    declared = settings_of(Config)
+    given = {"max_new_tokens": max_new_tokens, "stop": stop}
+    changes = {name: convert(declared[name], of, GENERATE) for name, of in given.items() if of is not None}
+    found = replace(settings, **changes)
     return replace(found, top_k=1, top_p=1.0) if greedy else found
 
 
@@ -59,8 +68,11 @@ def bind(episodes: Sequence[Episode], rules: EpisodeRules, where: str) -> None:
             raise UserError(f"no episode: {episode!r:.60}", where, "Use generate(), or Episode.of()")
         if episode.rules not in (None, rules):
             raise UserError("an episode of another trainer", where, "Use Episode.of() with its ids and log-probs")
+    if len(set(map(id, episodes))) < len(episodes):
+        raise UserError("the same episode twice", where, "Give each episode once")
     for episode in episodes:
         if episode.rules is None:
+            token_ids([*episode.prompt_ids, *episode.ids], rules, where)
             episode.rules = rules
             if episode.room < 0:
                 room = len(episode.ids) + episode.room
@@ -70,6 +82,8 @@ def bind(episodes: Sequence[Episode], rules: EpisodeRules, where: str) -> None:
                     where,
                     "Give shorter ones, or raise max_episode_tokens",
                 )
+            if not episode.room:
+                episode.stop_reason = LIMIT
 
 
 def order_of(episodes: Sequence[Episode], count: int, group_size: int) -> list[int]:
@@ -79,8 +93,6 @@ def order_of(episodes: Sequence[Episode], count: int, group_size: int) -> list[i
         raise UserError(
             f"{len(episodes)} episodes, and an update has {count}", STEP, "Give batch_size x K episodes: make_config()"
         )
-    if len(set(map(id, episodes))) < count:
-        raise UserError("the same episode twice", STEP, "Give each episode once")
     for number, episode in enumerate(episodes):
         if episode.trained:
             raise UserError("an earlier step() has used it", f"{STEP}, episode {number}", "Generate new episodes")
@@ -116,13 +128,14 @@ def given_scores(
     for name, given in (("scores", scores), ("turn_scores", turn_scores), ("token_scores", token_scores)):
         if given is not None and len(given) != count:
             raise UserError(f"{len(given)} {name} for {count} episodes", STEP, "Give one per episode")
-    whole = [None] * count if scores is None else [None if score is None else float(score) for score in scores]
+    dense = turn_scores is not None or token_scores is not None
     rows = []
     total: list[float | None] = []
-    for number, episode in enumerate(episodes):
+    for number in order:
+        episode = episodes[number]
         row = [0.0] * len(episode.ids)
         if token_scores is not None:
-            row = [float(score) for score in fitting(token_scores[number], len(row), "token", number)]
+            row = list(map(float, fitting(token_scores[number], len(row), "token", number)))
             if any(score and not wrote for score, wrote in zip(row, episode.action_mask, strict=True)):
                 raise UserError(
                     "a score on a token that the policy has not written",
@@ -133,15 +146,13 @@ def given_scores(
             given = fitting(turn_scores[number], len(episode.spans), "turn", number)
             for span, score in zip(episode.spans, given, strict=True):
                 row[span[-1]] += float(score)
-        row[episode.spans[-1][-1]] += whole[number] or 0.0
+        score = None if scores is None else scores[number]
+        row[episode.spans[-1][-1]] += float(score or 0)
         rows.append(row)
-        apart = turn_scores is not None or token_scores is not None
-        total.append(math.fsum(row) if apart or whole[number] is not None else None)
+        total.append(math.fsum(row) if dense or score is not None else None)
         if not abs(total[-1] or 0.0) <= MAX_ABS_SCORE:
             raise UserError(f"the score {total[-1]}", f"{STEP}, episode {number}", "Give finite numbers")
-    dense = turn_scores is not None or token_scores is not None
-    total = [total[row] for row in order]
-    return Scores(total, {"score": total}, by_token=[rows[row] for row in order] if dense else None)
+    return Scores(total, {"score": total}, by_token=rows if dense else None)
 
 
 def fitting(values: Sequence[float], count: int, name: str, number: int) -> Sequence[float]:

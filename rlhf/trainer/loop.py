@@ -22,7 +22,7 @@ from rlhf.algorithms.classes import class_of
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.objectives import kl_k1, last_token
 from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
-from rlhf.data.prompts import Prompt, encode_prompts
+from rlhf.data.prompts import Prompt, encode_prompts, or_longest
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, gather, largest
 from rlhf.models.actor_critic import Actor, ActorCritic, set_adapter_dropout
@@ -41,7 +41,7 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, order_of, prompts_of, sampling_of
+from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -54,6 +54,7 @@ from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import update_dir_atomically
 from rlhf.utils.processes import is_first, size
+from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.statistics import scored
 from rlhf.utils.system import keep_freed_memory
 from rlhf.utils.timing import timed
@@ -116,6 +117,7 @@ class OnPolicyLoop:
         self.by_hand: ExitStack | None = None  # the run that `begin` opened
         self.running: Begin | None = None  # the update that runs
         self.generated = 0  # episodes that `generate` has started in it
+        self.groups = 0  # a number that no group has
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
         self.algorithm = class_of(config.algorithm)(config)
@@ -138,7 +140,8 @@ class OnPolicyLoop:
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer = self.processing_class
         planned = self.sampler.updates
-        self.host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
+        train = or_longest(self.train_prompts, config.data)
+        self.host = make_host(config, policy, tokenizer, planned, self.reference, train, self.rewards)
         set_adapter_dropout(self.actor, config.model.lora_dropout, self.actor.dropout)
 
     def _construct_components(
@@ -169,8 +172,8 @@ class OnPolicyLoop:
         if teacher is not None:
             packed = passes.packed and packable(teacher.copy)
             self.teacher = replace(without_critic, reference=teacher, packed=packed)
-        lengths = [len(prompt.ids) for prompt in [*self.train_prompts, *self.evaluation_prompts]]
-        longest = max(lengths, default=config.data.prompt_length)
+        prompts = [*or_longest(self.train_prompts, config.data), *self.evaluation_prompts]
+        longest = max(len(prompt.ids) for prompt in prompts)
         self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic) and teacher is None
@@ -212,9 +215,10 @@ class OnPolicyLoop:
     def reason_to_end(self) -> str | None:
         """Return why no update follows; None: another one does."""
         budget = self.config.run.episodes
+        progress = self.running.progress if self.running else self.progress  # before the update that runs
         if self.host.state.global_step >= self.sampler.updates:
             return "all updates are done"
-        if budget is not None and self.episodes >= budget:
+        if budget is not None and progress.episodes >= budget:
             return "--episodes are spent"
         return "a callback asked for it" if self.host.control.should_training_stop else None
 
@@ -230,7 +234,9 @@ class OnPolicyLoop:
 
     def train(self) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation. Raises RunError if
-        training fails."""
+        training fails, and UserError without training prompts."""
+        if not self.train_prompts:
+            raise UserError("no training prompts", "train()", "Pass prompts, or use generate() and step()")
         with self._opened("train()"):
             return agree(self._run)
 
@@ -249,7 +255,7 @@ class OnPolicyLoop:
         metrics: dict[str, float] = {}
         while self.apply_requests() is None:  # a beta, or the end of the run, that a callback asked for
             metrics = self.update_step(self.update + 1)
-            self.after_step()
+            self._after_update()
         return Metrics(metrics | self._end())
 
     def _begin(self) -> None:
@@ -257,7 +263,8 @@ class OnPolicyLoop:
         reset_peak_memory(self.host.accelerator.device)
         copy_from_first(weight.data for weight in self.host.model.parameters() if weight.requires_grad)
         self.events.call("on_train_begin", self)
-        if not self.evaluations and self.evaluation_prompts:  # a resumed run has the evaluation of the start model
+        if self.evaluation_prompts and self.update == 0:  # a resumed run has the evaluation of the start model
+            self.evaluations = []
             self.evaluate()
 
     def _end(self) -> dict[str, float]:
@@ -365,7 +372,7 @@ class OnPolicyLoop:
         """
         self.begin()
         sampling = sampling_of(self.config.sampling, max_new_tokens, stop, greedy)
-        given = list(prompts_or_episodes)
+        given = items_of(prompts_or_episodes, GENERATE)
         update = self.update + 1
         if any(isinstance(one, Episode) for one in given):
             bind(given, self.collector.rules, GENERATE)
@@ -386,12 +393,14 @@ class OnPolicyLoop:
         if waiting:
             with self.passes.weights.in_use():
                 self._begin_update(update)
-                for episode in (one for one in waiting if one.number is None):
-                    episode.number = (update - 1) * self.config.episodes_per_update + self.generated
+                new = [episode for episode in waiting if episode.number is None]
+                for i, episode in enumerate(new):
+                    episode.number = (update - 1) * self.config.episodes_per_update + self.generated + i
                     episode.stream = update
                     if episode.group is None:
-                        episode.group = episode.number // self.config.group_size
-                    self.generated += 1
+                        episode.group = self.groups + i // self.config.group_size
+                self.generated += len(new)
+                self.groups += len(new)
                 self.collector.turn(waiting, sampling, logprobs)
         return episodes
 
@@ -418,7 +427,7 @@ class OnPolicyLoop:
             assume_on_policy: take the log-probs of the present weights as those of all episodes without `logprobs`.
         """
         self.begin()
-        given = list(episodes)
+        given = items_of(episodes, STEP)
         update = self.update + 1
         why = self.apply_requests()
         if why is not None:
@@ -436,7 +445,10 @@ class OnPolicyLoop:
         if self.collector.vllm is not None and any(not episode.sampled_logprobs for episode in given):
             raise UserError("episodes that vLLM has not sampled", STEP, "Use rollout_engine='auto'")
         chosen = [given[row] for row in order]
-        found = given_scores(given, scores, turn_scores, token_scores, order)
+        try:
+            found = given_scores(given, scores, turn_scores, token_scores, order)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"no lists of numbers ({error})", f"{STEP}, scores", "Give one per episode") from None
         with self.passes.weights.in_use():
             self._begin_update(update)
             rollout = self.collector.rollout(chosen)
@@ -456,10 +468,25 @@ class OnPolicyLoop:
         load_trainer_state(self, Path(folder))
 
     def after_step(self) -> None:
-        """Evaluate and save after an update, if that is due. Raises TrainingInterrupted after a stop signal."""
+        """Evaluate and save after an update, if that is due. After a stop signal, ends the run and raises
+        TrainingInterrupted."""
+        self.begin()
+        try:
+            if self.update:
+                self._after_update()
+        except TrainingInterrupted:
+            with self._closing():
+                raise
+
+    def _closing(self) -> ExitStack:
+        """Return the run that `begin` opened, to end it."""
+        stack, self.by_hand = self.by_hand, None
+        return stack
+
+    def _after_update(self) -> None:
         update = self.update
         due = self.reason_to_end() is not None or update in evaluation_updates(self.config.run, self.sampler.updates)
-        if due and self.evaluation_prompts:
+        if due and self.evaluation_prompts and self.evaluations[-1].update < update:
             self.evaluate()
         self.events.call("on_update_done", update)
         self.session.save(update, last=self.reason_to_end() is not None)  # after a stop signal, ends the run
@@ -470,9 +497,9 @@ class OnPolicyLoop:
         self.begin()
         if self.reason_to_end() is None:
             self.request_stop()
-            self.session.save(self.update, last=True)
-        stack, self.by_hand = self.by_hand, None
-        with stack:
+            if self.update:
+                self.session.save(self.update, last=True)
+        with self._closing():
             return Metrics(self._end())
 
     def episodes_of(self, update: int) -> list[tuple[int, Prompt]]:
@@ -625,6 +652,8 @@ class OnPolicyLoop:
         prompts that cannot be read."""
         if prompts is not None:
             return self._evaluated(self._read(prompts)).metrics()
+        if not self.evaluation_prompts:
+            raise UserError("no evaluation prompts", "evaluate()", "Pass prompts")
         began = perf_counter()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)

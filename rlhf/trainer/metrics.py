@@ -24,7 +24,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     mask = batch.mask
     scored = batch.scored_mask
     rows = [row for row, turns in enumerate(batch.completions.turns) if turns]  # without greedy completions
-    sampled = scores.select(rows)
+    sampled = scores.select(rows) if len(rows) < len(mask) else scores
     raw = sampled.raw[~sampled.raw.isnan()]
     known = ~batch.ref_logprobs.isnan().any(1)  # the reference has scored these completions
     known &= mask.any(1)

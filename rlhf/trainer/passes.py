@@ -110,6 +110,11 @@ class ForwardPasses:
         logprobs[rows] = found.logprobs[rows]
         return LogProbs(logprobs, values=found.values)
 
+    def token_logprobs(self, completions: Completions) -> list[list[float]]:
+        """Return the log-probs of each completion's tokens, nats, as lists; 0 at an environment's tokens."""
+        found = self.policy_logprobs(completions).logprobs.tolist()
+        return [row[:length] for row, length in zip(found, completions.completion_lengths, strict=True)]
+
     def reference_logprobs(self, completions: Completions, every: int = 1) -> Tensor:
         """Compute the reference's log-probs, (B, T), as `logprobs` does. If `every` is N, those of the rows 0, N, 2 N
         and so on; they are NaN in other rows."""

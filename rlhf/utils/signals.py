@@ -38,7 +38,7 @@ class GracefulStop:
         self.by: signal.Signals | None = None
         self.at = 0.0
         self.several = size() > 1
-        self.process = os.getpid()
+        self.process: int | None = os.getpid()
         self.say = say
         self.previous_handlers = {}
 
@@ -49,11 +49,13 @@ class GracefulStop:
         return self
 
     def __exit__(self, *_) -> None:
+        self.process = None  # another run may restore this handler later
         for which, handler in self.previous_handlers.items():
-            signal.signal(which, handler)
+            if signal.getsignal(which) == self._on_signal:
+                signal.signal(which, handler)
 
     def _on_signal(self, number: int, _) -> None:
-        if os.getpid() != self.process:  # forked by a reward function, which must be able to end it
+        if os.getpid() != self.process:  # ended, or forked by a reward function, which must be able to end it
             signal.signal(number, self.previous_handlers[number])
             signal.raise_signal(number)
             return

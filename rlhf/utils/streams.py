@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 GONE = (errno.EPIPE, errno.EIO)  # a closed pipe or terminal. A full disk may have room again later
@@ -60,11 +60,16 @@ def guarded_streams() -> Iterator[None]:
     for name in ("stdin", "stdout", "stderr"):  # in the order of their descriptors
         if getattr(sys, name) is None:  # `>&-`: a file of the run would get its descriptor, and prints
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
-    with redirect_stdout(_guard("stdout")) as out, redirect_stderr(_guard("stderr")):
-        try:
-            yield
-        finally:
-            out.flush()
+    changed = [(name, getattr(sys, name), _guard(name)) for name in ("stdout", "stderr")]
+    for name, _, guard in changed:
+        setattr(sys, name, guard)
+    try:
+        yield
+    finally:
+        for name, before, guard in changed:
+            if getattr(sys, name) is guard:  # loops by hand end in any order, and one that nobody has any more later
+                guard.flush()
+                setattr(sys, name, before)
 
 
 def _guard(name: str) -> TextIO:

@@ -24,7 +24,8 @@ from rlhf.analysis.groups import group_runs
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
 from rlhf.settings.next_commands import resume_command
-from rlhf.utils.command_lines import OF_USERS, script_words
+from rlhf.utils.command_lines import script_words
+from tests.conftest import forget
 from tests.systems import words_of
 
 CODE = '''
@@ -47,20 +48,12 @@ class Twice(GRPO):
 '''
 
 
-def forget() -> None:
-    """Remove the algorithms of users, as in a new process."""
-    for name in [*OF_USERS]:
-        for table in (ALGORITHMS, CLASSES, OF_USERS):
-            table.pop(name, None)
-
-
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
     """Return the value of --algorithm for a class in a file, in the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("twice.py").write_text(CODE)
-    yield "twice.py:Twice"
-    forget()
+    return "twice.py:Twice"
 
 
 def in_groups(run_flags, *flags: object) -> list[str]:
@@ -105,6 +98,7 @@ def test_a_row_reads_single_settings_and_has_defaults(own, tmp_path, user_error)
         ({"settings": ("scale_reward",)}, ["settings", "'scale_reward'", "scale_rewards?"]),
         ({"settings": ("clip_range",)}, ["settings", "'clip_range'"]),  # all algorithms read it
         ({"defaults": {"clip": 0.4}}, ["defaults", "'clip'"]),
+        ({"greedy": 2}, ["greedy", "2"]),
         ({"refuses": ("loss_type", "deltas")}, ["refuses", "'loss_type'", "'deltas'", "delta?"]),
     ],
     ids=str,
@@ -217,6 +211,11 @@ def test_a_row_in_run_json_is_read_as_untrusted(own, run_flags, tmp_path, user_e
     train.main(in_groups(run_flags, "--algorithm", own))
     file = tmp_path / "run" / "run.json"
     facts = json.loads(file.read_text())
+    forget()
+    facts["row"]["defaults"]["reward_func"] = ["./evil.py:f"]
+    del facts["settings"]["reward"]["reward_func"]
+    file.write_text(json.dumps(facts))
+    assert config_of_run(RunRecord.read(tmp_path / "run")).reward.reward_func == ()
     forget()
     for row in ({**facts["row"], "group_size": "many"}, {"name": "twice"}):
         file.write_text(json.dumps(facts | {"row": row}))

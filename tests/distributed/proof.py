@@ -22,7 +22,7 @@ PPO = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6]
 GROUPS = ["--batch-size", 4, "--K", 4]
 GRPO = ["grpo", *GROUPS]
 RLOO = ["rloo", *GROUPS]
-EQUAL = [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE"]  # every second group
+EQUAL = [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE:has_an_a"]  # every second group
 # name -> algorithm and flags
 CASES: dict[str, list] = {
     "ppo": PPO,
@@ -35,6 +35,7 @@ CASES: dict[str, list] = {
     "ppo-whiten-normalize": [*PPO, "--whiten-rewards", "--normalize-scores"],
     "ppo-top-p": [*PPO, "--top-p", 0.9, "--top-k", 20],
     "ppo-stop": [*PPO, "--stop", "e", "at", "\n"],
+    "ppo-token-scores": [*PPO, "--reward-func", "RULE:at_tokens"],
     "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
     "ppo-shared-prompts": [*PPO, "--batch-size", 2, "--K", 3],
     "ppo-warmup": [*PPO, "--critic-warmup", 1],
@@ -44,7 +45,8 @@ CASES: dict[str, list] = {
     "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
     "grpo-kl-logged": [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0],
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
-    "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
+    "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE:has_an_a"],
+    "grpo-named-arguments": [*GRPO, "--reward-func", "RULE:named"],
     "grpo-equal-groups": EQUAL,
     "grpo-one-pass": [*GRPO, "--kl-placement", "loss", "--minibatches", 1],
     "grpo-one-pass-equal-groups": [*EQUAL, "--minibatches", 1],
@@ -64,6 +66,18 @@ def has_an_a(prompts, completions, **_):
     """1.0 for every second prompt, so that its group has equal scores, else the share of the letter a."""
     return [1.0 if len(str(p)) % 2 else sum(c in "aeiou" for c in str(t)) / max(1, len(str(t)))
             for p, t in zip(prompts, completions)]
+
+def named(completion_ids, completion_logprobs, group, **_):
+    """The share of the group's log-probs, plus the size of the group: it differs if a process has a part of one."""
+    assert all(len(ids) == len(numbers) for ids, numbers in zip(completion_ids, completion_logprobs))
+    means = [sum(numbers) / len(numbers) for numbers in completion_logprobs]
+    whole = [[mean for mean, other in zip(means, group) if other == mine] for mine in group]
+    return [mean / sum(of) + len(of) for mean, of in zip(means, whole)]
+
+def at_tokens(completion_ids, **_):
+    """Half of the completions have a score per token, by its id; the others have their length."""
+    return [{"token_scores": [token % 5 / 5 for token in ids]} if ids[0] % 2 else len(ids) / 9
+            for ids in completion_ids]
 '''
 
 
@@ -97,10 +111,10 @@ class Inputs:
         return made
 
     def flags(self, name: str, output: Path, *more: object) -> list[str]:
-        rule = f"{self.rule}:has_an_a"
-        own = [{"RULE": rule, "TEACHER": self.teacher}.get(word, word) for word in CASES[name][1:]]
+        own = [str({"TEACHER": self.teacher}.get(word, word)) for word in CASES[name][1:]]
+        own = [word.replace("RULE", str(self.rule)) for word in own]
         given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
-        given += ["--rm-model", "none" if rule in own else self.reward]
+        given += ["--rm-model", "none" if "--reward-func" in own else self.reward]
         return [str(word) for word in (*COMMON, *given, *own, *more)]
 
 

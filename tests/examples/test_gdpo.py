@@ -7,27 +7,17 @@ import json
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.testing import assert_close
 
 import train
 from rlhf.algorithms.classes import CLASSES
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.rollout.completions import Rollout
-from rlhf.utils.command_lines import OF_USERS
 from tests.documents import ROOT, blocks
 
 SOURCE = f"{ROOT}/examples/gdpo.py:GDPO"
 NAN = math.nan
-
-
-@pytest.fixture(autouse=True)
-def tables():
-    yield
-    for table in (ALGORITHMS, CLASSES, OF_USERS):
-        table.pop("gdpo", None)
 
 
 def advantages(function_scores, scores, *flags: str, weights=(1.0, 1.0)) -> list[float]:

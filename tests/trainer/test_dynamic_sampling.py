@@ -116,9 +116,9 @@ class WithRank(Scores):
 
 def test_scores_and_logged_columns_stay_aligned():
     old = WithRank([1, 1, 2, 3], {"a": [1, 1, 2, 3], "b": [None] * 4}, {"x": ["p", "q", "r", "s"]}, {"m": 1.0},
-                   torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), [4, 3, 2, 1])  # fmt: skip
+                   torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), rank=[4, 3, 2, 1])  # fmt: skip
     new = WithRank([7, 8], {"a": [7, 8], "b": [0.5, None]}, {"y": [10, 20]}, {"m": 2.0, "n": 3.0},
-                   torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), [6, 5])  # fmt: skip
+                   torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), rank=[6, 5])  # fmt: skip
     both = old.joined(new, [4, 5, 2, 3])
     assert (both.total, both.rank) == ([7, 8, 2, 3], [6, 5, 2, 1])
     assert both.logged == {"m": pytest.approx((4 * 1 + 2 * 2) / 6), "n": 3.0}, "over all completions"
@@ -326,8 +326,10 @@ def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch)
 
     def as_vllm(*given, **named):
         rollout = sample(*given, **named)
-        rollout.completions.sampled_logprobs = trainer.passes.logprobs(rollout.completions).logprobs - 0.25
-        return rollout
+        sampled = trainer.passes.logprobs(rollout.completions).logprobs - 0.25
+        for episode, row in zip(rollout.episodes, sampled, strict=True):
+            episode.sampled_logprobs = {0: row[: len(episode.ids)]}
+        return trainer.collector.rollout(rollout.episodes)
 
     monkeypatch.setattr(trainer.collector, "sample", as_vllm)
     assert trainer.update_step(1)["rewards/resampled_groups"] > 0

@@ -145,9 +145,9 @@ def samplings_of(monkeypatch) -> list[list[int]]:
     calls = []
     original = Sampler.sample
 
-    def sample(self, prompts, seed, update, purpose, episodes=None, **more):
+    def sample(self, prompts, seed, update, purpose, episodes=None, *more):
         calls.append(list(episodes))
-        return original(self, prompts, seed, update, purpose, episodes, **more)
+        return original(self, prompts, seed, update, purpose, episodes, *more)
 
     monkeypatch.setattr(Sampler, "sample", sample)
     return calls

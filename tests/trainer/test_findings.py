@@ -192,6 +192,28 @@ def test_evaluations_that_take_more_than_a_fifth_of_the_time_are_a_finding(
     assert "evaluations took" not in capsys.readouterr().out
 
 
+def best_of_group(completions, group, **_):
+    """1 for the longest completion of a group, 0 for one alone: a reward that compares a group."""
+    longest = {}
+    for text, number in zip(completions, group, strict=True):
+        longest[number] = max(longest.get(number, 0), len(text))
+    pairs = zip(completions, group, strict=True)
+    return [float(group.count(number) > 1 and len(text) == longest[number]) for text, number in pairs]
+
+
+@pytest.mark.parametrize(
+    ("function", "flags", "reported"),
+    [(best_of_group, (), 2), (best_of_group, ("--eval-samples", 2), 0), (zero, (), 0), (last_word, (), 0)],
+)
+def test_scores_that_are_equal_in_evaluations_only_are_a_finding(configured, capsys, function, flags, reported):
+    """After some updates and at the end. The line names both flags."""
+    sizes = ("--K", 3, "--batch-size", 2, "--num-iterations", 11, "--max-new-tokens", 3)
+    config = configured(*sizes, *flags, algorithm="grpo")
+    make_trainer(config, PROMPTS, [function], evaluation_prompts=HELD_OUT, progress=False).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--eval-samples" in line]
+    assert len(lines) == reported and all("--eval-func" in line and "--eval-samples 3" in line for line in lines)
+
+
 def test_a_short_run_reports_them_once(configured, capsys):
     config = configured("--num-iterations", 2, "--max-new-tokens", 3)
     make_trainer(config, PROMPTS, [zero], evaluation_prompts=HELD_OUT).train()

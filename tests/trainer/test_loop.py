@@ -154,6 +154,7 @@ def batch_with_early_eos(trainer):
     completions.allowed_tokens = None
     completions.completion_lengths[0] = 3
     completions.turns[0] = [range(3)]
+    completions.action_mask[0, 3:] = False
     completions.completion_ids[0, 2], completions.mask[0, 3:], completions.ended[0] = (
         trainer.processing_class.eos_token_id,
         False,

@@ -94,14 +94,14 @@ def test_all_completions_are_computed_if_more_than_the_score_has_a_gradient(buil
 )
 def test_completions_without_a_token_in_the_loss_are_not_computed(build, algorithm, flags, monkeypatch):
     def some_end(trainer):
-        sample = trainer.collector.sampler.sample
+        rollout_of = trainer.collector.rollout
 
-        def sampled(*given, **more):
-            completions = sample(*given, **more)
-            completions.ended = torch.tensor([True, False, True, False, True, True])
-            return completions
+        def with_ends(episodes):
+            rollout = rollout_of(episodes)
+            rollout.completions.ended = torch.tensor([True, False, True, False, True, True])
+            return rollout
 
-        trainer.collector.sampler.sample = sampled
+        trainer.collector.rollout = with_ends
 
     def ended(*given, **more):
         trainer = build(*given, **more)

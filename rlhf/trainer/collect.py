@@ -211,7 +211,7 @@ class RolloutCollector:
             **given,
             ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
             # bits: without masks, as after a greedy turn, all tokens were allowed
-            allowed_tokens=batch.placed([[] if e.greedy else e.allowed_tokens for e in episodes], 255),
+            allowed_tokens=batch.placed([episode.allowed_tokens for episode in episodes], 255),
             vocabulary=self.rules.vocabulary,
             sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
             stop=sampler.criterion.stop,

@@ -164,7 +164,7 @@ def test_an_evaluation_has_the_kl_to_the_teacher(build, teacher, start_model):
     trainer.evaluator._sampled, sampled = lambda *a: read.append(sampled(*a)) or read[-1], trainer.evaluator._sampled
     trainer.evaluator.latest = ()
     assert trainer.evaluate() == found and evaluation.scores.shape == (6, 1)
-    (part,) = read[0][2]
+    (part,) = read[0][-1]
     batch = SimpleNamespace(completions=part, prompts=trainer.evaluation_prompts)
     for row in range(6):
         by_teacher, by_policy = (of_transformers(m, batch, row, trainer.config.sampling.temperature) for m in models)

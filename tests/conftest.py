@@ -82,6 +82,8 @@ def algorithms_of(recipe: str) -> list[str]:
     return [name for name, row in ALGORITHMS.items() if not (has_teacher and "teacher" in row.foreign)]
 
 
+# algorithms that learn from all completions: without greedy ones
+LEARN_FROM_ALL = [one for one in BY_TIER if not ALGORITHMS[one.values[0]].greedy]
 MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start one or two more processes
 MOST_WORKERS = 8  # each imports torch and transformers: with more workers that takes longer than they save
 

@@ -34,6 +34,5 @@ class ReMax(ReinforcePlusPlus):
         # A_t = sum of r_s over s >= t: GAE with V = 0, gamma = 1 and lambda = 1
         returns, _ = objectives.generalized_advantage_estimate(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
         return Experience.of(
-            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=returns, returns=returns,
-            rewards=rewards,
-        )  # fmt: skip
+            rollout, scores, kl_coef=kl_coef, loss_mask=loss_mask, raw_advantages=returns, returns=returns
+        )

@@ -25,7 +25,7 @@ from rlhf.rewards.functions import keyword_bonus, word_penalty
 from rlhf.rewards.rewards import Rewards
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import RunError
-from tests.conftest import BY_TIER
+from tests.conftest import BY_TIER, LEARN_FROM_ALL
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 ROWS = [Prompt((1,), Example(CHAT, conversational=True)), Prompt((1,), Example(CHAT[1:]))]
@@ -236,7 +236,7 @@ def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, al
         assert found[:, 0].tolist() == pytest.approx(by_hand[algorithm])
 
 
-@pytest.mark.parametrize("algorithm", BY_TIER)
+@pytest.mark.parametrize("algorithm", LEARN_FROM_ALL)
 def test_update_with_missing_scores_has_finite_metrics_without_them(build, algorithm):
     trainer = build(algorithm=algorithm, rewards=[none_for(0, 1), none_for(0, 1, 2)])
     metrics = trainer.update_step(1)

@@ -157,7 +157,7 @@ def test_training_differs_from_that_with_the_sums_only_if_tokens_have_rewards(bu
     dense, plain = (build(*FIVE, algorithm=algorithm, rewards=[one]) for one in (at_tokens, their_sums))
     for update in (1, 2):
         one, other = dense.update_step(update), plain.update_step(update)
-        assert one["rewards/mean"] == other["rewards/mean"] == 4.5
+        assert one["rewards/mean"] == other["rewards/mean"]
     rewards = dense.advantages(*scored_and_shaped(dense)).rewards
     assert torch.equal(weights(dense), weights(plain)) == (rewards is None)
 

@@ -415,6 +415,7 @@ def test_rollout_metrics_match_values_computed_by_hand(make):
     mask = torch.zeros_like(rollout.mask)
     mask[0, :2], mask[1:, :1] = True, True  # five tokens in four completions
     rollout.completions.action_mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
+    rollout.completions.turns = [[range(2)], *([[range(1)]] * 3)]
     rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))
@@ -607,13 +608,15 @@ def test_a_kl_that_is_only_logged_is_that_of_an_eighth_of_the_completions(make, 
             trainer.update_step(1)
             scored.clear()
             metrics = trainer.update_step(2)
-        assert sorted(scored) == list(range(0, 10, every if own else 1))
+        turns = kept.batches[-1].completions.turns  # none of greedy completions
+        assert sorted(scored) == [row for row in range(0, 10, every if own else 1) if turns[row]]
         runs.append((weights(trainer), metrics, kept.batches[-1]))
     (one, logged, batch), (other, _, whole) = runs
     assert largest_difference(one, other) == 0
     kl = whole.kl.sum(1)
-    assert float(kl.abs().min()) > 0
-    assert logged["kl_divergence"] == pytest.approx(float(kl[::every].mean()), abs=1e-5)
+    learned = torch.tensor([bool(own) for own in turns])
+    assert float(kl[learned].abs().min()) > 0
+    assert logged["kl_divergence"] == pytest.approx(float(kl[::every][learned[::every]].mean()), abs=1e-5)
     tokens = int(whole.mask[::every].sum())
     assert logged["kl_divergence/token"] == pytest.approx(float(kl[::every].sum()) / tokens, abs=1e-6)
     assert logged.get("kl_divergence/completions") == (2 if every == 8 else None)

@@ -19,7 +19,7 @@ from rlhf.rewards.functions import length_penalty
 from rlhf.run.figures import results_of
 from rlhf.setup.fit import estimator_of
 from rlhf.utils.signals import TrainingInterrupted
-from tests.conftest import BY_TIER
+from tests.conftest import LEARN_FROM_ALL
 
 PROMPTS = [f"What is {word}?" for word in ("a cat", "a table", "the river", "Paris", "a number", "help")]
 
@@ -77,7 +77,7 @@ def assert_equal_weights(one, other):
 # --- without training prompts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", BY_TIER)
+@pytest.mark.parametrize("algorithm", LEARN_FROM_ALL)
 def test_a_loop_by_hand_needs_no_training_prompts(made, algorithm):
     alone = by_hand(made(algorithm, prompts=[], evaluation=PROMPTS[:2]))
     other = by_hand(made(algorithm, evaluation=PROMPTS[:2]))

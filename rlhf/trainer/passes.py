@@ -97,7 +97,8 @@ class ForwardPasses:
     ) -> LogProbs:
         """Compute log-probs and values of the completions, as `logprobs` does."""
         self.actor.eval()
-        rows = list(range(len(completions.mask)) if rows is None else rows)
+        rows = range(len(completions.mask)) if rows is None else rows
+        rows = [row for row in rows if completions.turns[row]]  # not greedy completions
         logprobs = torch.full(completions.mask.shape, torch.nan, device=self.device)
         if not rows:
             return LogProbs(logprobs)

@@ -108,7 +108,7 @@ def their_sums(completion_ids, **_):
 
 def scored_rollout(trainer):
     rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
-    assert rollout.mask.shape == (4, 5) and rollout.mask.all()
+    assert rollout.completions.mask.shape == (4, 5) and rollout.completions.mask.all()
     return rollout, trainer.collector.score(rollout)
 
 

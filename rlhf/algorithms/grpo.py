@@ -53,7 +53,7 @@ class GRPO(PolicyGradient):
             config.minibatch_size,
             # detail 29: DAPO (arXiv 2503.14476). Otherwise a token counts more in a minibatch with fewer tokens.
             experience.loss_mask.sum().clamp(min=1) / config.batch.minibatches,
-            config.sampling.episode_tokens,
+            config.episode_tokens,
         )
         per_token, clipped = objectives.grpo_policy_loss(
             outputs.logprobs, old, experience.advantages[rows], mask, self.clip, loss_type

@@ -36,12 +36,12 @@ class Sampler:
     dtype: torch.dtype | None = None  # precision of autocast; None: that of the weights
     engine: str | None = None  # as in `sample_completions`
     slots: int = 0  # completions sampled at a time; 0: the device's default. An out-of-memory error halves them.
-    longest_prompt: int = 0  # tokens, for which the KV cache has room from the start; 0: unknown
+    longest_text: int = 0  # tokens of a prompt with its completion, for which the KV cache has room from the start
 
     def __post_init__(self):
         self.criterion = StoppingCriterion.of(self.eos)
         self.slots = self.slots or budget_of(self.device).rollout_slots
-        self.kept = KeptBatcher(self.longest_prompt + self.sampling.episode_tokens if self.longest_prompt else 0)
+        self.kept = KeptBatcher(self.longest_text)
 
     @classmethod
     def of(

@@ -213,17 +213,6 @@ class SamplingSettings:
         unset="only EOS",
         aliases=("stop_strings", "stop_sequences"),
     )
-    max_episode_tokens: int | None = setting(
-        None,
-        "largest length of an episode of several turns after its prompt, in tokens, with those of the environment; "
-        "unset: --max-new-tokens",
-        ge=1,
-    )
-
-    @property
-    def episode_tokens(self) -> int:
-        """The largest number of tokens after a prompt."""
-        return self.max_episode_tokens or self.max_new_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -260,6 +249,12 @@ class BatchSettings:
         ge=1,
         aliases=("num_generations", "group_size"),
         brief="completions per prompt",
+    )
+    max_episode_tokens: int | None = setting(
+        None,
+        "largest length of an episode of several turns after its prompt, in tokens, with those of the environment; "
+        "unset: --max-new-tokens",
+        ge=1,
     )
     ppo_epochs: int = setting(
         4, "passes over each rollout; every algorithm uses it", ge=1, aliases=("num_ppo_epochs",)
@@ -887,6 +882,11 @@ class Config(Command):
     def group_size(self) -> int:
         """Completions per prompt."""
         return self.batch.K or 1
+
+    @property
+    def episode_tokens(self) -> int:
+        """The largest number of tokens after a prompt."""
+        return self.batch.max_episode_tokens or self.sampling.max_new_tokens
 
     @property
     def eval_sampling(self) -> SamplingSettings:

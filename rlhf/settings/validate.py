@@ -184,7 +184,7 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if not (learned or rules or teacher or config.in_python):  # make_trainer() may receive them
         yield _problem(
             "no reward model and no reward function",
-            "Give one of them (--rm-model, --reward-func), or a --teacher if the algorithm uses one",
+            "Give one of them (--rm-model, --reward-func), or a teacher if the algorithm uses one",
             "rm_model",
         )
     if config.reward.control != "none" and teacher:

@@ -251,7 +251,7 @@ def _load_prompt_sets(
                 "batches repeat prompts: prompts. Give more prompts, or a smaller batch_size"
             )
     planned = replace(sets, train=or_longest(sets.train, data))
-    check_prompts(planned, start, config.sampling.episode_tokens, source, screen, data.plain_prompts)
+    check_prompts(planned, start, config.episode_tokens, source, screen, data.plain_prompts)
     separate = f"--eval-dataset {data.eval_dataset}" if data.eval_dataset and evaluation_prompts is None else None
     check_overlap(sets, separate or "evaluation_prompts", screen)
     if not config.run.only_reward:

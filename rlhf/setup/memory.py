@@ -217,7 +217,8 @@ class _Run:
     def token_masks(self, completions: int, sampling: SamplingSettings) -> int:
         """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position, those
         of the sampler and those of the rollout."""
-        return 2 * completions * sampling.episode_tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
+        tokens = self.config.episode_tokens
+        return 2 * completions * tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
 
     # --- sampling and scoring ----------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class _Run:
         config = self.config
         train = or_longest(self.given.train, config.data)
         longest = max([*(len(prompt.ids) for prompt in train), *self.given.evaluation])
-        columns = longest + max(config.sampling.episode_tokens, config.eval_sampling.episode_tokens)
+        columns = longest + max(config.episode_tokens, config.eval_sampling.max_new_tokens)
         cache = policy.layers * self.slots * columns * 2 * policy.kv * self.element
         head = policy.vocabulary * policy.hidden
         rotated = policy.layers * policy.hidden * (policy.q + policy.kv)  # once more, with exchanged halves
@@ -275,7 +276,7 @@ class _Run:
         """Return purpose -> bytes of the reward model's forward pass; {} without a reward model."""
         if self.given.reward_model is None:
             return {}
-        longest = max([*prompts, *self.evaluated]) + self.config.sampling.episode_tokens
+        longest = max([*prompts, *self.evaluated]) + self.config.episode_tokens
         texts = min(self.budget.scored_together(longest), max(len(prompts), len(self.evaluated)))
         return {"reward model's forward pass": self.given.reward_model.forward_peak(texts * longest, self.element)}
 
@@ -291,7 +292,7 @@ class _Run:
     def micro_batch(self, prompts: list[int]) -> Row:
         """Return the largest micro-batch."""
         batch = self.config.batch
-        length = self.config.sampling.episode_tokens
+        length = self.config.episode_tokens
         packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         most = self.budget.tokens_per_micro_batch // max(1, length - 1) + 1  # episodes; fewer if prompts are long

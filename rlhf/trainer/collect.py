@@ -107,12 +107,12 @@ class RolloutCollector:
             dtype=self.passes.dtype,
             engine=config.speed.own_engine,
             slots=budget_of(device, config).rollout_slots,
-            longest_prompt=self.longest_prompt,
+            longest_text=self.longest_prompt + config.episode_tokens,
         )
         base = base_of(policy)
         context = context_of(base.config) or math.inf
         vocabulary = base.get_input_embeddings().num_embeddings
-        longest = config.sampling.episode_tokens
+        longest = config.episode_tokens
         self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context, vocabulary)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":

@@ -102,6 +102,7 @@ PAIRS = {
     "reward model": Pair({"rm_model": "other_rm"}, flags={"rm_model": "rm"}, budget="rewards"),
     "reward model at the same path": Pair(data={"reward_model_files": {"model.safetensors": OTHER}}, budget="rewards"),
     "text that the reward model scores": Pair({"rm_text": "eos"}, flags={"rm_text": "template"}, budget="rewards"),
+    "teacher": Pair({"teacher": "teacher"}, data={"teacher_files": {"model.safetensors": OTHER}}, budget="rewards"),
     # a judge rates the stored completions again, so other rewards do not matter
     "reward function, with a judge": Pair(
         {"reward_func": ("length_penalty",)}, flags=GIVEN, judge=True, picture="rewards"

@@ -211,7 +211,7 @@ def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path, user_error):
         load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer)
 
 
-def test_evaluation_prompts_of_another_file(tokenizer, tmp_path, user_error):
+def test_evaluation_prompts_of_another_file(tokenizer, tmp_path):
     train = write(tmp_path / "train.jsonl", *({"prompt": f"question {i}?"} for i in range(40)))
     other = write(tmp_path / "eval.jsonl", *({"prompt": f"another {i}?"} for i in range(7)))
     for split, counts in ((None, (0, 40)), (Split(0, 60, 40), (0, 40)), (Split(50, 30, 20), (50, 50))):
@@ -221,8 +221,7 @@ def test_evaluation_prompts_of_another_file(tokenizer, tmp_path, user_error):
         assert len(sets.train) + sets.parts["reward"] == 40 == sets.rows and sets.parts["evaluation"] == 7
     python = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], None)
     assert (len(python.train), len(python.evaluation)) == (2, 7)
-    with user_error("evaluation_prompts"):
-        given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], [])
+    assert given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], []).evaluation == []
     replaced = given_prompts(DataSettings(eval_dataset=other), tokenizer, ["a?", "b?"], ["c?"])
     assert [p.example.question for p in replaced.evaluation] == ["c?"]
 

@@ -74,7 +74,7 @@ MOMENTS = {
     "the last files of a checkpoint": (checkpointing, "hardlink_dir", 2),
     "saving best/": (checkpointing, "update_dir_atomically", 1),
     "the weights of best/": (OnPolicyLoop, "save_model", 1),
-    "the figures at the end": (summary, "compare", 1),
+    "the figures at the end": (summary, "results_of", 1),
     "the final weights": (summary, "update_dir_atomically", 1),
     "the status": (session, "show_run_findings", 1),
 }

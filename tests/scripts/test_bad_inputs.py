@@ -544,7 +544,7 @@ CONFIGURATION = [
         "score.weight <tmp>/copy", place="<tmp>/copy", loads=True),
     Row(24, "a teacher of a control", lambda inputs: ["--teacher", inputs.start, "--control", "shuffled"],
         "--control --teacher", place="--control shuffled, --teacher", settings="control teacher"),
-    Row(24, "no reward and no teacher", "--rm-model none", "--rm-model none --reward-func --teacher",
+    Row(24, "no reward and no teacher", "--rm-model none", "--rm-model none --reward-func teacher",
         place="--rm-model none", settings="rm_model"),
     Row(24, "CUDA graphs on a CPU", "--rollout-engine graph", "--rollout-engine graph",
         place="--rollout-engine graph"),

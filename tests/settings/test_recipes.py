@@ -58,7 +58,7 @@ def test_every_shipped_recipe_is_valid_for_every_command(name):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_algorithms_that_use_no_teacher_refuse_its_recipe(algorithm, user_error):
-    with user_error("--rm-model none", "distill.yaml", "--teacher") as caught:
+    with user_error("--rm-model none", "distill.yaml", "teacher") as caught:
         parse_cli(["--recipe", "distill"], algorithm)
     assert len(caught.value.problems) == 1
 

@@ -95,7 +95,8 @@ def test_token_masks_of_a_draw_are_in_memory_with_those_of_the_batch(configured,
     config = configured("--batch-size", 2, "--K", 2, "--top-p", 0.9, "--dynamic-sampling", draws, algorithm="grpo")
     estimate = estimator(load_inputs(config, Screen()), 2, CPU)
     forecast = dataclasses.replace(estimate, evaluation=[])(config)
-    assert forecast.held["token masks"] == sampled * config.sampling.max_new_tokens * estimate.policy.vocabulary // 8
+    one = sampled * config.sampling.max_new_tokens * estimate.policy.vocabulary // 8
+    assert forecast.held["token masks"] == 2 * one  # the sampler's and the rollout's
 
 
 CRITICS = {"shared": [], "separate": ["--critic", "separate"], "reward-model": ["--critic", "reward-model"]}

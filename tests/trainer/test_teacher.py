@@ -16,12 +16,16 @@ from transformers import AutoModelForCausalLM
 
 import train_ppo
 import train_reinforce_pp
+from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config
+from rlhf.models.reference import Reference
 from rlhf.rewards.scores import Scores
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampling import unpack_bits
 from rlhf.trainer.safety import SkipUpdate
+from rlhf.utils.errors import RunError
 from tests.kills import differing
 from tests.run.test_resume import Killed, interrupt
 from tests.shapes import make_start_model
@@ -164,13 +168,35 @@ def test_an_evaluation_has_the_kl_to_the_teacher(build, teacher, start_model):
     trainer.evaluator._sampled, sampled = lambda *a: read.append(sampled(*a)) or read[-1], trainer.evaluator._sampled
     trainer.evaluator.latest = ()
     assert trainer.evaluate() == found and evaluation.scores.shape == (6, 1)
-    (part,) = read[0][2]
+    (part,) = read[0][-1]
     batch = SimpleNamespace(completions=part, prompts=trainer.evaluation_prompts)
     for row in range(6):
         by_teacher, by_policy = (of_transformers(m, batch, row, trainer.config.sampling.temperature) for m in models)
         assert evaluation.teacher_kl[row, 0] == pytest.approx(float((by_policy - by_teacher).sum()), abs=1e-3)
     assert found["eval/score"] == pytest.approx(-found["eval/teacher_kl"])
     assert found["eval/kl_divergence"] == 0
+
+
+def test_smaller_micro_batches_of_the_teacher_after_too_little_memory(build, teacher, monkeypatch, user_error):
+    trainer = build("--teacher", teacher, *ONLY)
+    completions = trainer.collector.sample(trainer.episodes_of(1), 1).completions
+    found = trainer.teacher.reference_logprobs(completions)
+    original = Reference.logprobs
+
+    def of_few(most):
+        def logprobs(self, micro_batch, temperature, allowed):
+            if len(micro_batch.rows) > most:
+                raise torch.OutOfMemoryError("out of memory")
+            return original(self, micro_batch, temperature, allowed)
+
+        monkeypatch.setattr(Reference, "logprobs", logprobs)
+
+    of_few(1)
+    assert_close(trainer.teacher.reference_logprobs(completions), found)
+    assert (trainer.teacher.max_rows, trainer.passes.max_rows) == (1, 0)
+    of_few(0)
+    with user_error("the teacher's", kind=RunError):
+        trainer.teacher.reference_logprobs(completions)
 
 
 def test_only_the_policys_tokens_of_an_episode_are_scored(build, teacher, start_model):
@@ -205,6 +231,20 @@ def test_the_policy_moves_towards_the_teacher(build, teacher):
     trainer.train()
     first, *_, last = (one.metrics()["eval/teacher_kl"] for one in trainer.evaluations)
     assert last < first / 2
+
+
+def test_a_program_needs_no_reward_with_a_teacher(teacher, start_model, user_error):
+    settings = {"actor_model": str(start_model), "rm_model": None, "batch_size": 2, "num_iterations": 1}
+    settings |= {"max_new_tokens": 4, "gamma": 0, "ppo_epochs": 1}
+    prompts = ["a cat?", "a table?"]
+    config = make_config(algorithm="reinforce_pp", teacher=str(teacher), **settings)
+    trainer = make_trainer(config, prompts, evaluation_prompts=["a river?"], progress=False)
+    metrics = trainer.train()
+    assert metrics["rewards/mean"] == pytest.approx(-metrics["teacher_kl"]) and metrics["eval/teacher_kl"] != 0
+    with user_error("teacher", "algorithm 'rloo'"):
+        make_config(algorithm="rloo", teacher=str(teacher))
+    with user_error("teacher in make_config()"):
+        make_trainer(make_config(algorithm="reinforce_pp", **settings), prompts)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -36,5 +36,6 @@ def test_tests_hold_for_more_algorithms():
 @pytest.mark.ci
 def test_tests_of_each_algorithm_hold_for_a_new_one():
     scripts = "--ignore=tests/settings/test_next_commands.py"  # it imports the script of each row
-    words = ("-m", "not proof and not demo", "-k", "fifth and not test_fifth", scripts)
+    chosen = "fifth and not test_fifth and not phased_kl"  # a recipe needs a horizon for each algorithm with groups
+    words = ("-m", "not proof and not demo", "-k", chosen, scripts)
     assert passed_with_more_rows(*words, *SHARED) > 100

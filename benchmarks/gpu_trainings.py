@@ -206,8 +206,9 @@ def fitted_run(section: Section, folder: Path, size: str, flags: list[object]) -
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
-OWN_DATA = ("qwen3-gsm8k",)  # needs 512 prompts with answers and an evaluation file, which the stand-ins lack
-RECIPES = sorted(set(shipped_recipes()) - {*DEMOS, *OWN_DATA})
+# 512 prompts with answers and an evaluation file, and a trained teacher, which the stand-ins lack
+OWN_INPUTS = ("qwen3-gsm8k", "distill")
+RECIPES = sorted(set(shipped_recipes()) - {*DEMOS, *OWN_INPUTS})
 
 
 def recipes(section: Section) -> None:

@@ -13,6 +13,7 @@ from rlhf.rewards.find import RewardSources
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
+from rlhf.utils.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf.rewards.reward_model import RewardModel
@@ -26,7 +27,9 @@ def make_rewards(
     date: str | None = None,
 ) -> tuple[Rewards, RewardModel | None]:
     """Load the rewards without checks. Returns the weighted rewards and the reward model (None without one). `date`:
-    as in `load_tokenizer`."""
+    as in `load_tokenizer`. Raises UserError if nothing gives scores."""
+    if sources.is_empty and config.model.teacher is None:
+        raise UserError("no reward", "rewards", "Give a function or a reward model: --reward-func, --rm-model")
     model = None
     if sources.folder is not None:
         from rlhf.rewards.reward_model import RewardModel

@@ -181,7 +181,7 @@ def test_rule_from_a_file(score, tmp_path, user_error):
     assert score(find_rule(f"{file}:Flat", ())) == [7.0, 7.0], "a class is called to make the rule"
     with user_error("concize", "concise"):
         find_rule(f"{file}:concize", ())
-    with user_error("'x'"):
+    with user_error("my_rewards.py:x"):
         find_rule(f"{file}:x", ())
     with user_error("Needy()", "TypeError"):
         find_rule(f"{file}:Needy", ())

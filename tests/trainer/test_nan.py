@@ -147,10 +147,10 @@ def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path,
     flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
     original = collect.RolloutCollector.score
 
-    def stopped(self, rollout):
+    def stopped(self, rollout, **more):
         if self.host.state.global_step == 2:
             signal.raise_signal(signal.SIGINT)
-        return original(self, rollout)
+        return original(self, rollout, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect.RolloutCollector, "score", stopped)
@@ -165,10 +165,10 @@ def test_overdue_checkpoint_is_saved_by_the_next_successful_update(build, tmp_pa
     log = attach(trainer)
     original = trainer.collector.score
 
-    def score(rollout):
+    def score(rollout, **more):
         if trainer.host.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
             raise SkipUpdate("a test", by_score=True)
-        return original(rollout)
+        return original(rollout, **more)
 
     trainer.collector.score = score
     trainer.train()

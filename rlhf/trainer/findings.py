@@ -205,7 +205,7 @@ def hardly_changed(history: Sequence[dict], config: Config) -> list[Finding]:
 def equal_evaluations(trainer: OnPolicyLoop) -> list[Finding]:
     """Return a finding if the scores of all evaluations are equal, and those of training are not."""
     scores = [score for one in trainer.evaluations for score in flat(one.scores) if score is not None]
-    if len(scores) < 2 or not is_equal(scores) or len({*trainer.progress.scores}) < 2:
+    if len(trainer.evaluation_prompts) < 2 or not is_equal(scores) or len({*trainer.progress.scores}) < 2:
         return []
     text = (
         f"every evaluation score is {scores[0]:g}, but training has different scores: --reward-func. If the reward "

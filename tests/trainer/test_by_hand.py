@@ -13,7 +13,7 @@ from rlhf.api import make_trainer
 from rlhf.config import make_config
 from rlhf.rollout.episodes import END, LIMIT, Episode
 from rlhf.utils.errors import RunError
-from tests.conftest import BY_TIER
+from tests.conftest import LEARN_FROM_ALL
 
 PROMPTS = [f"What is {word}?" for word in ("a cat", "a table", "the river", "Paris", "a number", "help")]
 
@@ -60,7 +60,7 @@ def loop(trainer, updates=3):
     return trainer
 
 
-@pytest.mark.parametrize("algorithm", BY_TIER)
+@pytest.mark.parametrize("algorithm", LEARN_FROM_ALL)
 def test_a_loop_by_hand_gives_the_weights_of_train(made, algorithm):
     trained = made(algorithm)
     final = trained.train()
@@ -166,7 +166,7 @@ def copies(episodes):
     return [Episode.of(e.prompt_ids, e.ids, e.action_mask, e.logprobs, e.group) for e in episodes]
 
 
-@pytest.mark.parametrize("algorithm", BY_TIER)
+@pytest.mark.parametrize("algorithm", LEARN_FROM_ALL)
 def test_given_episodes_of_the_same_policy_train_as_sampled_ones(made, algorithm):
     """They are the same tokens with the same log-probs; only their KL is unknown, which nothing charges here."""
     found = []

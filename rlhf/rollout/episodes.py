@@ -70,7 +70,7 @@ class Episode:
     stop_reason: str = ""  # LIMIT or END; empty: more turns can follow
     rules: EpisodeRules | None = None  # of the trainer that it belongs to
     chat: bool = False  # the chat template rendered the prompt
-    said: dict[int, list[Message]] = field(default_factory=dict)  # number of a turn -> the observations after it
+    added: dict[int, list[Message]] = field(default_factory=dict)  # number of a turn -> the observations after it
     criteria: dict[int, StoppingCriterion] = field(default_factory=dict)  # number of a turn -> what ends it, if known
     # number of the policy's tokens before -> of those that follow: (N, ceil(V / 8)) as in `Completions`, if not all
     # were allowed, and (N,) the log-probs of vLLM
@@ -159,10 +159,10 @@ class Episode:
         found = []
         for number, (span, end) in enumerate(zip(self.spans, ends, strict=True)):
             between = self.ids[span.stop : end]
-            if between and number not in self.said:
+            if between and number not in self.added:
                 found.append([{"role": "user", "content": decode_completion(self.known.tokenizer, between)}])
             else:
-                found.append(self.said.get(number, []))
+                found.append(self.added.get(number, []))
         return found
 
     @property
@@ -247,7 +247,7 @@ class Episode:
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(ids)
         if messages:
-            self.said.setdefault(len(self.spans) - 1, []).extend(messages)
+            self.added.setdefault(len(self.spans) - 1, []).extend(messages)
         self._close()
 
     def _rendered(self, observation: str | Sequence[int] | Message) -> tuple[list[int], list[Message]]:

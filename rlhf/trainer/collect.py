@@ -157,8 +157,9 @@ class RolloutCollector:
     ) -> None:
         """Sample one turn of each episode, with at most as many tokens as it has room for. None of them may be done.
         `sampling` as in `Sampler.sample`. With `logprobs`, compute those of episodes whose earlier ones are known."""
-        sampling = sampling or self.config.sampling
-        greedy = sampling.top_k == 1
+        usual = self.config.sampling
+        sampling = sampling or usual
+        as_trained = (sampling.top_k, sampling.top_p) == (usual.top_k, usual.top_p)
         criterion = self.sampler.criterion_of(sampling)
         known = [episode.logprobs if episode.spans else [] for episode in episodes]
         calls: dict[tuple[int, str, int], list[Episode]] = {}
@@ -184,7 +185,7 @@ class RolloutCollector:
             for row, (episode, ids) in enumerate(zip(own, completions.rows(), strict=True)):
                 before = episode.actions
                 added = episode.wrote(ids, criterion)
-                if completions.allowed_tokens is not None and not greedy:
+                if completions.allowed_tokens is not None and as_trained and not episode.greedy:
                     episode.allowed_tokens[before] = completions.allowed_tokens[row, :added]
                 if completions.sampled_logprobs is not None:
                     episode.sampled_logprobs[before] = completions.sampled_logprobs[row, :added]

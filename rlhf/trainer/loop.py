@@ -484,6 +484,7 @@ class OnPolicyLoop:
         return stack
 
     def _after_update(self) -> None:
+        """Evaluate and save after an update, if that is due."""
         update = self.update
         due = self.reason_to_end() is not None or update in evaluation_updates(self.config.run, self.sampler.updates)
         if due and self.evaluation_prompts and self.evaluations[-1].update < update:

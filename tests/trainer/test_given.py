@@ -69,6 +69,14 @@ def equal_weights(one, other) -> bool:
     return all(map(torch.equal, weights(one), weights(other)))
 
 
+def without_a_break(made):
+    """Return a trainer after three updates."""
+    trainer = made()
+    for _ in range(3):
+        update(trainer)
+    return trainer
+
+
 def status(folder: str) -> str:
     return RunRecord.read(Path(folder)).status
 
@@ -264,10 +272,7 @@ def test_a_stop_signal_ends_the_run_after_its_checkpoint(made):
     update(again)
     assert again.update == 3
     again.finish()
-    straight = made()
-    for _ in range(3):
-        update(straight)
-    assert equal_weights(again, straight)
+    assert equal_weights(again, without_a_break(made))
 
 
 def test_a_trainer_that_nobody_has_any_more_leaves_the_program_alone(made):
@@ -287,10 +292,7 @@ def test_a_trainer_that_nobody_has_any_more_leaves_the_program_alone(made):
     update(again)
     update(again)
     again.finish()
-    straight = made()
-    for _ in range(3):
-        update(straight)
-    assert equal_weights(again, straight)
+    assert equal_weights(again, without_a_break(made))
 
 
 def test_two_runs_by_hand_may_end_in_the_order_in_which_they_began(made):

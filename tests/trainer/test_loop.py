@@ -265,6 +265,13 @@ def test_loss_includes_eos_and_ignores_tokens_after_it(make):
     assert float((whole_gradient(trainer, batch)[1] - base).abs().max()) > 1e-6
 
 
+def test_the_only_allowed_token_has_probability_1(make):
+    """Log-probs are those of the sampling, also if it is greedy throughout the run."""
+    trainer = make("--top-k", "1")
+    rollout = trainer.collector.collect(trainer.episodes_of(1), 1)
+    assert rollout.mask.any() and not rollout.logprobs[rollout.mask].any()
+
+
 def test_completion_without_eos_gets_the_penalty(make):
     trainer = make("--missing-eos-penalty", "2.5", rewards=[lambda completions, **_: [1.0] * len(completions)])
     rollout, _ = batch_with_early_eos(trainer)

@@ -1,4 +1,4 @@
-"""Makes the missing parts of a demo: start model, and pairs with a reward model, or files of questions."""
+"""Makes the missing parts of a demo: start model, and pairs with a reward model, or files of prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from rlhf.checkpoints.model_folder import read_record
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.demo import checker_questions, pairs, ready, sums_questions, tasks
+from rlhf.demo import checker_questions, crossing, pairs, ready, sums_questions, tasks
+from rlhf.demo.crossing_start import train_start_model
 from rlhf.demo.tasks import Gold
 from rlhf.models.load import load_policy
 from rlhf.rewards.calibration import show_record
@@ -51,6 +52,8 @@ def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
         build_pairs(screen, device)
         train_reward_model(parse_reward_cli(["--recipe", "demo"]), screen, device)
     else:
+        if parts.recipe == "demo-game":
+            train_start_model(folder / "start_model", screen)
         for name, rows in question_files(parts.recipe).items():
             write_jsonl(folder / name, rows)
     write_json(folder / ready.STAMP_FILE, parts.stamp())
@@ -58,8 +61,10 @@ def _make(parts: ready.DemoParts, screen: Screen, device: torch.device) -> None:
 
 
 def question_files(recipe: str) -> dict[str, Rows]:
-    """Return the rows of the files of demo-checker or smollm2-sums: question, answer and topic (family and level, or
-    kind and size)."""
+    """Return the rows of the files of demo-checker or smollm2-sums, which are question, answer and topic (family and
+    level, or kind and size), or of demo-game, which are prompts."""
+    if recipe == "demo-game":
+        return {ready.GAMES_FILE: [{"prompt": text} for text in crossing.prompts(ready.GAMES)]}
     if recipe == "demo-checker":
         files = {ready.QUESTIONS_FILE: checker_questions.questions(ready.PER_CELL, ready.SEED)}
     else:

@@ -30,7 +30,16 @@ PER_CELL = 190  # questions of each family and level
 SUMS_FOLDER = Path("smollm2_sums_parts")
 SUMS_FILES = {"train": "train.jsonl", "evaluation": "eval.jsonl"}  # part -> its file
 SUMS_PER_TOPIC = {"train": 120, "evaluation": 24}  # questions of each of the 11 topics
-BUILD_TIME = {"demo": "about a minute on two CPU cores", "demo-checker": "a second", "smollm2-sums": "a second"}
+# demo-game
+GAME_FOLDER = Path("demo_game_parts")
+GAMES_FILE = "games.jsonl"
+GAMES = 512
+BUILD_TIME = {
+    "demo": "about a minute on two CPU cores",
+    "demo-checker": "a second",
+    "demo-game": "half a minute on two CPU cores",
+    "smollm2-sums": "a second",
+}
 
 
 def is_ready(recipe: str) -> bool:
@@ -90,5 +99,8 @@ def parts_of_demo(recipe: str) -> DemoParts:
     if recipe == "demo-checker":
         code = HERE / "checker_questions.py"
         return DemoParts(recipe, CHECKER_FOLDER, (QUESTIONS_FILE,), (PER_CELL, SEED), (code,), CHECKER_WEIGHTS)
+    if recipe == "demo-game":
+        code = (HERE / "crossing.py", HERE / "crossing_start.py")
+        return DemoParts(recipe, GAME_FOLDER, (GAMES_FILE,), (GAMES,), code, WEIGHTS)
     code = HERE / "sums_questions.py"
     return DemoParts(recipe, SUMS_FOLDER, tuple(SUMS_FILES.values()), (SUMS_PER_TOPIC, SEED), (code,))

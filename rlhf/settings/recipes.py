@@ -21,6 +21,7 @@ DEFAULT_RECIPE = "smollm2-orca"
 DEMOS = {
     "demo": ("actor_model", "rm_model", "prompts"),
     "demo-checker": ("actor_model", "prompts"),
+    "demo-game": ("actor_model", "prompts"),
     "smollm2-sums": ("prompts", "eval_dataset"),
 }
 FOLDER = Path(__file__).parent.parent / "recipes"

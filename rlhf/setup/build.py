@@ -41,7 +41,7 @@ def prepare_demo_components(config: Config, screen: Screen, device: torch.device
     """With a recipe that has parts, make those that do not exist yet: prompts, start model, reward model."""
     if config.recipe not in DEMOS:
         return
-    if config.recipe == "demo" and not ready.is_ready(config.recipe):
+    if config.recipe in ("demo", "demo-game") and not ready.is_ready(config.recipe):
         choose_threads(config, str(ready.WEIGHTS), device, Screen(quiet=True))  # the run prints its choice
     prepare_parts(config.recipe, screen, device)
 

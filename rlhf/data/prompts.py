@@ -34,6 +34,11 @@ class Prompt:
 
     ids: tuple[int, ...]
     example: Example
+    room: int | None = None  # tokens that can follow, if they are fewer than those of a completion
+
+    def length(self, most: int) -> int:
+        """Return the largest number of tokens of the text with a completion of at most `most` tokens."""
+        return len(self.ids) + (most if self.room is None else min(most, self.room))
 
 
 def ids_alone(ids: Sequence[int]) -> Prompt:

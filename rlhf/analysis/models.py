@@ -218,16 +218,15 @@ def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:
     return None if len(functions) > 1 else next(iter(functions), ())
 
 
-def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -> None:
-    """Raises UserError if a run's settings contain code of reward or evaluation functions that the command line
-    neither replaces nor trusts."""
+def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings, settings: Sequence[str] = CODE) -> None:
+    """Raises UserError if these settings of a run name code that the command line neither replaces nor trusts."""
     if measure.trust_reward_code:
         return
     problems = []
     for model in models:
         stored = model.run.flat_settings if model.run else {}
         used = stored | {"eval_func": common_eval_functions(models) if model.run else ()}
-        used = {name: used.get(name) for name in CODE if getattr(measure, name) is None}
+        used = {name: used.get(name) for name in settings if getattr(measure, name) is None}
         code = dict.fromkeys(rule for rules in code_in(used).values() for rule in names_code(rules))
         if code:
             words = command(*code_words(used))

@@ -133,8 +133,8 @@ class MeasureSettings:
         unset="those of the runs, if all have the same ones",
         brief="evaluation functions as judges; unset: those of the runs",
     )
-    environment: str | None = or_none(EnvironmentSettings, "environment", unset=OF_RUN)
-    max_turns: int | None = as_in_run(EnvironmentSettings, "max_turns", needs=None)
+    environment: str | None = or_none(EnvironmentSettings, "environment", needs="!tokens")
+    max_turns: int | None = as_in_run(EnvironmentSettings, "max_turns", needs="!tokens")
     rollout_engine: str | None = setting(
         None,
         "how completions are sampled: graph (with CUDA graphs), slots (without them, if they fail), plain, or auto: "
@@ -146,7 +146,7 @@ class MeasureSettings:
         False,
         "allow to execute the Python files of reward and evaluation functions, and of an environment, that are listed "
         "in a run's run.json",
-        needs=MEASURED,
+        needs="!tokens",
     )
 
     @property

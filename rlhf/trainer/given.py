@@ -19,6 +19,7 @@ from rlhf.settings.training import Config, SamplingSettings
 from rlhf.utils.errors import UserError
 
 GENERATE = "generate()"
+PLAY = "play()"
 STEP = "step()"
 
 

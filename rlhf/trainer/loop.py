@@ -42,7 +42,7 @@ from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
 from rlhf.trainer.evaluator import Evaluator, Played, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
+from rlhf.trainer.given import GENERATE, PLAY, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
 from rlhf.trainer.metrics import Metrics, environment_metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -386,10 +386,7 @@ class OnPolicyLoop:
             bind(given, self.collector.rules, GENERATE)
             episodes = given
         else:
-            data = self.config.data
-            prompts = prompts_of(given, self.collector.rules, data.prompt_length, worked_examples(data.few_shot))
-            rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
-            episodes = self.collector.started([(None, row) for row in rows], update)
+            episodes = self._new(given)
         waiting = [episode for episode in episodes if not episode.done]
         again = any(episode.spans for episode in waiting)
         if self.collector.vllm is not None and (again or sampling != self.config.sampling):
@@ -401,16 +398,39 @@ class OnPolicyLoop:
         if waiting:
             with self.passes.weights.in_use():
                 self._begin_update(update)
-                new = [episode for episode in waiting if episode.number is None]
-                for i, episode in enumerate(new):
-                    episode.number = (update - 1) * self.config.episodes_per_update + self.generated + i
-                    episode.stream = update
-                    if episode.group is None:
-                        episode.group = self.groups + i // self.config.group_size
-                self.generated += len(new)
-                self.groups += len(new)
+                self._number([episode for episode in waiting if episode.number is None])
                 self.collector.turn(waiting, sampling, logprobs)
         return episodes
+
+    def play(self, prompts: Sequence[GivenPrompt | Sequence[int]]) -> list[Episode]:
+        """Play K episodes of each prompt with the environment, to their end, as `train` does: `step` then trains on
+        them. Episodes of one prompt are neighbours. Random numbers are those of `generate`. Raises UserError."""
+        self.begin()
+        episodes = self._new(items_of(prompts, PLAY))
+        if episodes:
+            with self.passes.weights.in_use():
+                self._begin_update(self.update + 1)
+                self._number(episodes)
+                self.collector.play(episodes)
+        return episodes
+
+    def _new(self, given: Sequence) -> list[Episode]:
+        """Return K episodes of each prompt, without a turn and a number."""
+        data = self.config.data
+        prompts = prompts_of(given, self.collector.rules, data.prompt_length, worked_examples(data.few_shot))
+        rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
+        return self.collector.started([(None, row) for row in rows], self.update + 1)
+
+    def _number(self, episodes: Sequence[Episode]) -> None:
+        """Give new episodes their number in the update, and their group."""
+        update = self.update + 1
+        for i, episode in enumerate(episodes):
+            episode.number = (update - 1) * self.config.episodes_per_update + self.generated + i
+            episode.stream = update
+            if episode.group is None:
+                episode.group = self.groups + i // self.config.group_size
+        self.generated += len(episodes)
+        self.groups += len(episodes)
 
     def step(
         self,

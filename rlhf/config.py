@@ -58,7 +58,12 @@ make_config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     return_annotation=Config,
 )
 
-OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func")  # given by arguments of make_trainer and check
+OF_MAKE_TRAINER = (
+    "rm_model",
+    "reward_func",
+    "eval_func",
+    "environment",
+)  # given by arguments of make_trainer and check
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:

@@ -34,7 +34,8 @@ class Prompt:
 
     ids: tuple[int, ...]
     example: Example
-    room: int | None = None  # tokens that can follow, if they are fewer than those of a completion
+    # tokens that can follow, if they are fewer than those of a completion
+    room: int | None = field(default=None, compare=False)
 
     def length(self, most: int) -> int:
         """Return the largest number of tokens of the text with a completion of at most `most` tokens."""

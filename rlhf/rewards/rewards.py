@@ -163,7 +163,8 @@ class Rewards:
         paid = [[0.0] * len(row) for row in ids]
         for weight, column in zip(self.weights, scores.values(), strict=True):
             for amounts, score, turns in zip(paid, column, spans, strict=True):
-                for place, value in enumerate(score) if isinstance(score, list) else [(turns[-1][-1], score or 0.0)]:
+                last = [(turns[-1][-1], score or 0.0)] if turns else []  # an episode that failed may have no turn
+                for place, value in enumerate(score) if isinstance(score, list) else last:
                     amounts[place] += weight * value
         return paid
 

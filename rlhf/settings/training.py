@@ -67,7 +67,6 @@ class ModelSettings:
         "teacher of on-policy distillation, named as --actor-model: a causal LM with the start model's tokenizer. "
         "Each token gets the score log p_teacher - log p_policy, in nats. Rewards are optional then: --rm-model none",
         aliases=("teacher_model", "teacher_model_name_or_path"),
-        brief="teacher model of on-policy distillation",
     )
     allow_weak_reward_model: bool = setting(
         False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.distributed.group import agree
 from rlhf.distributed.join import use_own_gpu
@@ -38,6 +38,7 @@ def make_trainer(
     eval_functions: Functions | None = None,
     output: str | Path | None = None,
     progress: bool = True,
+    environment: Any = None,
 ) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with the methods `train()`, `evaluate()`, `save_model(folder)` and
     `load_model(folder)`. The run length and the seed come from `config`. Without `output`, only `save_model` writes
@@ -59,6 +60,8 @@ def make_trainer(
             run.json, TensorBoard, checkpoints, samples, incidents, best/ and the final model. With `resume` in
             `config`, it resumes the run in that folder.
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
+        environment: a class with the methods reset and observe, or one for `environment_factory` of TRL's GRPOTrainer,
+            used instead of --environment in `config`.
     """
     from rlhf.run.python_run import check_given, trainer_of
 
@@ -66,7 +69,8 @@ def make_trainer(
     check_trackers(config.record.report_to or ())
     folder = None if output is None else Path(local_path(output))
     given = {"prompts": prompts, "evaluation_prompts": evaluation_prompts, "rewards": rewards,
-             "reward_weights": reward_weights, "eval_functions": eval_functions}  # fmt: skip
+             "reward_weights": reward_weights, "eval_functions": eval_functions,
+             "environment": environment}  # fmt: skip
     trainer = agree(lambda: trainer_of(config, folder, progress, **given))
     for callback in callbacks:
         trainer.add_callback(callback)

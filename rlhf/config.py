@@ -16,7 +16,7 @@ from rlhf.distributed.join import use_own_gpu
 from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import build, merged, read_command
-from rlhf.settings.next_commands import code_words, names_code, resume_line
+from rlhf.settings.next_commands import CODE, code_in, code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
 from rlhf.settings.translate import only
@@ -58,7 +58,12 @@ make_config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     return_annotation=Config,
 )
 
-OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func")  # given by arguments of make_trainer and check
+OF_MAKE_TRAINER = (
+    "rm_model",
+    "reward_func",
+    "eval_func",
+    "environment",
+)  # given by arguments of make_trainer and check
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -189,7 +194,6 @@ OF_THE_COMMAND = (
     "resume",
     "resume_anyway",
 )
-CODE = ("reward_func", "eval_func")  # settings that may name Python files
 
 
 def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | None:
@@ -218,10 +222,11 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
             f"--resume, --output {folder}",
             "Resume it there, with make_config(..., resume=True) and the same make_trainer(...)",
         )
-    rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
-    untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
+    rules = {name: layer[name][0] for name in CODE if name in layer}
+    given = code_in(run)
+    untrusted = [rule for name, of in code_in(rules).items() if not names_code(given[name]) for rule in names_code(of)]
     if not only_exported and untrusted:
-        resume = resume_line(row.name, run["output"], run["seeds"], code_words(*rules.values()))
+        resume = resume_line(row.name, run["output"], run["seeds"], code_words(rules))
         raise UserError(
             "reward code must be given on the command line",
             f"--resume, {', '.join(untrusted)} in the run's {RUN_FILE}",

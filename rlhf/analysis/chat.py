@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.loading import load_model_ref
-from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
+from rlhf.analysis.models import ModelRef, find_models, in_4_bit, require_trusted_code, shared_settings
 from rlhf.data.chat_template import Messages, encode_prompt
 from rlhf.data.examples import examples_of, worked_examples
-from rlhf.data.prompts import ids_alone
+from rlhf.data.prompts import Prompt, encode_all, ids_alone
+from rlhf.data.row import Example
 from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
+from rlhf.environments.environment import make_environment
+from rlhf.environments.find import find_instance
+from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast_dtype, start_device
+from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config
+from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.play import Player
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.streams import lost_streams
@@ -29,9 +36,11 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     """Replies to each line of standard input until `/exit`, the end of the input, or Ctrl-C.
 
     A line that cannot be used is reported, and the conversation continues without it. A base model has no chat
-    template, so nothing is remembered: it continues each line as a separate text.
+    template, so nothing is remembered: it continues each line as a separate text. With an environment, each line is
+    the prompt of a new episode, which is played to its end.
     """
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
+    require_trusted_code([model], asked.measure, ("environment",))
     config = shared_settings([model], asked.measure)
     date = model.run.date if model.run is not None else None
     tokenizer = load_tokenizer(model.source, config.data.plain_prompts, date)
@@ -41,6 +50,8 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"
     if tokenizer.chat_template is None:
         memory = "none: the model has no chat template"
+    if generator.player.environment is not None:
+        memory = f"none: each line begins an episode of {generator.player.environment.name}"
     screen.facts([("model", model.label), ("sampling", str(config.sampling)), ("memory", memory)])
     screen.facts([(NEW, "starts a new conversation"), (EXIT, "ends the chat, as do Ctrl-C and the end of the input")])
     turns: list[dict[str, str]] = []
@@ -51,7 +62,11 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
                 screen.say("(started a new conversation)")
                 continue
             try:
-                ids, kept = newest_turns(tokenizer, [*turns, *examples_of([line])[0].messages], room, shots)
+                (example,) = examples_of([line])
+                if generator.player.environment is not None:
+                    screen.write(f"{generator.play(example, shots)}\n")
+                    continue
+                ids, kept = newest_turns(tokenizer, [*turns, *example.messages], room, shots)
             except UserError as error:
                 screen.say(error.report())
                 continue
@@ -100,19 +115,33 @@ class ReplyGenerator:
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
         self.tokenizer = tokenizer
-        self.seed = seed
         self.replies = 0
         device = start_device(screen)
         dtype = autocast_dtype(config.model.bf16, device)
         policy = load_model_ref(model, tokenizer, in_4_bit(model), dtype, device)
         engine = config.speed.own_engine
-        self.sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype, engine=engine)
+        sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype, engine=engine)
+        construct, instance = find_instance(config)
+        environment = None if instance is None else make_environment(config, construct, instance, tokenizer)
+        passes = ForwardPasses(Actor(policy), None, config.sampling.temperature, dtype)
+        how = config.episode_tokens, seed, environment
+        self.player = Player.of(sampler, passes, tokenizer, *how, phase="a reply", say=screen.say)
 
     def generate(self, ids: list[int]) -> str:
-        found = self.sampler.sample([ids_alone(ids)], self.seed, self.replies, "chat")
+        """Return a reply to a conversation."""
+        episode = self._played(ids_alone(ids), self.player.turn)
+        return episode.last_completion
+
+    def play(self, example: Example, shots: Messages) -> str:
+        """Return the turns of an episode, with the environment's answers in brackets. Raises RunError if it fails."""
+        (prompt,) = encode_all(self.tokenizer, [example], shots)
+        return self._played(prompt, self.player.play).shown
+
+    def _played(self, prompt: Prompt, play: Callable[[list[Episode]], None]) -> Episode:
+        episodes = self.player.started([(0, prompt)], self.replies, "chat", 1)
         self.replies += 1
-        (text,) = found.texts(self.tokenizer)
-        return text
+        play(episodes)
+        return episodes[0]
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:

@@ -63,7 +63,7 @@ def of_comparison(config: Config, measure: MeasureSettings, run: RunRecord) -> C
     today = {
         "few_shot": worked_examples(config.data.few_shot),
         "reward_model_files": model_files(config.model.rm_model),
-        "rules": {rule: code_print(rule) for rule in config.reward.functions},
+        "rules": {rule: code_print(rule) for rule in config.rules},
     }
     if measure.baseline is not None:  # without it, the start model is the recorded one
         today |= {"start_model_files": model_files(measure.baseline), "start_model_gguf": None}
@@ -95,7 +95,7 @@ def changed_code(runs: Sequence[RunRecord], config: Config) -> list[str]:
     codes = [(Path(rule).name, code) for run in runs for rule, code in run.data.get("rules", {}).items() if code]
     return [
         f"the file of {rule} is not that of a run, and its code gives the values here"
-        for rule in config.reward.functions
+        for rule in config.rules
         if any(name == Path(rule).name and code != code_print(rule) for name, code in codes)
     ]
 
@@ -104,10 +104,13 @@ def _conditions(config: Config, sampling: SamplingSettings, data: Mapping[str, A
     """Return the conditions with these settings. `data` has hashes of files as in run.json."""
     model = config.model
     reward = config.reward
-    code = {rule: _code(rule, reward.keywords, data) for rule in reward.functions}
+    code = {rule: _code(rule, reward.keywords, data) for rule in config.rules}
     sources = [code[rule] for rule in reward.reward_func]
     if model.rm_model is not None:
         sources.insert(0, (data.get("reward_model_files") or model.rm_model, model.rm_text))
+    environment = config.environment
+    if environment.environment is not None:
+        sources.append((code[environment.environment], replace(environment, environment=None), config.episode_tokens))
     if data.get("teacher_files") is not None:
         sources.append(data["teacher_files"])
     return Conditions(

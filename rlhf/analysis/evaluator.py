@@ -28,19 +28,22 @@ from rlhf.data.chat_template import DATE, date_of, date_row
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
+from rlhf.environments.environment import Environment, make_environment
+from rlhf.environments.find import find_instance, rewards_turns
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_functions, check_measured, check_reward_context
 from rlhf.rewards.find import RewardSources, code_print, find_rewards
-from rlhf.rewards.functions import NetworkReward
+from rlhf.rewards.functions import EnvironmentReward, NetworkReward
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import function_name
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.evaluator import Evaluator, FixedText, fixed_text
 from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.play import Player
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.paths import path_on_page
@@ -86,6 +89,9 @@ class ModelEvaluator:
             set_threads(self.runs[0].threads)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
+        self.construct, self.instance = find_instance(self.config)
+        if rewards_turns(self.instance):
+            sources = sources.and_also(EnvironmentReward(type(self.instance).__name__))
         judges = find_judges(self.config, models, settings)
         if settings.eval_func is None and common_eval_functions(models) is None:
             screen.say(
@@ -215,7 +221,8 @@ class ModelEvaluator:
         if self.start is not None and tokenizer is self.tokenizer:
             evaluator = self.evaluator(self.reference.copy, tokenizer)
             # as a run samples them for its perplexity
-            as_run = replace(evaluator, seed=self.config.run.seed, purpose="evaluate")
+            player = replace(evaluator.player, seed=self.config.run.seed)
+            as_run = replace(evaluator, player=player, purpose="evaluate")
             start = as_run.start_completions
         text = fixed_text(tokenizer, prompts, start, data.eval_text)
         if text is None or text.by_start or data.eval_text is not None or not takes_every_row(self.settings):
@@ -245,17 +252,25 @@ class ModelEvaluator:
         in_file = config.data.eval_text is not None  # a prompt is the first token, so the bytes differ by vocabulary
         units = [*(["perplexity"] if same or (own and in_file) else []), *(["length"] if own else [])]
         units += [*([] if in_file else ["bits_per_byte"]), "characters"] if self.unlike else []
+        sampler = Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine)
+        passes = ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype)
+        how = config.episode_tokens, self.settings.seed, self.environment_of(tokenizer)
         return Evaluator(
-            Sampler.of(policy, tokenizer, config.sampling, self.device, dtype=self.dtype, engine=engine),
-            ForwardPasses(Actor(policy), reference, config.sampling.temperature, self.dtype),
+            Player.of(sampler, passes, tokenizer, *how, phase="an evaluation", in_parts=True),
+            passes,
             tokenizer,
             self.rewards,
             judges=[judge.rewards for judge in self.judges],
-            seed=self.settings.seed,
             purpose="generations",
             text=self.text if same else self._text(tokenizer),
             units=tuple(units),
         )
+
+    def environment_of(self, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
+        """Return the environment for models with this tokenizer; None without one."""
+        if self.instance is None:
+            return None
+        return make_environment(self.config, self.construct, self.instance, tokenizer)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how models are evaluated, as pairs of name and text."""

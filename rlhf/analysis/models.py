@@ -21,7 +21,7 @@ from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_r
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.fields import flag_of
-from rlhf.settings.next_commands import code_words, names_code, resume_command
+from rlhf.settings.next_commands import CODE, code_in, code_words, names_code, resume_command
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.utils.command_lines import command
@@ -38,6 +38,7 @@ MEASURED_WITH = (
     *("actor_model", "rm_model", "rm_text", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
     *("prompts", *OF_THE_FILE, "prompt_length", "eval_text", "few_shot"),
     *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
+    *("environment", "max_turns", "max_observation_tokens", "max_episode_tokens"),
 )
 
 
@@ -217,19 +218,18 @@ def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:
     return None if len(functions) > 1 else next(iter(functions), ())
 
 
-def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -> None:
-    """Raises UserError if a run's settings contain code of reward or evaluation functions that the command line
-    neither replaces nor trusts."""
+def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings, settings: Sequence[str] = CODE) -> None:
+    """Raises UserError if these settings of a run name code that the command line neither replaces nor trusts."""
     if measure.trust_reward_code:
         return
     problems = []
     for model in models:
         stored = model.run.flat_settings if model.run else {}
-        rules = stored.get("reward_func") or () if measure.reward_func is None else ()
-        evaluation = common_eval_functions(models) or () if measure.eval_func is None and model.run else ()
-        code = dict.fromkeys([*names_code(rules), *names_code(evaluation)])
+        used = stored | {"eval_func": common_eval_functions(models) if model.run else ()}
+        used = {name: used.get(name) for name in settings if getattr(measure, name) is None}
+        code = dict.fromkeys(rule for rules in code_in(used).values() for rule in names_code(rules))
         if code:
-            words = command(*code_words(rules, evaluation))
+            words = command(*code_words(used))
             problems.append(
                 Problem(
                     f"reward code from the run's {RUN_FILE} is not executed without permission",

@@ -29,7 +29,8 @@ class RewardWarning(Callback):
         trainer = self.trainer
         seconds, completions = trainer.rewards.last_call
         takes_long = FEW * seconds * max(1, (len(RIGHT) + 8) / completions) > MOST_SECONDS
-        if evaluation.update or takes_long or not trainer.rewards.functions:
+        plays = trainer.collector.environment is not None  # its rewards are those of episodes, not of texts
+        if evaluation.update or takes_long or plays or not trainer.rewards.functions:
             return
         prompts = trainer.train_prompts or trainer.evaluation_prompts
         given = trainer.rewards, prompts, trainer.processing_class, FEW

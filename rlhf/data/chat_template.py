@@ -74,8 +74,11 @@ def today() -> str:
     return datetime.now().isoformat(timespec="seconds")
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = ()) -> list[int]:
-    """Return the token ids of a prompt after the worked examples `shots`, up to where the completion starts.
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, shots: Messages = (), **how: Any
+) -> list[int]:
+    """Return the token ids of a prompt after the worked examples `shots`, up to where the completion starts. `how`:
+    further arguments of `apply_chat_template`, such as the tools.
 
     Uses the tokenizer's chat template if it has one. Otherwise (a base model) the contents are joined with blank
     lines, and the completion follows directly. Template and contents are tokenized as one text, as in the model's
@@ -86,7 +89,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, shots:
     contents = [m["content"] for m in messages]
     if tokenizer.chat_template is None:
         return _bos(tokenizer) + encode_text(tokenizer, "\n\n".join(contents))
-    return _ids_of(tokenizer, *_rendered(tokenizer, messages, add_generation_prompt=True), contents)
+    return _ids_of(tokenizer, *_rendered(tokenizer, messages, add_generation_prompt=True, **how), contents)
 
 
 def encode_whole(
@@ -119,16 +122,26 @@ def encode_whole(
     return _ids_of(tokenizer, slots, text, contents)
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, message: dict[str, str]) -> list[int]:
-    """Return the token ids between an assistant's completion and the next one, with a message between them: what the
-    chat template writes from the end of the first turn to the start of the second. The message never produces special
-    tokens, as in `encode_prompt`. Raises UserError without a chat template, or if it fails."""
+def encode_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    """Return the token ids between an assistant's completion and the next one, with messages between them: what the
+    chat template writes from the end of the first turn to the start of the second. The messages never produce special
+    tokens, as in `encode_prompt`. Messages of tools answer calls of the completion. Raises UserError without a chat
+    template, or if it fails."""
     if tokenizer.chat_template is None:
-        raise UserError("the model has no chat template", f"message {message!r:.60}", "Give the observation as a text")
+        raise UserError(
+            "the model has no chat template", f"message {messages[0]!r:.60}", "Give the observation as text"
+        )
     mark = _SLOT.format(1)
-    chat = [*SOME_CHAT, {"role": "assistant", "content": mark}, message]
-    slots, text = (whole.split(mark)[-1] for whole in _rendered(tokenizer, chat, add_generation_prompt=True))
-    return _ids_of(tokenizer, slots, text, [m["content"] for m in chat])
+    turn = {"role": "assistant", "content": mark}
+    if messages[0]["role"] == "tool":  # some templates write its answers only after a call
+        turn["tool_calls"] = [{"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}]
+    chat = [*SOME_CHAT, turn]
+    start = _rendered(tokenizer, chat)[0].split(mark)[-1]
+    end = end_of_turn(tokenizer)
+    at = -1 if end is None else start.rfind(tokenizer.convert_ids_to_tokens(end))  # behind the call
+    whole = _rendered(tokenizer, [*chat, *messages], add_generation_prompt=True)
+    slots, text = (one.split(mark)[-1][max(0, at) :] for one in whole)
+    return _ids_of(tokenizer, slots, text, [m["content"] for m in [*chat, *messages]])
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -137,7 +150,7 @@ def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return start[:1] if start and start[0] == tokenizer.bos_token_id else []
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: bool) -> tuple[str, str]:
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **how: Any) -> tuple[str, str]:
     """Return a chat as its template writes it: with a slot in place of each content, and with the contents. Raises
     UserError if the template fails."""
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]

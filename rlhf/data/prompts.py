@@ -34,6 +34,12 @@ class Prompt:
 
     ids: tuple[int, ...]
     example: Example
+    # tokens that can follow, if they are fewer than those of a completion
+    room: int | None = field(default=None, compare=False)
+
+    def length(self, most: int) -> int:
+        """Return the largest number of tokens of the text with a completion of at most `most` tokens."""
+        return len(self.ids) + (most if self.room is None else min(most, self.room))
 
 
 def ids_alone(ids: Sequence[int]) -> Prompt:

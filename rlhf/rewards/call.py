@@ -68,9 +68,8 @@ def call_function(
         hint = "Make it faster, or train with a larger --reward-timeout"
         raise failure(f"no result after {limit_s:g} s", these, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
-        message = " ".join(str(error).split())
-        what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
-        of_list = isinstance(error, AttributeError | TypeError) and re.search(r"\b(list|dict)\b", message)
+        what = described(error)
+        of_list = isinstance(error, AttributeError | TypeError) and re.search(r"\b(list|dict)\b", str(error))
         if of_list and not isinstance(given[0], str):
             raise failure(what, these, CHATS, TakesText) from error
         raise failure(what, these) from error
@@ -95,7 +94,7 @@ def _checked(score: Any, tokens: int, spans: Sequence[range], failure: Callable[
     if places is not None and (not isinstance(values, list) or len(values) != len(places)):
         raise failure(f"{kind} {values!r:.60} is not a list of {len(places)} numbers")
     for value in values:
-        problem, error = _score_problem(value)
+        problem, error = score_problem(value)
         if problem is not None:
             raise failure(problem, kind=error)
     if places is None:
@@ -106,7 +105,7 @@ def _checked(score: Any, tokens: int, spans: Sequence[range], failure: Callable[
     return [paid.get(place, 0.0) for place in range(tokens)]
 
 
-def _score_problem(score: Any) -> tuple[str | None, type[RunError]]:
+def score_problem(score: Any) -> tuple[str | None, type[RunError]]:
     """Return what is wrong with a score (None: nothing), and the type of the error."""
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
@@ -138,7 +137,7 @@ def _plain_score(score: Any) -> Any:
     return score.item() if hasattr(score, "item") else score
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a deep copy of one row's entry, or the entry itself if it cannot be copied (for example an open file)."""
     try:
         return copy.deepcopy(value)
@@ -150,19 +149,22 @@ def _call(function: RewardFunction, who: str, arguments: Arguments) -> Any:
     update = arguments.per_call["trainer_state"].global_step
     # within an update, evaluation, dynamic sampling and other processes call the function with other completions
     with user_code(update, who, arguments.texts):
-        rows = _accepted(function, arguments.per_completion).items()
-        given = {name: [_copy(value) for value in values] for name, values in rows}
-        scores = function(**given, **_accepted(function, arguments.per_call))
+        rows = accepted(function, arguments.per_completion).items()
+        given = {name: values if name == "environments" else list(map(copied, values)) for name, values in rows}
+        scores = function(**given, **accepted(function, arguments.per_call))
         return _plain_scores(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
 
 
-def _own_line(error: BaseException) -> str:
-    """Return the deepest line of the user's own code in the traceback, as text, or "" if there is none."""
+def described(error: BaseException) -> str:
+    """Return an error of the user's code as text: the deepest line of that code in the traceback, if there is one, the
+    type and the message."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
+    line = f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
+    message = " ".join(str(error).split())
+    return f"{line}{type(error).__name__}" + (f": {message}" if message else "")
 
 
-def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function accepts: those in its signature, or all if it takes `**kwargs`."""
     parameters = parameters_of(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -49,6 +49,11 @@ class RewardSources:
     rules: list[RewardFunction | nn.Module]  # reward functions, from the settings or given in Python
     weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
 
+    def and_also(self, function: RewardFunction) -> RewardSources:
+        """Return the rewards with one more function, whose weight is 1."""
+        weights = None if self.weights is None else (*self.weights, 1.0)
+        return RewardSources(self.folder, [*self.rules, function], weights)
+
     @property
     def is_empty(self) -> bool:
         """True if only a teacher gives scores."""
@@ -135,7 +140,7 @@ def find_rule(name: str, keywords: Sequence[str] = (), flag: str = "--reward-fun
         raise UserError("no such reward function", f"{flag} {name}", wanted)
     rule = of_users_file(name, flag)
     if inspect.isclass(rule):
-        with _users_code(f"{rule.__name__}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
+        with users_code(f"{rule.__name__}() failed", f"{flag} {name}", "Give it a constructor without arguments"):
             rule = rule()
     if not callable(rule):
         raise UserError("not callable", f"{flag} {name}", "Name a function or a class")
@@ -220,7 +225,7 @@ def of_users_file(name: str, flag: str) -> Any:
 
 
 @contextmanager
-def _users_code(failed: str, place: str, hint: str) -> Iterator[None]:
+def users_code(failed: str, place: str, hint: str) -> Iterator[None]:
     """Context manager around code of the user's file, as `user_code`. Raises UserError for whatever the code raises,
     sys.exit() included."""
     from rlhf.utils.user_code import user_code  # imports torch before the file does: a file may change its settings
@@ -285,7 +290,7 @@ def _execute(file: Path, flag: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
-        with _users_code("the file fails on import", f"{flag} {file}", "Fix the file"):
+        with users_code("the file fails on import", f"{flag} {file}", "Fix the file"):
             # not exec_module: Python's cache of bytecode takes a file of the same size and second for the old one
             exec(spec.loader.source_to_code(file.read_bytes(), spec.origin), vars(module))
     except UserError:

@@ -3,9 +3,9 @@
 A reward function has TRL's signature. It is called as `f(prompts=, completions=, completion_ids=, messages=, ended=,
 COLUMN=, ..., trainer_state=, log_extra=, log_metric=)`: lists with one entry per completion, with a keyword for each
 column of the dataset, and three arguments per call. If a function names them, also `completion_logprobs=, turns=,
-group=`. It returns one number per completion, or {"turn_scores": [...]} or {"token_scores": [...]}, or None for a
-completion to which it does not apply. It receives copies, so nothing that it changes reaches the trainer or another
-function.
+group=, environments=, environment_rewards=`. It returns one number per completion, or {"turn_scores": [...]} or
+{"token_scores": [...]}, or None for a completion to which it does not apply. It receives copies, except of
+environments, so nothing that it changes reaches the trainer or another function.
 """
 
 from __future__ import annotations
@@ -81,6 +81,16 @@ class ModuleReward(NetworkReward):
         output = self.module(input_ids=ids, attention_mask=attention)
         scores = getattr(output, "logits", output)
         return scores.float().reshape(len(rows), -1).squeeze(1).tolist()
+
+
+class EnvironmentReward:
+    """The rewards of an environment as a reward function: those of its turns, and that of `get_reward`."""
+
+    def __init__(self, name: str):
+        self.__name__ = name
+
+    def __call__(self, environment_rewards: Sequence[float | dict | None], **_) -> list[float | dict | None]:
+        return list(environment_rewards)
 
 
 def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:

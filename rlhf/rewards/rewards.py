@@ -127,6 +127,8 @@ class Rewards:
             "group": lambda row: row // group_size,
             "turns": lambda row: whole[row].turns if whole[row] else [Turn(texts[row], None, ended[row])],
             "completion_logprobs": lambda row: (whole[row] and whole[row].logprobs) or known[row],
+            "environments": lambda row: whole[row] and whole[row].environment,
+            "environment_rewards": lambda row: whole[row] and whole[row].environment_reward,
         }
 
         def call(rows: Sequence[int]) -> tuple[dict[str, list], RewardLog]:
@@ -143,6 +145,7 @@ class Rewards:
         given = {name: merge_rows(entries, len(texts)) for name, entries in scores.items()}
         sums = {name: [sum(s) if isinstance(s, list) else s for s in column] for name, column in given.items()}
         total = self.weighted(sums) if sums else [0.0] * len(texts)
+        total = [None if e is not None and e.failure else score for e, score in zip(whole, total, strict=True)]
         for value, text in zip(total, texts, strict=True):
             if value is not None and not abs(value) <= MAX_ABS_SCORE:
                 raise BadScore(
@@ -160,7 +163,8 @@ class Rewards:
         paid = [[0.0] * len(row) for row in ids]
         for weight, column in zip(self.weights, scores.values(), strict=True):
             for amounts, score, turns in zip(paid, column, spans, strict=True):
-                for place, value in enumerate(score) if isinstance(score, list) else [(turns[-1][-1], score or 0.0)]:
+                last = [(turns[-1][-1], score or 0.0)] if turns else []  # an episode that failed may have no turn
+                for place, value in enumerate(score) if isinstance(score, list) else last:
                     amounts[place] += weight * value
         return paid
 

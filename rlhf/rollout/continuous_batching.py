@@ -21,6 +21,7 @@ from rlhf.rollout.sampling import sample_tokens
 from rlhf.rollout.stopping import CHECK_EVERY, StoppingCriterion
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RunError
+from rlhf.utils.timing import timed
 
 # the number of cache columns that a step attends to is rounded up to a multiple of this, by device type
 KV_BLOCK = {"cpu": 16, "cuda": 64}
@@ -182,6 +183,7 @@ class ContinuousBatcher:
         elif len(free) >= len(self.used) / (2 if self.graph else 4):
             self.compact(free)
 
+    @timed("reading")
     def prefill(self, free: list[int]) -> None:
         """Fill free slots with waiting prompts: one packed forward pass over the distinct prompts, which also gives
         the first tokens."""
@@ -192,7 +194,9 @@ class ContinuousBatcher:
         self.cache.prompts = packed
         hidden = run_packed(backbone_of(self.policy), packed.ids, packed.positions, packed.layout, self.cache)
         place = on_device(self.device, np.array([(row + 1) * self.length for row in rows]))
-        started = Slots(torch.empty_like(place), packed.lengths, place, place + self.length - 1)
+        own = [self.prompts[row] for row in rows]
+        most = on_device(self.device, np.array([prompt.length(self.length) - len(prompt.ids) for prompt in own]))
+        started = Slots(torch.empty_like(place), packed.lengths, place, place + most - 1)
         self._sample_next(hidden.index_select(0, packed.last), started)
         self.slots.put(on_device(self.device, np.array(filled)), started)
         for slot, row in zip(filled, rows, strict=True):

@@ -67,7 +67,7 @@ class KeptBatcher:
         held = self.decoder
         self.batcher = None  # after an error the cache may have NaN
         self.decoder = None
-        columns = max(len(p.ids) for p in prompts) + sampling.max_new_tokens
+        columns = max(prompt.length(sampling.max_new_tokens) for prompt in prompts)
         places = (len(prompts) + 1) * sampling.max_new_tokens
         if graph or self.held:  # with room for the largest rollout so far, so that later ones need nothing new
             self.columns = columns = max(self.columns, columns)

@@ -19,6 +19,8 @@ from rlhf.utils.errors import UserError
 
 LIMIT = "limit"  # reasons why an episode has ended: no token is left
 END = "end"  # `end()`
+MAX_TURNS = "max_turns"  # --max-turns
+FAILED = "failed"  # the environment raised an exception
 
 
 class Turn(NamedTuple):
@@ -76,6 +78,13 @@ class Episode:
     # were allowed, and (N,) the log-probs of vLLM
     allowed_tokens: dict[int, Tensor] = field(default_factory=dict)
     sampled_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    environment: Any = None  # the instance that answers it; None: there is none, or another process has it
+    opening: str = ""  # the text of `reset`, which is a part of the prompt
+    messages_of_turns: dict[int, Message] = field(default_factory=dict)  # number of a turn -> it with its tool calls
+    rewards: list[float] = field(default_factory=list)  # of the environment, per turn
+    outcome: float | None = None  # what `get_reward` returned
+    failure: str = ""  # what the environment raised
+    cut: int = 0  # its observations that were cut at --max-observation-tokens
     trained: bool = False  # an update has used it
     greedy: bool = False  # only its score is used: nothing learns from its tokens
 
@@ -140,7 +149,7 @@ class Episode:
     @property
     def so_far(self) -> Prompt:
         """The prompt of the next turn: all tokens."""
-        return Prompt((*self.prompt.ids, *self.ids), self.prompt.example)
+        return Prompt((*self.prompt.ids, *self.ids), self.prompt.example, self.room)
 
     @property
     def room(self) -> int:
@@ -180,9 +189,28 @@ class Episode:
     def messages(self) -> list[Message]:
         """The turns and observations as messages."""
         found = []
-        for turn, messages in zip(self.turns, self.observations, strict=True):
-            found += [{"role": "assistant", "content": turn.completion}, *messages]
+        for number, (turn, messages) in enumerate(zip(self.turns, self.observations, strict=True)):
+            own = {"role": "assistant", "content": turn.completion}
+            found += [self.messages_of_turns.get(number, own), *messages]
         return found
+
+    @property
+    def shown(self) -> str:
+        """The text for readers: with the environment's texts in brackets."""
+        parts = [f"[{self.opening}]"] if self.opening else []
+        for turn in self.turns:
+            parts += [turn.completion, *([] if turn.observation is None else [f"[{turn.observation}]"])]
+        return " ".join(parts) if self.opening or len(self.spans) > 1 else self.text
+
+    @property
+    def environment_reward(self) -> float | dict[str, list[float]] | None:
+        """The environment's reward in the form of a reward function: one number if none of an earlier turn differs
+        from 0, otherwise one per turn. None: it gave none."""
+        if self.failure or (not self.rewards and self.outcome is None):
+            return None
+        *earlier, last = self.rewards or [0.0]
+        last += self.outcome or 0.0
+        return {"turn_scores": [*earlier, last]} if any(earlier) else last
 
     @property
     def text(self) -> str:
@@ -223,15 +251,21 @@ class Episode:
         self._close()
         return len(self.ids) - before
 
-    def add(self, observation: str | Sequence[int] | Message) -> None:
+    @property
+    def last_completion(self) -> str:
+        """The text of the last turn, without EOS and stop string."""
+        own = self.ids[self.spans[-1].start : self.spans[-1].stop]
+        return decode_completion(self.known.tokenizer, own, self._criterion(len(self.spans) - 1).stop)
+
+    def add(self, observation: str | Sequence[int] | Message | Sequence[Message]) -> None:
         """Append what an environment answers to the last turn. Raises UserError, and changes nothing, if it does not
         fit, or if the episode is done or has no turn.
 
         Args:
-            observation: ids, which are appended unchanged; a message {"role", "content"}, which the chat template
-                renders; or a text: a message of the user if the chat template rendered the prompt, otherwise plain
-                text. Nothing in a text or a message becomes a special token. If the turn lacks its end token, that is
-                appended first.
+            observation: ids, which are appended unchanged; one or several messages {"role", "content"}, which the
+                chat template renders; or a text: a message of the user if the chat template rendered the prompt,
+                otherwise plain text. Nothing in a text or a message becomes a special token. If the turn lacks its end
+                token, that is appended first.
         """
         if self.done or not self.spans:
             what = f"the episode is done ({self.stop_reason})" if self.done else "the episode has no turn"
@@ -243,6 +277,17 @@ class Episode:
                 f"add(), episode {self.number}",
                 "Shorten it, end() the episode, or raise max_episode_tokens",
             )
+        self._append(ids, messages)
+
+    def take(self, observation: str | Sequence[Message]) -> None:
+        """Append an observation as `add`. One that does not fit ends the episode without it, as in TRL."""
+        ids, messages = self._rendered(observation)
+        if len(ids) > self.room:
+            self.stop_reason = LIMIT
+        else:
+            self._append(ids, messages)
+
+    def _append(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
         self.ids += ids
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(ids)
@@ -250,22 +295,26 @@ class Episode:
             self.added.setdefault(len(self.spans) - 1, []).extend(messages)
         self._close()
 
-    def _rendered(self, observation: str | Sequence[int] | Message) -> tuple[list[int], list[Message]]:
+    def _rendered(
+        self, observation: str | Sequence[int] | Message | Sequence[Message]
+    ) -> tuple[list[int], list[Message]]:
         """Return the ids of an observation, and it as messages; none for ids."""
-        if not isinstance(observation, (str, dict)):
+        given = [observation] if isinstance(observation, (str, dict)) else list(observation)
+        if not any(isinstance(one, (str, dict)) for one in given):
             return token_ids(observation, self.rules, "add()"), []
-        message = observation if isinstance(observation, dict) else {"role": "user", "content": observation}
-        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
-            raise UserError("no texts as role and content", f"add(), {message!r:.60}", "Give both")
+        messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in given]
+        for message in messages:
+            if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+                raise UserError("no texts as role and content", f"add(), {message!r:.60}", "Give both")
         tokenizer = self.known.tokenizer
         last = self.spans[-1]
         follows = last.stop == len(self.ids)  # not after another observation
         ended = not follows or self._ended(len(self.spans) - 1)
-        if isinstance(observation, dict) or self.chat:
-            ids = encode_reply(tokenizer, message)
-            return ids[1:] if follows and ids[0] == self.ids[-1] else ids, [message]
+        if self.chat or not isinstance(observation, str):
+            ids = encode_reply(tokenizer, messages)
+            return ids[1:] if follows and ids[0] == self.ids[-1] else ids, messages
         end = [] if ended else [self.rules.criterion.eos]
-        return [*end, *encode_text(tokenizer, observation)], [message]
+        return [*end, *encode_text(tokenizer, observation)], messages
 
     def end(self) -> None:
         """End the episode: no turn follows."""

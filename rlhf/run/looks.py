@@ -77,6 +77,9 @@ class Checks:
         if inputs.rewards.is_empty:
             screen.say("note: only the teacher gives scores, so reward and prompts have no check")
             self.parts = [part for part in self.parts if part not in ("reward", "prompts")]
+        if inputs.environment is not None and "reward" in self.parts:
+            screen.say("note: the environment scores episodes, not texts, so the reward has no check")
+            self.parts.remove("reward")
         self.result = CheckResult()
         self.config = config
         self.given = config  # of the recommended command, which settles its configuration again

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoints.run_record import RunRecord, flat_settings
 from rlhf.distributed.group import from_first
+from rlhf.environments.find import environment_in_settings
 from rlhf.models.device import start_device
 from rlhf.rewards.find import as_list, name_in_settings
 from rlhf.run.resume import prepare_resume
@@ -43,6 +44,7 @@ def recorded(
     rewards: Functions | None,
     reward_weights: Sequence[float] | None,
     eval_functions: Functions | None,
+    environment: Any,
 ) -> Config:
     """Return the settings that run.json stores: with the output folder, and the names of what was given in Python
     instead of the settings that it replaces. Raises UserError."""
@@ -58,6 +60,8 @@ def recorded(
         settings["reward_weights"] = given_weights(reward_weights)
     if eval_functions is not None:
         settings["eval_func"] = tuple(map(name_in_settings, as_list(eval_functions)))
+    if environment is not None:
+        settings["environment"] = environment_in_settings(environment)
     return replace(replaced(config, **settings), in_python=True)
 
 
@@ -128,7 +132,7 @@ def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any
     screen = Screen()
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
     if folder is not None:
-        instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions")}
+        instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions", "environment")}
         config = recorded(config, folder, **instead)
         config = from_first(partial(prepared, config, screen))
     inputs = load_inputs(config, screen, **given)

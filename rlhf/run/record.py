@@ -97,7 +97,7 @@ def data_of(config: Config, components: Components) -> dict:
         "date": components.date,
         "start_model_files": model_files(config.model.actor_model),
         "reward_model_files": model_files(config.model.rm_model),
-        "rules": {rule: code_print(rule) for rule in config.reward.functions},
+        "rules": {rule: code_print(rule) for rule in config.rules},
     }
     if (code := code_print(ALGORITHMS[config.algorithm].source)) is not None:
         data["algorithm_sha256"] = code

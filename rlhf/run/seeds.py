@@ -12,7 +12,7 @@ from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, d
 from rlhf.distributed.group import from_first
 from rlhf.reports.tables import ENDS, figure_label, figure_text
 from rlhf.run.resume_checks import as_other_seeds, with_choices_of
-from rlhf.settings.fields import replaced, to_dict
+from rlhf.settings.fields import replaced, to_dict, values_in
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_run_folder
@@ -206,7 +206,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
     folders = [seed_folder(config.run.output, seed) for seed in runs]
-    code = code_words(config.reward.reward_func, config.reward.eval_func)
+    code = code_words(values_in(config))
     screen.say("next:")
     screen.facts(
         [

@@ -13,6 +13,7 @@ from rlhf.checkpoints.run_record import RunRecord, Spent
 from rlhf.data.prompts import Prompt
 from rlhf.reports.tables import before_and_after, rows_of_run
 from rlhf.run.figures import LAST_UPDATES, kl_of_phases, last_kl, results_of
+from rlhf.settings.fields import values_in
 from rlhf.settings.next_commands import code_words
 from rlhf.settings.training import CONTROL_MEANS, Config
 from rlhf.settings.types import KLTarget, kl_text
@@ -137,7 +138,7 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     output = config.run.output
     best = run.best
     merged = run.merged
-    code = code_words(config.reward.reward_func, config.reward.eval_func)
+    code = code_words(values_in(config))
     asked = code if best is not None else ["--prompts", "FILE.jsonl", *code]
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"

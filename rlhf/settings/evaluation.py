@@ -14,6 +14,7 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
 from rlhf.settings.training import (
     LARGEST_SEED,
     DataSettings,
+    EnvironmentSettings,
     ModelSettings,
     RewardSettings,
     SamplingSettings,
@@ -132,6 +133,8 @@ class MeasureSettings:
         unset="those of the runs, if all have the same ones",
         brief="evaluation functions as judges; unset: those of the runs",
     )
+    environment: str | None = or_none(EnvironmentSettings, "environment", needs="!tokens")
+    max_turns: int | None = as_in_run(EnvironmentSettings, "max_turns", needs="!tokens")
     rollout_engine: str | None = setting(
         None,
         "how completions are sampled: graph (with CUDA graphs), slots (without them, if they fail), plain, or auto: "
@@ -141,8 +144,9 @@ class MeasureSettings:
     )
     trust_reward_code: bool = setting(
         False,
-        "allow to execute the Python files of reward and evaluation functions that are listed in a run's run.json",
-        needs=MEASURED,
+        "allow to execute the Python files of reward and evaluation functions, and of an environment, that are listed "
+        "in a run's run.json",
+        needs="!tokens",
     )
 
     @property

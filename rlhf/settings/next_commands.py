@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.settings.fields import changed_words, setting_words, values_in
@@ -19,17 +19,20 @@ def names_code(rules: Iterable[str]) -> list[str]:
     return [rule for rule in rules if ":" in rule and not rule.startswith((FROM_TRL, FROM_PYTHON))]
 
 
-def code_words(rules: Iterable[str], evaluation: Iterable[str] = ()) -> list[str]:
-    """Return the --reward-func and the --eval-func arguments, each if one of its functions is the user's code. Such
-    code must be on the command line: a run folder alone never makes it run. For a function that was defined in Python,
-    the argument is the form that the user must complete.
+CODE = ("reward_func", "eval_func", "environment")  # settings that may name Python files
 
-    Args:
-        rules: the reward functions.
-        evaluation: the evaluation functions.
-    """
-    functions = {"reward_func": rules, "eval_func": evaluation}
-    typed = {name: tuple(map(in_a_file, found)) for name, found in functions.items()}
+
+def code_in(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return each of CODE -> the functions, or the class, that it names in these settings."""
+    found = {name: settings.get(name) or [] for name in CODE}
+    return {name: [value] if isinstance(value, str) else list(value) for name, value in found.items()}
+
+
+def code_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of CODE in these settings, each if something that it names is the user's code. Such code
+    must be on the command line: a run folder alone never makes it run. For what was defined in Python, the argument is
+    the form that the user must complete."""
+    typed = {name: tuple(map(in_a_file, found)) for name, found in code_in(settings).items()}
     return setting_words({name: found for name, found in typed.items() if names_code(found)})
 
 
@@ -57,7 +60,7 @@ def resume_command(config: Any, **changed: Any) -> str:
     if config.in_python:
         return f"{in_a_program({'resume': True, **changed})} and the same make_trainer(...)"
     run = config.run
-    code = code_words(config.reward.reward_func, config.reward.eval_func)
+    code = code_words(values_in(config))
     return resume_line(config.algorithm, run.output, run.seeds, code, **changed)
 
 

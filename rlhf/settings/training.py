@@ -67,7 +67,6 @@ class ModelSettings:
         "teacher of on-policy distillation, named as --actor-model: a causal LM with the start model's tokenizer. "
         "Each token gets the score log p_teacher - log p_policy, in nats. Rewards are optional then: --rm-model none",
         aliases=("teacher_model", "teacher_model_name_or_path"),
-        brief="teacher model of on-policy distillation",
     )
     allow_weak_reward_model: bool = setting(
         False,
@@ -506,9 +505,10 @@ class RewardSettings:
     )
     reward_timeout: float = setting(
         600.0,
-        "time limit of a reward function for one batch of completions, in seconds; the run stops after it",
+        "time limit in seconds: of a reward function for one batch of completions, after which the run stops, and of "
+        "one call of an environment, after which the episode has no score",
         gt=0,
-        needs="reward_func or eval_func",
+        needs="reward_func or eval_func or environment",
     )
     keywords: tuple[str, ...] = setting(
         ("helpful",),
@@ -537,10 +537,27 @@ class RewardSettings:
         choices=tuple(CONTROLS),
     )
 
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """The reward functions and the evaluation functions."""
-        return (*self.reward_func, *self.eval_func)
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """Environment: answers the policy's turns"""
+
+    environment: str | None = setting(
+        None,
+        "environment of several turns: crossing or crossing-sparse (a game), or FILE.py:CLASS, a class with reset and "
+        "observe, or one for environment_factory of TRL's GRPOTrainer (docs/environments.md)",
+        brief="environment of several turns: a built-in name or FILE.py:CLASS",
+    )
+    max_turns: int | None = setting(
+        None,
+        "largest number of the policy's turns in an episode (max_tool_calling_iterations of TRL, plus 1)",
+        unset="only --max-episode-tokens limits them",
+        ge=1,
+        needs="environment",
+    )
+    max_observation_tokens: int | None = setting(
+        None, "cut the environment's texts to so many tokens", unset="no limit", ge=1, needs="environment"
+    )
 
 
 def function_name(rule: str) -> str:
@@ -856,6 +873,7 @@ class Config(Command):
     group: GroupSettings = field(default_factory=GroupSettings)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     kl: KLSettings = field(default_factory=KLSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
@@ -882,6 +900,12 @@ class Config(Command):
     def group_size(self) -> int:
         """Completions per prompt."""
         return self.batch.K or 1
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """What may be code of the user: the reward functions, the evaluation functions and the environment."""
+        environment = self.environment.environment
+        return (*self.reward.reward_func, *self.reward.eval_func, *([] if environment is None else [environment]))
 
     @property
     def episode_tokens(self) -> int:

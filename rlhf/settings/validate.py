@@ -181,7 +181,17 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "load_in_4bit",
         )
     teacher = config.model.teacher is not None
-    if not (learned or rules or teacher or config.in_python):  # make_trainer() may receive them
+    has_environment = config.environment.environment is not None
+    if has_environment and learned:
+        yield _problem(
+            "a reward model scores one completion, not the turns of an environment",
+            "Add --rm-model none, and give scores in the environment or with --reward-func",
+            "environment",
+            "rm_model",
+        )
+    if has_environment and config.speed.rollout_engine == "vllm":
+        yield _problem("vLLM samples one turn of an episode", "Remove one of them", "environment", "rollout_engine")
+    if not (learned or rules or teacher or has_environment or config.in_python):  # make_trainer() may receive them
         yield _problem(
             "no reward model and no reward function",
             "Give one of them (--rm-model, --reward-func), or a teacher if the algorithm uses one",

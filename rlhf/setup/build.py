@@ -16,6 +16,7 @@ from rlhf.data.prompts import PromptSets
 from rlhf.demo import ready
 from rlhf.demo.parts import prepare_parts
 from rlhf.demo.tasks import Gold
+from rlhf.environments.environment import Environment
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import load_policy, lora_modules
 from rlhf.models.logprobs import base_of
@@ -60,6 +61,7 @@ class Components:
     gold: Gold | None = None  # the demo's judge; None: the run has other prompts, or is of a program
     date: str | None = None  # as in StartModel
     teacher: Reference | None = None
+    environment: Environment | None = None
 
 
 def load_components(config: Config, device: torch.device, screen: Screen, *given, **named) -> Components:
@@ -103,7 +105,16 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
         unused = [0.0] * len(watched)  # weights: their sum means nothing
         evaluated = Rewards(list(watched.values()), unused, tokenizer, limit_s, list(watched), EVAL_FUNCTION)
     return Components(
-        tokenizer, sets, reward_model, rewards, policy, before, evaluated, date=start.date, teacher=teacher
+        tokenizer,
+        sets,
+        reward_model,
+        rewards,
+        policy,
+        before,
+        evaluated,
+        date=start.date,
+        teacher=teacher,
+        environment=inputs.environment,
     )
 
 
@@ -127,6 +138,7 @@ def build_trainer(config: Config, components: Components, session: Session | Non
         eval_functions=components.eval_functions,
         gold=components.gold,
         teacher=components.teacher,
+        environment=components.environment,
         session=session,
     )
 

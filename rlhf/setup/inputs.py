@@ -12,6 +12,7 @@ from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
 from rlhf.data.examples import load_pairs
 from rlhf.data.prompts import select_examples
+from rlhf.environments.find import find_instance
 from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_line
 from rlhf.settings.recipes import DEMOS, find_recipe
@@ -50,6 +51,7 @@ def check_inputs(config: Config, say: Say) -> None:
         check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
+    find_instance(config)
     data = (config.data.prompts, config.data.eval_dataset)
     if all(_is_there(name, built) for name in data if name is not None):
         selection = select_examples(config.data, say)
@@ -191,5 +193,6 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
     ]  # fmt: skip
     rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
     rules |= {"--algorithm": (ALGORITHMS[config.algorithm].source,)}
+    rules |= {"--environment": filter(None, [config.environment.environment])}
     named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]
     return [(flag, name) for flag, name in named if name]

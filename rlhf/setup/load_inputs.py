@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,8 @@ from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.distributed.group import from_first
+from rlhf.environments.environment import Environment, make_environment
+from rlhf.environments.find import find_instance, rewards_turns
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.checks import check_functions, check_reward_folder
 from rlhf.rewards.find import (
@@ -33,6 +35,7 @@ from rlhf.rewards.find import (
     find_rewards,
     given_eval_functions,
 )
+from rlhf.rewards.functions import EnvironmentReward
 from rlhf.rollout.choice import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import convert, settings_of
@@ -74,6 +77,7 @@ class RunInputs:
     rewards: RewardSources
     eval_functions: dict[str, RewardFunction | nn.Module]  # name in metrics -> function
     teacher: str | None = None  # a folder or hub name
+    environment: Environment | None = None
 
 
 def load_inputs(
@@ -84,6 +88,7 @@ def load_inputs(
     rewards: Functions | None = None,
     reward_weights: Sequence[float] | None = None,
     eval_functions: Functions | None = None,
+    environment: Any = None,
 ) -> RunInputs:
     """Load and check the inputs that the settings describe. Raises UserError.
 
@@ -95,6 +100,7 @@ def load_inputs(
         rewards: one or several functions, modules or names. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
         eval_functions: evaluation functions. They replace those of the settings.
+        environment: the class of an environment. It replaces that of the settings.
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
         raise UserError(
@@ -111,6 +117,15 @@ def load_inputs(
     weights = given_weights(reward_weights)
     given = [] if rewards is None else find_given(rewards, config, "rewards")
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
+    construct, instance = find_instance(config, environment)
+    if instance is not None and sources.folder is not None:  # make_config() accepts it
+        raise UserError(
+            "a reward model scores one completion, not the turns of an environment",
+            f"environment, --rm-model {config.model.rm_model}",
+            "Use rm_model=None, and give scores in the environment or with rewards=",
+        )
+    if rewards_turns(instance):
+        sources = sources.and_also(EnvironmentReward(type(instance).__name__))
     if sources.is_empty and config.model.teacher is None:  # make_config() accepts it
         raise UserError(
             "no reward model and no reward function",
@@ -129,7 +144,9 @@ def load_inputs(
         check_critic(config, sources.folder, start, sets)
     held_out = [p.example for p in sets.evaluation]
     check_functions(list(watched.values()), held_out, "the evaluation prompts", EVAL_FUNCTION)
-    return RunInputs(start, sets, sources, watched, find_teacher(config, start, sets))
+    teacher = find_teacher(config, start, sets)
+    plays = None if instance is None else make_environment(config, construct, instance, start.tokenizer)
+    return RunInputs(start, sets, sources, watched, teacher, plays)
 
 
 def given_weights(weights: Sequence[float] | None) -> tuple[float, ...] | None:

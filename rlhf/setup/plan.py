@@ -78,6 +78,7 @@ def show_plan(config: Config, inputs: RunInputs, device: torch.device, screen: S
         *reward_model_rows(config, inputs),
         *([("teacher", f"{m.teacher} ({estimate.teacher.parameters:,} parameters)")] if estimate.teacher else []),
         ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
+        *environment_rows(config, inputs),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
         *date_row(inputs.start.tokenizer),
@@ -114,6 +115,17 @@ def reward_model_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]
     record = read_record(Path(inputs.rewards.folder))
     known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
     return [("reward model", f"{config.model.rm_model}{known}")]
+
+
+def environment_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
+    """Return the plan's row of the environment; no row without one."""
+    if inputs.environment is None:
+        return []
+    turns = config.environment.max_turns
+    limits = [f"at most {turns} turns"] if turns is not None else []
+    limits.append(f"at most {config.episode_tokens} tokens after the prompt")
+    tools = [tool["function"]["name"] for tool in inputs.environment.tools]
+    return [("environment", ", ".join([inputs.environment.name, *limits, *map("tool {}".format, tools)]))]
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -303,5 +315,5 @@ def budget(config: Config, updates: int) -> Plan:
         updates=updates,
         episodes=episodes,
         optimizer_steps=config.optimizer_steps(updates),
-        completion_tokens_at_most=config.most_episodes(updates) * config.sampling.max_new_tokens,
+        completion_tokens_at_most=config.most_episodes(updates) * config.episode_tokens,
     )

@@ -16,6 +16,7 @@ from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
 from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.play import Player
 
 PURPOSE = "scan"  # of the random numbers: independent of rollouts and evaluations
 
@@ -48,8 +49,7 @@ def sample_and_score(config: Config, components: Components, indices: Sequence[i
     """
     train = components.prompts.train
     components.rewards.trainer_state = TrainerState(global_step=0, max_steps=planned_updates(config, train))
-    prompts = [train[i] for i in indices for _ in range(samples)]
-    numbers = [sample * len(train) + i for i in indices for sample in range(samples)]
+    rows = [(sample * len(train) + i, train[i]) for i in indices for sample in range(samples)]
     policy = components.policy
     tokenizer = components.tokenizer
     device = base_of(policy).device
@@ -62,14 +62,22 @@ def sample_and_score(config: Config, components: Components, indices: Sequence[i
         engine=config.speed.own_engine,
         slots=config.speed.rollout_slots,
     )
-    was_training = policy.training
-    policy.eval()
-    completions = sampler.sample(prompts, config.run.seed, 0, PURPOSE, numbers)
-    texts = completions.texts(tokenizer)
-    ended = completions.ended.tolist()
     passes = ForwardPasses(Actor(policy), None, config.sampling.temperature, sampler.dtype)
+    player = Player.of(sampler, passes, tokenizer, config.episode_tokens, config.run.seed, components.environment)
+    was_training = policy.training
+    episodes = player.started(rows, 0, PURPOSE, samples)
+    player.play(episodes)
+    prompts = [episode.prompt for episode in episodes]
+    texts = [episode.text for episode in episodes]
+    ended = [episode.ended for episode in episodes]
     given = components.rewards.score(
-        prompts, texts, completions.rows(), ended, samples, lambda: passes.token_logprobs(completions)
+        prompts,
+        texts,
+        [episode.ids for episode in episodes],
+        ended,
+        samples,
+        lambda: passes.token_logprobs(player.completions(episodes)),
+        episodes,
     )
     policy.train(was_training)
     total = given.total
@@ -81,7 +89,7 @@ def sample_and_score(config: Config, components: Components, indices: Sequence[i
         scored = [i for i in rows if total[i] is not None]
         found.append(
             Sampled(
-                prompt=prompts[start],
+                prompt=train[indices[start // samples]],
                 raw=[total[i] for i in scored],
                 shaped=[total[i] - (0.0 if ended[i] else penalty) for i in scored],
                 ended=[ended[i] for i in rows],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,71 +12,26 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algorithms.normalizer import ScoreNormalizer
 from rlhf.algorithms.objectives import last_token
 from rlhf.data.prompts import Prompt
-from rlhf.data.tokenizer import context_of
-from rlhf.distributed.group import agree
-from rlhf.distributed.shares import by_group
+from rlhf.environments.environment import Environment
 from rlhf.models.budget import budget_of
-from rlhf.models.logprobs import base_of
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.scores import Scores, score_tensor
-from rlhf.rollout.completions import Completions, Rollout, padded, token_batch
-from rlhf.rollout.episodes import Episode, EpisodeRules
-from rlhf.rollout.exchange import exchange_completions
+from rlhf.rollout.completions import Rollout, padded
+from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampler import Sampler
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.fields import flag_of
 from rlhf.settings.training import Config, SamplingSettings
 from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.play import Numbered, Player
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.errors import Problem, RunError
-from rlhf.utils.processes import rank
-from rlhf.utils.system import release_gpu_cache
+from rlhf.utils.errors import Problem, RunError, Say, print_line
 from rlhf.utils.timing import timed
 
 Episodes = Sequence[tuple[int, Prompt]]  # (number in the stream of random numbers, prompt) of each completion
-
-
-@timed("sampling")
-def sample_shares(
-    sampler: Sampler,
-    passes: ForwardPasses,
-    episodes: Episodes,
-    seed: int,
-    update: int,
-    purpose: str,
-    phase: str,
-    sampling: SamplingSettings | None = None,
-    sample: Callable[..., Completions] | None = None,
-    first: Sequence[int] | None = None,
-) -> Completions:
-    """Sample one completion per episode. Each process samples its share, and receives the others'.
-
-    Args:
-        sampler: of the policy, which is put into eval mode.
-        passes: for the advice if there is not enough memory.
-        episodes: number and prompt of each completion.
-        seed, update, purpose, sampling, first: as in `Sampler.sample`.
-        phase: what the sampling is for, in an error.
-        sample: in place of `Sampler.sample`.
-    """
-    prompts = [prompt for _, prompt in episodes]
-    rows = by_group([prompt.ids for prompt in prompts])[rank()]
-    sampler.policy.eval()  # in train mode, gradient checkpointing disables the KV cache
-
-    def sample_share() -> Completions | None:
-        own = [prompts[row] for row in rows]
-        numbers = [episodes[row][0] for row in rows]
-        starts = first and [first[row] for row in rows]
-        with passes.raise_on_oom(phase):
-            return (sample or sampler.sample)(own, seed, update, purpose, numbers, starts, sampling)
-
-    share = agree(sample_share if rows else lambda: None)
-    length = (sampling or sampler.sampling).max_new_tokens
-    criterion = sampler.criterion_of(sampling)
-    return exchange_completions(share, rows, prompts, criterion, sampler.pad, length, sampler.device)
 
 
 @dataclass
@@ -91,6 +45,8 @@ class RolloutCollector:
     passes: ForwardPasses
     progress: Progress  # counts what is sampled for training
     longest_prompt: int = 0  # tokens of the run's longest prompt, for which the KV cache has room from the start
+    environment: Environment | None = None
+    say: Say = print_line
 
     def __post_init__(self):
         config = self.config
@@ -109,89 +65,64 @@ class RolloutCollector:
             slots=budget_of(device, config).rollout_slots,
             longest_text=self.longest_prompt + config.episode_tokens,
         )
-        base = base_of(policy)
-        context = context_of(base.config) or math.inf
-        vocabulary = base.get_input_embeddings().num_embeddings
-        longest = config.episode_tokens
-        self.rules = EpisodeRules(self.tokenizer, self.sampler.criterion, longest, context, vocabulary)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             self.vllm = VLLMEngine(policy, accelerator, self.tokenizer, config.sampling, config.data.prompt_length)
+        self.player = Player.of(
+            self.sampler,
+            self.passes,
+            self.tokenizer,
+            config.episode_tokens,
+            config.run.seed,
+            self.environment,
+            engine=self.vllm and self.vllm.sample,
+            say=self.say,
+        )
+        self.rules = self.player.rules
 
-    def collect(self, episodes: Episodes, update: int, purpose: str = "rollout") -> Rollout:
+    def collect(self, prompts: Numbered, update: int, purpose: str = "rollout") -> Rollout:
         """Return a rollout with its log-probs: `sample`, then `logprobs`."""
-        return self.logprobs(self.sample(episodes, update, purpose))
+        return self.logprobs(self.sample(prompts, update, purpose))
 
-    def sample(self, episodes: Episodes, update: int, purpose: str = "rollout") -> Rollout:
-        """Sample one completion per episode for training. The rollout has no log-probs yet.
+    def sample(self, prompts: Numbered, update: int, purpose: str = "rollout") -> Rollout:
+        """Play one episode per prompt for training. The rollout has no log-probs yet.
 
         Args:
-            episodes: (number in the stream of random numbers, prompt) of each completion.
+            prompts: (number in the stream of random numbers, prompt) of each episode.
             update: number of the update, from 1.
             purpose: name of the stream of random numbers: "rollout", or "draw" of dynamic sampling.
         """
-        started = self.started(episodes, update, purpose)
+        started = self.started(prompts, update, purpose)
         size = self.config.group_size
         for row, episode in enumerate(started):
             episode.greedy = row % size >= size - self.config.greedy
-        self.turn([episode for episode in started if not episode.greedy])
-        if self.config.greedy:
-            most_likely = replace(self.config.sampling, top_k=1, top_p=1.0)
-            self.turn([episode for episode in started if episode.greedy], most_likely)
+        self.play(started)
         return self.rollout(started)
 
-    def started(self, episodes: Episodes, update: int, purpose: str = "rollout") -> list[Episode]:
+    def started(self, prompts: Numbered, update: int, purpose: str = "rollout") -> list[Episode]:
         """Return episodes without a turn. The arguments are those of `sample`; a number may be None, and follow."""
-        size = self.config.group_size
-        chat = self.tokenizer.chat_template is not None
-        return [
-            Episode(
-                prompt, group=None if number is None else number // size, number=number, update=update, stream=update,
-                purpose=purpose, rules=self.rules, chat=chat and bool(prompt.example.messages[-1]["content"]),
-            )
-            for number, prompt in episodes
-        ]  # fmt: skip
+        return self.player.started(prompts, update, purpose, self.config.group_size, update)
+
+    def play(self, episodes: Sequence[Episode]) -> None:
+        """Play new episodes to their end."""
+        self.player.play(episodes)
+        self.progress.episodes += len(episodes)
+        self.progress.completion_tokens += sum(episode.actions for episode in episodes)
 
     def turn(
         self, episodes: Sequence[Episode], sampling: SamplingSettings | None = None, logprobs: bool = False
     ) -> None:
-        """Sample one turn of each episode, with at most as many tokens as it has room for. None of them may be done.
-        `sampling` as in `Sampler.sample`. With `logprobs`, compute those of episodes whose earlier ones are known."""
+        """Sample one turn of each episode, as `Player.turn`. With `logprobs`, compute those of episodes whose earlier
+        ones are known."""
         usual = self.config.sampling
-        sampling = sampling or usual
-        as_trained = (sampling.top_k, sampling.top_p) == (usual.top_k, usual.top_p)
-        criterion = self.sampler.criterion_of(sampling)
+        as_trained = sampling is None or (sampling.top_k, sampling.top_p) == (usual.top_k, usual.top_p)
         known = [episode.logprobs if episode.spans else [] for episode in episodes]
-        calls: dict[tuple[int, str, int], list[Episode]] = {}
-        for episode in episodes:
-            length = min(sampling.max_new_tokens, episode.room)
-            calls.setdefault((episode.stream, episode.purpose, length), []).append(episode)
-        release_gpu_cache()  # of the last update
-        for (update, purpose, length), own in calls.items():
-            completions = sample_shares(
-                self.sampler,
-                self.passes,
-                [(episode.number, episode.so_far) for episode in own],
-                self.config.run.seed,
-                update,
-                purpose,
-                "the rollout",
-                replace(sampling, max_new_tokens=length),
-                (self.vllm or self.sampler).sample,
-                [episode.actions for episode in own],
-            )
-            self.progress.episodes += sum(not episode.spans for episode in own)
-            self.progress.completion_tokens += completions.tokens
-            for row, (episode, ids) in enumerate(zip(own, completions.rows(), strict=True)):
-                before = episode.actions
-                added = episode.wrote(ids, criterion)
-                if completions.allowed_tokens is not None and as_trained and not episode.greedy:
-                    episode.allowed_tokens[before] = completions.allowed_tokens[row, :added]
-                if completions.sampled_logprobs is not None:
-                    episode.sampled_logprobs[before] = completions.sampled_logprobs[row, :added]
-        release_gpu_cache()  # of sampling
+        self.progress.episodes += sum(not episode.spans for episode in episodes)
+        before = sum(episode.actions for episode in episodes)
+        self.player.turn(episodes, sampling, None if as_trained else [])
+        self.progress.completion_tokens += sum(episode.actions for episode in episodes) - before
         if logprobs:
-            completions = self.rollout(episodes).completions
+            completions = self.player.completions(episodes)
             with timed("log-probs"):
                 found = self.passes.token_logprobs(completions)
             for episode, earlier, row in zip(episodes, known, found, strict=True):
@@ -200,24 +131,7 @@ class RolloutCollector:
 
     def rollout(self, episodes: Sequence[Episode]) -> Rollout:
         """Return the rollout of episodes, without log-probs."""
-        prompts = [episode.prompt for episode in episodes]
-        sampler = self.sampler
-        rows = [episode.ids for episode in episodes]
-        learned = [[] if episode.greedy else episode.spans for episode in episodes]
-        batch = token_batch([prompt.ids for prompt in prompts], rows, sampler.pad, sampler.device)
-        batch = replace(batch, turns=learned, action_mask=None)
-        first: dict[tuple[int, ...], int] = {}
-        given = vars(batch) | {"groups": [first.setdefault(prompt.ids, len(first)) for prompt in prompts]}
-        completions = Completions(
-            **given,
-            ended=torch.tensor([episode.ended for episode in episodes], device=sampler.device),
-            # bits: without masks, as after a greedy turn, all tokens were allowed
-            allowed_tokens=batch.placed([episode.allowed_tokens for episode in episodes], 255),
-            vocabulary=self.rules.vocabulary,
-            sampled_logprobs=batch.placed([episode.sampled_logprobs for episode in episodes], 0),
-            stop=sampler.criterion.stop,
-        )
-        return Rollout(completions, list(episodes))
+        return Rollout(self.player.completions(episodes), list(episodes))
 
     def logprobs(self, rollout: Rollout, reference_every: int = 1, rows: Sequence[int] | None = None) -> Rollout:
         """Return the rollout with what `ForwardPasses.logprobs` computes. The forward pass is stored for the first

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.data.chat_template import decode_completion, encode_completion
+from rlhf.data.chat_template import encode_completion
 from rlhf.data.prompts import Prompt, paragraphs_of
 from rlhf.distributed.group import gather
 from rlhf.distributed.weights import checksums
@@ -25,11 +25,12 @@ from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rewards.find import EVAL_FUNCTION
 from rlhf.rewards.rewards import Rewards, not_known
 from rlhf.rollout.completions import Completions, token_batch
+from rlhf.rollout.episodes import Episode
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
-from rlhf.trainer.collect import Episodes, sample_shares
 from rlhf.trainer.evaluation import KL_PROMPTS, Evaluation, as_array, by_prompt, shown_prompts
 from rlhf.trainer.passes import ForwardPasses
+from rlhf.trainer.play import Numbered, Player
 from rlhf.utils.paths import path_on_page
 from rlhf.utils.processes import rank, size
 from rlhf.utils.system import release_gpu_cache
@@ -38,8 +39,8 @@ from rlhf.utils.timing import timed
 FIXED_TEXTS = 128
 
 
-# returns the ids of one completion of each prompt
-Completed = Callable[[Sequence[Prompt]], Sequence[list[int]]]
+# returns one episode of each prompt
+Played = Callable[[Sequence[Prompt]], Sequence[Episode]]
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class FixedText:
 def fixed_text(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    start: Completed | None,
+    start: Played | None,
     file: str | None,
 ) -> FixedText | None:
     """Return the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, whose ids `start` samples; None without `start` or prompts. At
-    most FIXED_TEXTS completions are used.
+    any, and otherwise first turns of the start model, which `start` samples; None without `start` or prompts. At most
+    FIXED_TEXTS completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)
@@ -72,9 +73,10 @@ def fixed_text(
         return FixedText([p.ids for p in with_chosen], completions, f"{len(completions)} held-out chosen completions")
     if start is None or not prompts:
         return None
-    completions = list(start(prompts[:FIXED_TEXTS]))
+    played = [episode for episode in start(prompts[:FIXED_TEXTS]) if episode.spans]
+    completions = [episode.ids[: episode.spans[0].stop] for episode in played]
     source = f"one fixed sample of the start model's completions ({len(completions)})"
-    return FixedText([p.ids for p in prompts[:FIXED_TEXTS]], completions, source, by_start=True)
+    return FixedText([episode.prompt.ids for episode in played], completions, source, by_start=True)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
@@ -124,12 +126,11 @@ def perplexity(sampler: Sampler, text: FixedText) -> float:
 class Evaluator:
     """Evaluates a policy, with the same random numbers every time: those of (seed, update 0, purpose, episode)."""
 
-    sampler: Sampler
+    player: Player
     passes: ForwardPasses  # compute the KL to their reference; without a reference there is no KL
     tokenizer: PreTrainedTokenizerBase
     rewards: Rewards
     judges: Sequence[Rewards]  # also rate the completions; training never calls them
-    seed: int
     purpose: str  # name of the stream of random numbers
     teacher: ForwardPasses | None = None  # compute the KL to the teacher, which is their reference
     keeps_graphs: bool = False  # of the decoder, while the log-probs are computed
@@ -139,42 +140,42 @@ class Evaluator:
 
     def evaluate(
         self,
-        episodes: Episodes,
+        rows: Numbered,
         samples: int,
         sampling: SamplingSettings | None = None,
         scores_only: bool = False,
-        sampled: Callable[[list[list[int]]], None] = lambda _: None,
+        sampled: Callable[[list[Episode]], None] = lambda _: None,
     ) -> Evaluation:
         """Sample, score and rate completions, and compute their KL and the perplexity on `text`. With the weights and
         arguments of the last call, only scores and ratings are computed again: functions may depend on the update.
 
         Args:
-            episodes: (number, prompt) of each completion, prompt by prompt.
+            rows: (number, prompt) of each completion, prompt by prompt.
             samples: completions of each prompt.
             sampling: settings in place of the sampler's, with the same stop strings.
             scores_only: neither KL nor perplexity.
-            sampled: receives the ids of the completions before `text` is used.
+            sampled: receives the episodes before `text` is used.
         """
         weights = checksums(self.sampler.policy)
         reference = None if scores_only else self.passes.reference
-        prompts = len(episodes) // samples
+        prompts = len(rows) // samples
         drawn = shown_prompts(prompts, 0, prompts if self.teacher else KL_PROMPTS) if reference else []
-        rows = [prompt * samples + k for prompt in drawn for k in range(samples)]
-        given = weights, episodes, sampling, scores_only
+        chosen = [prompt * samples + k for prompt in drawn for k in range(samples)]
+        given = weights, rows, sampling, scores_only
         if self.latest[:4] != given:
             is_reference = reference and (self.sampler.policy is reference.copy or weights == reference.start)
-            measured = [] if is_reference and not self.teacher else rows
-            ids, ended, logprobs, parts = self._sampled(episodes, sampling, measured)
-            sampled(ids)
-            kl = [0.0] * len(rows) if is_reference else self._kl(self.passes, parts)
-            to_teacher = self._kl(self.teacher, parts) if self.teacher and rows else None
+            measured = [] if is_reference and not self.teacher else chosen
+            episodes, logprobs, parts = self._played(rows, samples, sampling, measured)
+            sampled(episodes)
+            kl = [0.0] * len(chosen) if is_reference else self._kl(self.passes, parts)
+            to_teacher = self._kl(self.teacher, parts) if self.teacher and chosen else None
             per_token = perplexity(self.sampler, self.text) if self.text and not scores_only else None
-            kl = dict(zip(rows, kl, strict=True))
-            self.latest = *given, ids, ended, logprobs, kl, to_teacher, per_token
-        *_, ids, ended, logprobs, kl, to_teacher, per_token = self.latest
-        found = self.rate([prompt for _, prompt in episodes], ids, ended, samples, lambda: logprobs)
-        if rows:
-            found = replace(found, kl=as_array([kl.get(row) for row in range(len(ids))], samples))
+            kl = dict(zip(chosen, kl, strict=True))
+            self.latest = *given, episodes, logprobs, kl, to_teacher, per_token
+        *_, episodes, logprobs, kl, to_teacher, per_token = self.latest
+        found = self.rate(episodes, samples, lambda: logprobs)
+        if chosen:
+            found = replace(found, kl=as_array([kl.get(row) for row in range(len(episodes))], samples))
         if to_teacher is not None:  # of all completions, because it is a part of their scores
             to_teacher = as_array(to_teacher, samples)
             found = replace(found, teacher_kl=to_teacher, scores=np.nan_to_num(found.scores) - to_teacher)
@@ -191,41 +192,42 @@ class Evaluator:
         size = sum(len(text.encode()) for text in texts)
         return math.log2(per_token) * sum(map(len, self.text.completions)) / size if size else None
 
-    def start_completions(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the ids of one completion of each prompt, as an evaluation samples them."""
-        return self._sampled(list(enumerate(prompts)))[0]
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of the policy."""
+        return self.player.sampler
 
-    def _sampled(
-        self, episodes: Episodes, sampling: SamplingSettings | None = None, rows: Sequence[int] = ()
-    ) -> tuple[list[list[int]], list[bool], list[list[float]], list[Completions]]:
-        """Sample a completion for each episode. Returns their ids, whether they ended, their log-probs (empty if no
-        function reads them), and those of `rows`, in parts, with the masks of allowed tokens."""
-        ids = []
-        ended = []
+    def start_completions(self, prompts: Sequence[Prompt]) -> list[Episode]:
+        """Return one episode of each prompt, as an evaluation plays them."""
+        return self._played(list(enumerate(prompts)))[0]
+
+    def _played(
+        self, rows: Numbered, samples: int = 1, sampling: SamplingSettings | None = None, measured: Sequence[int] = ()
+    ) -> tuple[list[Episode], list[list[float]], list[Completions]]:
+        """Play an episode of each row. Returns them, their log-probs (empty if no function reads them), and the
+        `measured` ones as batches, with the masks of allowed tokens."""
         logprobs = []
         parts = []
         reads = any(functions.reads_logprobs for functions in (self.rewards, *self.judges))
+        # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
+        episodes = self.player.started(rows, 0, self.purpose, samples)
+        # a single allowed token would have log-prob 0: a KL of 0
+        masked = list(range(len(rows))) if reads else measured
+        masked = {episodes[row] for row in masked if sampling is None or sampling.top_k != 1}
         with self.sampler.same_weights():
-            for call in self.sampler.calls(episodes, sampling):
-                release_gpu_cache()  # of the last call, or of training
-                # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every
-                # comparison.
-                completions = sample_shares(
-                    self.sampler, self.passes, call, self.seed, 0, self.purpose, "an evaluation", sampling
-                )
-                if sampling is not None and sampling.top_k == 1:  # a single allowed token has log-prob 0: a KL of 0
-                    completions = replace(completions, allowed_tokens=None)
-                chosen = [row - len(ids) for row in rows if len(ids) <= row < len(ids) + len(call)]
+            self.player.play(episodes, sampling, masked)
+            for call in self.sampler.calls(range(len(rows)), sampling):
+                chosen = [episodes[row] for row in call if row in {*measured}]
                 if chosen:
-                    parts.append(completions.select(chosen))
+                    parts.append(self.player.completions(chosen))
                 if reads:
-                    logprobs += self.passes.token_logprobs(completions)
-                ids += completions.rows()
-                ended += completions.ended.tolist()
+                    logprobs += self.passes.token_logprobs(self.player.completions([episodes[row] for row in call]))
+        for episode in masked:
+            episode.allowed_tokens.clear()  # the batches have them
         if not self.keeps_graphs:  # a large model and the decoder's copy of it may not fit beside the log-probs
             self.sampler.free()
         release_gpu_cache()
-        return ids, ended, logprobs, parts
+        return episodes, logprobs, parts
 
     def _kl(self, passes: ForwardPasses, parts: Sequence[Completions]) -> list[float]:
         """Return the KL of each completion to the reference of `passes`, k1, nats/sequence; infinity if it is not a
@@ -237,24 +239,25 @@ class Evaluator:
         return kl
 
     @timed("scoring")
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        ids: Sequence[list[int]],
-        ended: Sequence[bool],
-        samples: int,
-        logprobs: Callable = not_known,
-    ) -> Evaluation:
-        """Score and rate completions, `samples` of each prompt, prompt by prompt. KL and perplexity are None."""
-        texts = [decode_completion(self.tokenizer, row, self.sampler.sampling.stops) for row in ids]
+    def rate(self, episodes: Sequence[Episode], samples: int, logprobs: Callable = not_known) -> Evaluation:
+        """Score and rate episodes, `samples` of each prompt, prompt by prompt. KL and perplexity are None."""
+        ended = [episode.ended for episode in episodes]
         given, *ratings = (
-            functions.score(prompts, texts, ids, ended, samples, logprobs)
+            functions.score(
+                [episode.prompt for episode in episodes],
+                [episode.text for episode in episodes],
+                [episode.ids for episode in episodes],
+                ended,
+                samples,
+                logprobs,
+                episodes,
+            )
             for functions in (self.rewards, *self.judges)
         )
         return Evaluation(
-            texts=by_prompt(texts, samples),
+            texts=by_prompt([episode.shown for episode in episodes], samples),
             scores=as_array(given.total, samples),
-            lengths=as_array(list(map(len, ids)), samples),
+            lengths=as_array([episode.actions for episode in episodes], samples),
             ended=as_array(ended, samples),
             judged={name: as_array(values, samples) for by in ratings for name, values in by.by_function.items()},
             extra={name: by_prompt(column, samples) for by in (given, *ratings) for name, column in by.extra.items()},

@@ -19,6 +19,7 @@ from rlhf.settings.training import Config, SamplingSettings
 from rlhf.utils.errors import UserError
 
 GENERATE = "generate()"
+PLAY = "play()"
 STEP = "step()"
 
 
@@ -96,7 +97,7 @@ def order_of(episodes: Sequence[Episode], count: int, group_size: int) -> list[i
     for number, episode in enumerate(episodes):
         if episode.trained:
             raise UserError("an earlier step() has used it", f"{STEP}, episode {number}", "Generate new episodes")
-        if not episode.spans:
+        if not episode.spans and not episode.failure:
             raise UserError("no token of the policy", f"{STEP}, episode {number}", "Call generate() on it first")
     if group_size == 1:
         return list(range(count))
@@ -147,7 +148,8 @@ def given_scores(
             for span, score in zip(episode.spans, given, strict=True):
                 row[span[-1]] += float(score)
         score = None if scores is None else scores[number]
-        row[episode.spans[-1][-1]] += float(score or 0)
+        if episode.spans:
+            row[episode.spans[-1][-1]] += float(score or 0)
         rows.append(row)
         total.append(math.fsum(row) if dense or score is not None else None)
         if not abs(total[-1] or 0.0) <= MAX_ABS_SCORE:

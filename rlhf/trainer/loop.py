@@ -25,6 +25,7 @@ from rlhf.data.examples import GivenPrompt, examples_of, worked_examples
 from rlhf.data.prompts import Prompt, encode_prompts, or_longest
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.distributed.group import agree, copy_from_first, gather, largest
+from rlhf.environments.environment import Environment
 from rlhf.models.actor_critic import Actor, ActorCritic, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory, selected_device
@@ -39,11 +40,11 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, Gold, figures_of
-from rlhf.trainer.evaluator import Completed, Evaluator, fixed_text
+from rlhf.trainer.evaluator import Evaluator, Played, fixed_text
 from rlhf.trainer.events import Events, agree_on_stop
-from rlhf.trainer.given import GENERATE, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
+from rlhf.trainer.given import GENERATE, PLAY, STEP, bind, given_scores, items_of, order_of, prompts_of, sampling_of
 from rlhf.trainer.kl import KLControl
-from rlhf.trainer.metrics import Metrics, mean_metrics, rollout_metrics, speed_metrics
+from rlhf.trainer.metrics import Metrics, environment_metrics, mean_metrics, rollout_metrics, speed_metrics
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.progress import Progress, evaluation_updates
@@ -88,6 +89,7 @@ class OnPolicyLoop:
         gold: Gold | None = None,
         session: Session | None = None,
         teacher: Reference | None = None,
+        environment: Environment | None = None,
     ):
         """
         Args:
@@ -102,6 +104,7 @@ class OnPolicyLoop:
             gold: the demo's judge, which training never calls.
             session: saves, prints and stops; None: nothing is saved.
             teacher: a frozen model that scores each token.
+            environment: answers the policy's turns; None: an episode is one turn.
         """
         self.config = config
         self.processing_class = tokenizer
@@ -125,7 +128,7 @@ class OnPolicyLoop:
             rewards = Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
         self.rewards = rewards
         self._construct_host(policy)
-        self._construct_components(eval_functions, gold, teacher)
+        self._construct_components(eval_functions, gold, teacher, environment)
         self.events = Events(self.host)
         for callback in callbacks:
             self.add_callback(callback)
@@ -145,7 +148,11 @@ class OnPolicyLoop:
         set_adapter_dropout(self.actor, config.model.lora_dropout, self.actor.dropout)
 
     def _construct_components(
-        self, eval_functions: Rewards | None, gold: Gold | None, teacher: Reference | None
+        self,
+        eval_functions: Rewards | None,
+        gold: Gold | None,
+        teacher: Reference | None,
+        environment: Environment | None,
     ) -> None:
         """Construct the forward passes, the collector, the optimizer of the policy, and the evaluator."""
         config = self.config
@@ -173,20 +180,21 @@ class OnPolicyLoop:
             packed = passes.packed and packable(teacher.copy)
             self.teacher = replace(without_critic, reference=teacher, packed=packed)
         prompts = [*or_longest(self.train_prompts, config.data), *self.evaluation_prompts]
-        longest = max(len(prompt.ids) for prompt in prompts)
-        self.collector = RolloutCollector(config, host, tokenizer, self.rewards, passes, self.progress, longest)
+        # the text of `reset` makes prompts longer
+        longest = max(len(prompt.ids) for prompt in prompts) if environment is None else config.data.prompt_length
+        given = config, host, tokenizer, self.rewards, passes, self.progress, longest, environment, self.session.say
+        self.collector = RolloutCollector(*given)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)
         self.deferrable = one_minibatch and not isinstance(host.actor, ActorCritic) and teacher is None
         self.dynamic_sampler = DynamicSampler(config, self.sampler, self.collector)
-        sampler = self.collector.sampler
         self.gold = gold
+        player = replace(self.collector.player, engine=None, phase="an evaluation", in_parts=True)
         self.evaluator = Evaluator(
-            sampler,
+            player,
             without_critic,  # an evaluation needs no values
             tokenizer,
             self.rewards,
             judges=[eval_functions] if eval_functions is not None else [],
-            seed=config.run.seed,
             purpose="evaluate",
             teacher=self.teacher,
             keeps_graphs=True,
@@ -320,7 +328,7 @@ class OnPolicyLoop:
         self.progress.spend("updates", began)
         with timed("optimizer steps"):
             require_finite_weights(self.host.model, update, self.session.advice)
-        metrics = self.metrics_of(begin, experience, scores) | stats
+        metrics = self.metrics_of(begin, experience, scores) | environment_metrics(rollout.episodes) | stats
         # 6. next beta: towards the KL target
         self.adjust_beta(update, metrics)
         self.count_update(update)
@@ -378,10 +386,7 @@ class OnPolicyLoop:
             bind(given, self.collector.rules, GENERATE)
             episodes = given
         else:
-            data = self.config.data
-            prompts = prompts_of(given, self.collector.rules, data.prompt_length, worked_examples(data.few_shot))
-            rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
-            episodes = self.collector.started([(None, row) for row in rows], update)
+            episodes = self._new(given)
         waiting = [episode for episode in episodes if not episode.done]
         again = any(episode.spans for episode in waiting)
         if self.collector.vllm is not None and (again or sampling != self.config.sampling):
@@ -393,16 +398,39 @@ class OnPolicyLoop:
         if waiting:
             with self.passes.weights.in_use():
                 self._begin_update(update)
-                new = [episode for episode in waiting if episode.number is None]
-                for i, episode in enumerate(new):
-                    episode.number = (update - 1) * self.config.episodes_per_update + self.generated + i
-                    episode.stream = update
-                    if episode.group is None:
-                        episode.group = self.groups + i // self.config.group_size
-                self.generated += len(new)
-                self.groups += len(new)
+                self._number([episode for episode in waiting if episode.number is None])
                 self.collector.turn(waiting, sampling, logprobs)
         return episodes
+
+    def play(self, prompts: Sequence[GivenPrompt | Sequence[int]]) -> list[Episode]:
+        """Play K episodes of each prompt with the environment, to their end, as `train` does: `step` then trains on
+        them. Episodes of one prompt are neighbours. Random numbers are those of `generate`. Raises UserError."""
+        self.begin()
+        episodes = self._new(items_of(prompts, PLAY))
+        if episodes:
+            with self.passes.weights.in_use():
+                self._begin_update(self.update + 1)
+                self._number(episodes)
+                self.collector.play(episodes)
+        return episodes
+
+    def _new(self, given: Sequence) -> list[Episode]:
+        """Return K episodes of each prompt, without a turn and a number."""
+        data = self.config.data
+        prompts = prompts_of(given, self.collector.rules, data.prompt_length, worked_examples(data.few_shot))
+        rows = [prompt for prompt in prompts for _ in range(self.config.group_size)]
+        return self.collector.started([(None, row) for row in rows], self.update + 1)
+
+    def _number(self, episodes: Sequence[Episode]) -> None:
+        """Give new episodes their number in the update, and their group."""
+        update = self.update + 1
+        for i, episode in enumerate(episodes):
+            episode.number = (update - 1) * self.config.episodes_per_update + self.generated + i
+            episode.stream = update
+            if episode.group is None:
+                episode.group = self.groups + i // self.config.group_size
+        self.generated += len(episodes)
+        self.groups += len(episodes)
 
     def step(
         self,
@@ -676,9 +704,9 @@ class OnPolicyLoop:
             raise UserError(f"no prompt of at most {longest} tokens", "evaluate()", "Give shorter ones")
         return kept
 
-    def fix_text(self, start: Completed | None = None) -> None:
+    def fix_text(self, start: Played | None = None) -> None:
         """Choose the text for the perplexity, on the first call. The policy must still be the start model then.
-        `start` returns its completions of prompts; None: they are sampled."""
+        `start` returns its episodes of prompts; None: they are played."""
         if self.evaluator.text is None:
             start = start or self.evaluator.start_completions
             file = self.config.data.eval_text
@@ -703,7 +731,7 @@ class OnPolicyLoop:
                 samples,
                 sampling,
                 # of the first evaluation, the first completions of the prompts are the text
-                sampled=lambda ids: self.fix_text(lambda few: ids[: len(few) * samples : samples]),
+                sampled=lambda played: self.fix_text(lambda few: played[: len(few) * samples : samples]),
             )
         if not scored(result.scores).size:
             names = ", ".join(self.rewards.names)

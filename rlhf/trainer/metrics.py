@@ -11,6 +11,7 @@ import torch
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
 from rlhf.rewards.scores import Scores
+from rlhf.rollout.episodes import MAX_TURNS, Episode
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
@@ -63,11 +64,24 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items() if name in known}}
 
 
+def environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of episodes with an environment; {} without one."""
+    if not any(episode.rewards or episode.failure for episode in episodes):
+        return {}
+    return {
+        "environment/turns": fmean(len(episode.spans) for episode in episodes),
+        "environment/max_turns": fmean(episode.stop_reason == MAX_TURNS for episode in episodes),
+        "environment/failed": fmean(bool(episode.failure) for episode in episodes),
+        "environment/cut_observations": float(sum(episode.cut for episode in episodes)),
+    }
+
+
 def speed_metrics(seconds: Mapping[str, float], tokens: int, episodes: int) -> dict[str, float]:
     """Return the seconds of each part of an update ("rollout", "score", "update"), and tokens and episodes per second
     of the whole update."""
+    of_rollout = ("sampling", "environment", "log-probs")
     parts = {
-        "rollout": seconds["sampling"] + seconds["log-probs"],
+        "rollout": sum(passed for part, passed in seconds.items() if part.split("/")[0] in of_rollout),
         "score": seconds["scoring"],
         "update": seconds["optimizer steps"],
     }

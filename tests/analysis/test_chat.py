@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from rlhf.analysis.chat import ReplyGenerator, newest_turns
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rollout import sampler
+from rlhf.rollout.episodes import Episode
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.errors import RunError, UserError, run_command, visible
 from tests.rollout.test_engine import HeadWithBadLogits
@@ -191,7 +191,7 @@ def test_special_tokens_in_a_line_or_a_reply_are_encoded_as_text(start_model):
 def test_control_characters_in_a_reply_are_escaped(start_model, talk, monkeypatch):
     tokens = load_tokenizer(str(start_model))("\x1b[31mred\u202e", split_special_tokens=True).input_ids
     text = load_tokenizer(str(start_model)).decode(tokens)
-    monkeypatch.setattr(sampler, "sample_completions", lambda *_, **__: SimpleNamespace(texts=lambda _: [text]))
+    monkeypatch.setattr(Episode, "last_completion", text)
     output, _ = talk(start_model, "Hello\n")
     assert output.endswith("<U+001B>[31mred<U+202E>\n")
 

@@ -144,7 +144,7 @@ def trained(settings: dict[str, Any], data: dict[str, Any], algorithm: str = "pp
         **data,
     }
     rules = data.get("rules", {})
-    recorded["rules"] = {rule: rules.get(rule) or code_print(rule) for rule in config.reward.functions}
+    recorded["rules"] = {rule: rules.get(rule) or code_print(rule) for rule in config.rules}
     return record_of(config, 2, data=recorded)
 
 

@@ -22,6 +22,7 @@ PPO = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6]
 GROUPS = ["--batch-size", 4, "--K", 4]
 GRPO = ["grpo", *GROUPS]
 RLOO = ["rloo", *GROUPS]
+TURNS = ["--max-new-tokens", 5, "--max-episode-tokens", 40, "--eval-samples", 2]
 EQUAL = [*GRPO, "--kl-schedule", "fixed", "--kl-coef", 0, "--reward-func", "RULE:has_an_a"]  # every second group
 # name -> algorithm and flags
 CASES: dict[str, list] = {
@@ -47,6 +48,8 @@ CASES: dict[str, list] = {
     "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
     "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE:has_an_a"],
     "grpo-named-arguments": [*GRPO, "--reward-func", "RULE:named"],
+    "grpo-environment": [*GRPO, "--environment", "RULE:Talks", *TURNS, "--reward-func", "RULE:seen"],
+    "ppo-environment": [*PPO, "--environment", "RULE:Talks", *TURNS, "--gae-unit", "turn"],
     "grpo-equal-groups": EQUAL,
     "grpo-one-pass": [*GRPO, "--kl-placement", "loss", "--minibatches", 1],
     "grpo-one-pass-equal-groups": [*EQUAL, "--minibatches", 1],
@@ -62,6 +65,8 @@ CASES: dict[str, list] = {
 }
 FLOAT32 = ("ppo", "ppo-lora", "grpo-kl-in-loss", "rloo")  # cases that are also trained in the usual precision
 RULE = '''
+import random
+
 def has_an_a(prompts, completions, **_):
     """1.0 for every second prompt, so that its group has equal scores, else the share of the letter a."""
     return [1.0 if len(str(p)) % 2 else sum(c in "aeiou" for c in str(t)) / max(1, len(str(t)))
@@ -73,6 +78,22 @@ def named(completion_ids, completion_logprobs, group, **_):
     means = [sum(numbers) / len(numbers) for numbers in completion_logprobs]
     whole = [[mean for mean, other in zip(means, group) if other == mine] for mine in group]
     return [mean / sum(of) + len(of) for mean, of in zip(means, whole)]
+
+class Talks:
+    """Fails for some prompts, and pays for turns; its random numbers and its seed are in what it answers."""
+
+    def reset(self, seed, **row):
+        self.turns = 0
+        return f" {seed % 7}"
+
+    def observe(self, completion):
+        self.turns += 1
+        if len(completion) % 11 == 10:
+            raise ValueError(completion)
+        return (None if self.turns == 3 else str(random.random())[:5]), len(set(completion)) / 10
+
+def seen(environments, **_):
+    return [float(one.turns) for one in environments]
 
 def at_tokens(completion_ids, **_):
     """Half of the completions have a score per token, by its id; the others have their length."""
@@ -114,7 +135,7 @@ class Inputs:
         own = [str({"TEACHER": self.teacher}.get(word, word)) for word in CASES[name][1:]]
         own = [word.replace("RULE", str(self.rule)) for word in own]
         given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
-        given += ["--rm-model", "none" if "--reward-func" in own else self.reward]
+        given += ["--rm-model", "none" if {"--reward-func", "--environment"} & {*own} else self.reward]
         return [str(word) for word in (*COMMON, *given, *own, *more)]
 
 

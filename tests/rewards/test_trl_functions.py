@@ -119,4 +119,4 @@ def test_function_that_needs_a_column_names_it(user_error):
 
 
 def test_functions_of_trl_are_not_the_users_code():
-    assert code_words(["trl:think_format_reward"]) == []
+    assert code_words({"reward_func": ["trl:think_format_reward"]}) == []

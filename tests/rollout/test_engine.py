@@ -236,6 +236,7 @@ class HeadWithBadLogits(torch.nn.Module):
     def __init__(self, head, value, places):
         super().__init__()
         self.head = head
+        self.weight = head.weight
         self.value = value
         self.places = places
 

@@ -246,8 +246,9 @@ def test_next_commands_and_resume_contain_the_evaluation_code():
     from rlhf.settings.next_commands import code_words, resume_command
 
     config = parse_cli(["--eval-func", "my.py:right", "--best-rule", "right"], "ppo")
-    assert code_words((), ["my.py:right", "exact_match"]) == ["--eval-func", "my.py:right", "exact_match"]
-    assert code_words(["length_penalty"], ["exact_match"]) == []
+    rules = ["my.py:right", "exact_match"]
+    assert code_words({"eval_func": rules}) == ["--eval-func", "my.py:right", "exact_match"]
+    assert code_words({"reward_func": ["length_penalty"], "eval_func": ["exact_match"]}) == []
     assert parse_cli([w for w in typed(resume_command(config)) if w != "--resume"], "ppo").reward.eval_func == (
         "my.py:right",
     )

@@ -295,8 +295,9 @@ def test_names_of_functions_in_run_json():
 
 
 def test_a_printed_command_has_the_form_of_a_function_in_a_file(user_error):
-    assert code_words(["python:words"]) == ["--reward-func", "FILE.py:words"]
-    assert code_words(["python:<lambda>", "length_penalty"]) == ["--reward-func", "FILE.py:NAME", "length_penalty"]
+    assert code_words({"reward_func": ["python:words"]}) == ["--reward-func", "FILE.py:words"]
+    rules = ["python:<lambda>", "length_penalty"]
+    assert code_words({"reward_func": rules}) == ["--reward-func", "FILE.py:NAME", "length_penalty"]
     with user_error("--reward-func", "FILE.py:NAME"):
         find_rule("python:<lambda>")
 

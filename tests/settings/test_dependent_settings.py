@@ -38,7 +38,7 @@ ACT_ALWAYS = {
         *("critic_learning_rate", "critic_lam", "adam_beta1", "adam_beta2"),
         *("whiten_rewards", "whiten_advantages", "dynamic_sampling", "scale_rewards", "loss_type"),
         *("reward_func", "eval_func", "reward_weights", "missing_eos_penalty", "normalize_scores", "control"),
-        "kl_placement",
+        *("environment", "kl_placement"),
         *("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "optim", "max_grad_norm"),
         *("deterministic", "seeds", "episodes", "eval_every", "eval_samples", "eval_temperature"),
         *("best_rule", "output", "overwrite"),
@@ -74,7 +74,7 @@ VALUES = {  # of settings whose type does not give one
     "reward_func": "length_penalty", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",
     "critic": "separate", "critic_warmup": "9", "critic_lam": "1", "adam_beta1": "0.5", "adam_beta2": "0.5",
-    "calibration_prompt_length": "9", "rollout_engine": "slots",
+    "calibration_prompt_length": "9", "rollout_engine": "slots", "environment": "crossing --rm-model none",
 }  # fmt: skip
 
 

@@ -532,13 +532,14 @@ FITTED_TO = {"fit", "memory"}  # tests/setup/test_fit.py, tests/run/test_dry_run
 WRITTEN = {"write_parts"}  # tests/data/test_parts.py
 PROCESSES = {"ddp_timeout"}  # tests/distributed
 TRACKED = {"report_to"}  # tests/callbacks/test_trackers.py
+PLAYED = {"environment", "max_turns", "max_observation_tokens"}  # tests/environments
 EXPORTED = {"merge_lora", "export_from", "push_to_hub"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
     elsewhere = {
         *RECORDED, *TRACKED, *RESUMED, *GUARDED, *EXPORTED, *FITTED_TO, *PROCESSES,
-        *SAMPLER, *DATA, *THREADS, *WRITTEN,
+        *SAMPLER, *DATA, *THREADS, *WRITTEN, *PLAYED,
     }  # fmt: skip
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
@@ -719,6 +720,7 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     evaluation.add("rm_text")  # tests/analysis/test_judges.py
     evaluation.add("rollout_engine")  # test_rollout_engine_of_an_evaluation
+    evaluation |= {"environment", "max_turns"}  # tests/environments/test_commands.py
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}
     assert set(settings_of(ComparisonConfig)) == {

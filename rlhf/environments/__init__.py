@@ -1,0 +1,1 @@
+"""Environments of several turns: two forms of user classes, and the instances that play."""

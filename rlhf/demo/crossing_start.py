@@ -40,11 +40,10 @@ def train_start_model(folder: Path, screen: Screen) -> None:
     texts = prompts(PROMPTS)
     for step in range(1, STEPS + 1):
         games = [tuple(rng.choices(list(RISKS), k=turn)) for turn in range(1, TURNS + 1)]
-        rows = zip(*(transcript(tokenizer, rng.choice(texts), seen) for seen in games), strict=True)
-        ids, labels, other_labels = (
-            padded(part, filling, CPU)
-            for part, filling in zip(rows, (tokenizer.pad_token_id, IGNORED, IGNORED), strict=True)
-        )
+        rows = [transcript(tokenizer, rng.choice(texts), seen) for seen in games]
+        fillings = tokenizer.pad_token_id, IGNORED, IGNORED
+        parts = zip(*rows, strict=True)
+        ids, labels, other_labels = (padded(*part, CPU) for part in zip(parts, fillings, strict=True))
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
         losses = [cross_entropy(logits, which[:, 1:].flatten()) for which in (labels, other_labels)]
         loss = sum(losses) / 2
@@ -81,4 +80,4 @@ def texts_before(tokenizer: PreTrainedTokenizerBase, prompt: str, seen: Seen) ->
     first, *later = [{"role": "user", "content": turn_text(pot, risk)} for pot, risk in enumerate(seen)]
     opening = {**first, "content": f"{prompt} {first['content']}"}
     # a completion has its own end token
-    return [encode_prompt(tokenizer, [opening]), *(encode_reply(tokenizer, message)[1:] for message in later)]
+    return [encode_prompt(tokenizer, [opening]), *(encode_reply(tokenizer, [message])[1:] for message in later)]

@@ -197,7 +197,7 @@ class Episode:
     @property
     def shown(self) -> str:
         """The text for readers: with the environment's texts in brackets."""
-        parts = [f"[{self.opening}]"] if self.opening else []
+        parts = [f"[{self.opening.strip()}]"] if self.opening else []
         for turn in self.turns:
             parts += [turn.completion, *([] if turn.observation is None else [f"[{turn.observation}]"])]
         return " ".join(parts) if self.opening or len(self.spans) > 1 else self.text

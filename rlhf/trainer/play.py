@@ -88,6 +88,10 @@ class Player:
             for row, (number, prompt) in enumerate(prompts)
         ]  # fmt: skip
 
+    def of_ids(self, prompt: Prompt, ids: Sequence[int]) -> Episode:
+        """Return an episode of one given turn."""
+        return Episode(prompt, list(ids), [range(len(ids))], rules=self.rules)
+
     def play(
         self,
         episodes: Sequence[Episode],

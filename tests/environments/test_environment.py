@@ -91,7 +91,7 @@ def test_an_episode_has_the_environments_texts_and_the_policys_tokens(made):
         between = first.ids[span.stop : end]
         reply = [] if following is None else encode_reply(tokenizer, [{"role": "user", "content": turn.observation}])
         assert between == (reply[1:] if reply and first.ids[span.stop - 1] == reply[0] else reply)
-    assert first.shown.startswith("[ Begin.] ") and "[answer 2]" in first.shown
+    assert first.shown.startswith("[Begin.] ") and "[answer 2]" in first.shown
 
 
 def test_rewards_are_paid_at_the_end_of_each_turn(made):

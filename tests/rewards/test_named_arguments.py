@@ -29,7 +29,9 @@ class Reader:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, completions, completion_ids, completion_logprobs, turns, group, **_):
+    def __call__(
+        self, completions, completion_ids, completion_logprobs, turns, group, environments, environment_rewards, **_
+    ):
         self.calls.append((completion_ids, completion_logprobs, turns, group))
         return [float(len(ids) % 3) for ids in completion_ids]
 

@@ -1,6 +1,6 @@
 """A language model as judge: reward functions for any OpenAI-compatible server (Ollama, llama.cpp, vLLM).
 
-    export JUDGE_URL=http://localhost:11434/v1 JUDGE_MODEL=qwen3:8b
+    export JUDGE_URL=http://localhost:11434/v1 JUDGE_MODEL=qwen2.5:7b
     python train_grpo.py --reward-func examples/judge_reward.py:judge --rm-model none ...
 
 `judge` scores each completion alone. `ruler` scores the completions of a prompt together, in one call, as RULER of
@@ -27,7 +27,7 @@ import requests
 from rlhf.utils.errors import RunError
 
 URL = os.environ.get("JUDGE_URL", "http://localhost:11434/v1")
-MODEL = os.environ.get("JUDGE_MODEL", "qwen3:8b")
+MODEL = os.environ.get("JUDGE_MODEL", "qwen2.5:7b")
 CACHE = os.environ.get("JUDGE_CACHE", "judge_cache.sqlite")  # a file; empty: no cache
 API_KEY = "JUDGE_API_KEY"  # the variable with the key, which is read for each call and stored nowhere
 
@@ -112,16 +112,17 @@ async def score_request(body: str, count: int, limit: asyncio.Semaphore) -> tupl
             except requests.RequestException as error:
                 problem = type(error).__name__  # its message may contain the request
                 continue
-        problem = None if response.ok else f"HTTP {response.status_code} {response.text:.200}"
+        text = response.text.replace(os.environ.get(API_KEY) or "\0", "...")  # a server may repeat the key
+        problem = None if response.ok else f"HTTP {response.status_code} {text:.200}"
         if response.ok and (scores := parsed(response, count)) is not None:
             in_cache("INSERT OR REPLACE INTO judge VALUES (?, ?)", key, json.dumps(scores))
-            return scores, response.text
+            return scores, text
         if 400 <= response.status_code < 500 and response.status_code != 429:
             break  # it would be refused again
     if problem is not None:
         fix = f"Start the server, or correct JUDGE_URL, JUDGE_MODEL or {API_KEY}"
         raise RunError(f"the judge does not reply ({problem})", f"{URL}, model {MODEL}", fix)
-    return None, response.text
+    return None, text
 
 
 def post(body: dict, count: int, form: int | None = None) -> requests.Response:

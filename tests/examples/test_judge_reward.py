@@ -243,8 +243,8 @@ def test_one_call_scores_a_group(server):
 
 
 def test_a_group_without_the_right_number_of_scores_has_none(server):
-    server.answer = lambda body: reply(1, 2) if "bad" not in content(body) else reply(1)
-    scores, metrics = judge("a", "b", "bad", "c", group=[0, 0, 1, 1])
+    server.answer = lambda body: reply(1, 2) if "zebra" not in content(body) else reply(1)
+    scores, metrics = judge("a", "b", "zebra", "c", group=[0, 0, 1, 1])
     assert scores == [0.1, 0.2, None, None] and metrics == {"judge_no_score": 2}
 
 
@@ -283,10 +283,11 @@ def test_a_cache_that_cannot_be_used_is_one_line(server, monkeypatch, tmp_path, 
 
 
 WRITER = """
-import itertools, sys
+import itertools, sys, time
 from examples import judge_reward
 for i in itertools.count():
     judge_reward.in_cache("INSERT OR REPLACE INTO judge VALUES (?, ?)", f"{sys.argv[1]} {i % 50}", "[0.5]")
+    time.sleep(0.005)  # a waiting process gets its turn
     if i == 20:
         print("ready", flush=True)
 """
@@ -340,7 +341,7 @@ def test_a_run(server, flags, tmp_path, name):
     sizes = {
         body["response_format"]["json_schema"]["schema"]["properties"]["scores"]["minItems"] for body in server.bodies
     }
-    assert sizes == ({1} if name == "judge" else {1, 2})
+    assert sizes == {1} if name == "judge" else sizes >= {1, 2}
     assert {headers["Authorization"] for _, headers, _ in server.requests} == {f"Bearer {KEY}"}
     stored = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert stored == []
@@ -351,7 +352,7 @@ def test_a_server_that_goes_away_ends_the_run(server, flags, tmp_path, monkeypat
     calls = iter(range(10**6))
     first = 6 + 8  # evaluation prompts, and completions of an update
     server.answer = lambda body: (
-        reply(next(calls) % 11) if len(server.requests) <= first else (401, f"wrong {KEY[:2]}")
+        reply(next(calls) % 11) if len(server.requests) <= first else (401, f"the key {KEY} is wrong")
     )
     with user_error(server.url, "401", kind=RunError):
         train_grpo.main(flags("judge"))

@@ -138,11 +138,12 @@ def test_thoughts_and_a_fence_around_the_json(server):
     assert judge("4")[0] == [0.25]
 
 
-def test_the_format_of_the_reply_is_the_strictest_that_the_server_accepts(server):
-    """llama-cpp-python refuses OpenAI's form; other servers know none. A server is asked for each form once."""
+@pytest.mark.parametrize("refusal", [(422, "no such format"), (400, ""), (500, "in 'body', 'response_format'")])
+def test_the_format_of_the_reply_is_the_strictest_that_the_server_accepts(server, refusal):
+    """llama-cpp-python refuses OpenAI's form, with status 500; other servers know none. Each is tried once."""
 
     def answer(body):
-        return reply(3) if body.get("response_format", {}).get("type") in known else (422, "no such format")
+        return reply(3) if body.get("response_format", {}).get("type") in known else refusal
 
     known = ["json_object"]
     server.answer = answer
@@ -167,6 +168,7 @@ def test_it_tries_again_after_longer_waits(server, monkeypatch, failed):
     first, second = (after - before for before, after in zip(server.times, server.times[1:], strict=False))
     assert first >= 0.05 and second >= 0.1
     assert [body["seed"] for body in server.bodies] == [0, 1, 2], "an equal request would get an equal reply"
+    assert {body["response_format"]["type"] for body in server.bodies} == {"json_schema"}
 
 
 NOT_SCORES = [

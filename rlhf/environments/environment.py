@@ -72,6 +72,7 @@ class Environment:
         self.shots = shots
         self.longest = longest
         self.name = type(first).__name__
+        self.has_played = False
 
     def reset(self, episodes: Sequence[Episode], seed: int) -> list[str | Failure | None]:
         """Give each of this process's new episodes its instance, and return what their `reset` returns. `seed` is the

@@ -19,7 +19,7 @@ from rlhf.environments.calls import Failure
 from rlhf.environments.environment import Answer, Environment
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.completions import Completions, token_batch
-from rlhf.rollout.episodes import FAILED, MAX_TURNS, Episode, EpisodeRules
+from rlhf.rollout.episodes import FAILED, LIMIT, MAX_TURNS, Episode, EpisodeRules
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
@@ -250,8 +250,16 @@ class Player:
         episode.stop_reason = FAILED
 
     def _report(self, episodes: Sequence[Episode]) -> None:
-        """Print a warning about episodes in which the environment failed. Raises RunError if it did in all."""
+        """Print a warning about episodes in which the environment failed, and one if it ended none of the first
+        ones. Raises RunError if it failed in all."""
         failed = [episode for episode in episodes if episode.failure]
+        ends = {episode.stop_reason for episode in episodes}
+        if not self.environment.has_played and ends == {LIMIT}:
+            self.say(
+                f"warning: all {len(episodes)} episodes ended at --max-episode-tokens {self.rules.longest}, none by "
+                f"the environment {self.environment.name}. Raise it, set --max-turns, or end them in the environment"
+            )
+        self.environment.has_played = True
         if not failed:
             return
         first = failed[0]

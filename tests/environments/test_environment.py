@@ -151,7 +151,7 @@ def test_an_environment_of_one_turn_gives_the_weights_of_a_reward_function(made)
     assert_equal_weights(with_environment, function)
 
 
-def test_the_limits_of_turns_tokens_and_observations(made):
+def test_the_limits_of_turns_tokens_and_observations(made, capsys):
     class Endless(Talk):
         turns = 10_000
 
@@ -167,7 +167,10 @@ def test_the_limits_of_turns_tokens_and_observations(made):
     metrics = trainer.step(episodes)
     assert metrics["environment/turns"] == 2 and metrics["environment/max_turns"] == 1
     assert metrics["environment/cut_observations"] == 8
-    by_tokens = made(Endless, max_episode_tokens=30).play(ROWS[:4])
+    capsys.readouterr()
+    by_tokens = made(Endless, max_episode_tokens=30, evaluated=[]).play(ROWS[:4])
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("--max-episode-tokens 30") == 1
     assert {e.stop_reason for e in by_tokens} == {LIMIT}
     assert {len(e.spans) for e in by_tokens} == {1}  # the first observation does not fit, so it is not appended
     assert all(e.spans[-1].stop == len(e.ids) for e in by_tokens)

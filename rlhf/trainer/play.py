@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -215,7 +214,7 @@ class Player:
 
     def _reset(self, episodes: Sequence[Episode], owner: dict[int, int]) -> None:
         """Begin the episodes: the text of `reset` is appended to the last message of the prompt."""
-        openings = self._each(episodes, owner, partial(self.environment.reset, seed=self.seed))
+        openings = self._each(episodes, owner, self.environment.reset)
         for episode, opening in zip(episodes, openings, strict=True):
             if isinstance(opening, Failure):
                 self._fail(episode, opening)

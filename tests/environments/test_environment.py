@@ -357,6 +357,9 @@ def test_random_numbers_of_an_environment_are_repeated_and_leave_those_of_the_ru
     drawn.clear()
     made(Random, evaluated=[]).play(ROWS[:4])
     assert drawn == first and len(set(first)) == len(first) == 12
+    drawn.clear()
+    made(Random, evaluated=[], seed=7).play(ROWS[:4])
+    assert not {*drawn} & {*first}
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------

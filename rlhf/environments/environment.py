@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.chat_template import Messages, decode_completion, encode_prompt, encode_text
 from rlhf.data.examples import worked_examples
 from rlhf.data.messages import Message
-from rlhf.environments.calls import Call, Failure, results_of
+from rlhf.environments.calls import Call, Failure, call_all
 from rlhf.environments.find import OF_THE_ENVIRONMENT, Instance
 from rlhf.rewards.arguments import parameters_of
 from rlhf.rewards.call import accepted, copied, score_problem
@@ -30,7 +30,7 @@ PLAIN_FORM = "Use a model whose chat template has tools, or write the plain form
 CUT = " [...]"  # behind an observation that was cut at --max-observation-tokens
 
 
-class Answer(NamedTuple):
+class EnvironmentAnswer(NamedTuple):
     """What an environment answers to a turn."""
 
     observation: str | list[Message] | None = None  # None: the episode ends
@@ -90,7 +90,7 @@ class Environment:
             if "seed" not in row and "seed" in {parameter.name for parameter in parameters_of(reset)}:
                 row["seed"] = self._seed_of(episode)
             calls.append(self._call(episode, partial(reset, **accepted(reset, row))))
-        found = results_of(calls, self.limit_s)
+        found = call_all(calls, self.limit_s)
         wrong = [not isinstance(text, str | None) for text in found]
         return [
             Failure(f"reset returned {text!r:.60}, which is no text") if is_wrong else text
@@ -109,7 +109,7 @@ class Environment:
             )
         return ids
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         """Return the answers to the last turns of this process's episodes."""
         raise NotImplementedError
 
@@ -118,8 +118,8 @@ class Environment:
         if not hasattr(self.pool[0], "get_reward"):
             return [None] * len(episodes)
         calls = [self._call(episode, episode.environment.get_reward) for episode in episodes]
-        found = results_of(calls, self.limit_s)
-        return [given if given is None or isinstance(given, Failure) else number(given) for given in found]
+        found = call_all(calls, self.limit_s)
+        return [given if given is None or isinstance(given, Failure) else as_reward(given) for given in found]
 
     def _call(self, episode: Episode, call: Callable[[], Any]) -> Call:
         key = self.seed, self.name, episode.purpose, episode.stream, episode.number, len(episode.spans)
@@ -141,20 +141,20 @@ class PlainEnvironment(Environment):
     """The plain form: `observe(completion)` returns an observation, or None to end the episode, or one of them with
     the reward of the turn."""
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         calls = [self._call(e, partial(e.environment.observe, e.last_completion)) for e in episodes]
-        return list(map(self._answer, results_of(calls, self.limit_s)))
+        return list(map(self._answer, call_all(calls, self.limit_s)))
 
-    def _answer(self, result: Any) -> Answer:
+    def _answer(self, result: Any) -> EnvironmentAnswer:
         text, given = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
-        reward = number(given)
+        reward = as_reward(given)
         for failure in (text, reward):
             if isinstance(failure, Failure):
-                return Answer(failure=failure)
+                return EnvironmentAnswer(failure=failure)
         if not isinstance(text, str | None):
-            return Answer(failure=f"observe returned {text!r:.60}, which is no text")
+            return EnvironmentAnswer(failure=f"observe returned {text!r:.60}, which is no text")
         shown = text and self._cut(text)
-        return Answer(shown, reward, cut=int(shown != text))
+        return EnvironmentAnswer(shown, reward, cut=int(shown != text))
 
 
 class ToolEnvironment(Environment):
@@ -164,7 +164,7 @@ class ToolEnvironment(Environment):
         super().__init__(construct, first, with_tools(tokenizer), *more)
         self.tools = [schema_of(getattr(first, name)) for name in tools_of(first)]
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         from trl.chat_template_utils import parse_response  # imports TRL's trainers
 
         most = self.settings.max_turns
@@ -178,7 +178,7 @@ class ToolEnvironment(Environment):
             asked = message.get("tool_calls") or []
             is_last = most is not None and len(episode.spans) >= most
             calls.append([self._tool_call(episode, call) for call in ([] if is_last else asked)])
-        results = iter(results_of([one[1] for each in calls for one in each], self.limit_s))
+        results = iter(call_all([one[1] for each in calls for one in each], self.limit_s))
         answers = []
         for message, own in zip(messages, calls, strict=True):
             found = [(name, is_async, next(results)) for name, _, is_async in own]
@@ -196,17 +196,19 @@ class ToolEnvironment(Environment):
         called = self._call(episode, lambda: tool(**asked["arguments"]))  # the model may give no dict
         return name, called, inspect.iscoroutinefunction(tool)
 
-    def _answer(self, message: Message, results: list[tuple[str, Any]]) -> Answer:
+    def _answer(self, message: Message, results: list[tuple[str, Any]]) -> EnvironmentAnswer:
         messages = []
         cut = 0
         for name, result in results:
             if isinstance(result, list) and any(isinstance(part, dict) and "image" in part for part in result):
-                return Answer(message=message, failure=f"the tool {name} returned an image, which is not supported")
+                return EnvironmentAnswer(
+                    message=message, failure=f"the tool {name} returned an image, which is not supported"
+                )
             text = str({"error": result.message} if isinstance(result, Failure) else result)
             shown = self._cut(text)
             cut += shown != text
             messages.append({"role": "tool", "name": name, "content": shown})
-        return Answer(messages or None, message=message, cut=cut)
+        return EnvironmentAnswer(messages or None, message=message, cut=cut)
 
 
 def make_environment(
@@ -264,7 +266,7 @@ def schema_of(tool: Callable[..., Any]) -> dict:
         ) from None
 
 
-def number(given: Any) -> float | Failure:
+def as_reward(given: Any) -> float | Failure:
     """Return a reward as a number; a Failure if it is none."""
     given = given.item() if hasattr(given, "item") else given
     problem, _ = score_problem(given)

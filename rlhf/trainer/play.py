@@ -15,7 +15,7 @@ from rlhf.data.tokenizer import context_of
 from rlhf.distributed.group import agree, gather
 from rlhf.distributed.shares import by_group, merge_rows
 from rlhf.environments.calls import Failure
-from rlhf.environments.environment import Answer, Environment
+from rlhf.environments.environment import Environment, EnvironmentAnswer
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.completions import Completions, token_batch
 from rlhf.rollout.episodes import FAILED, LIMIT, MAX_TURNS, Episode, EpisodeRules
@@ -229,7 +229,7 @@ class Player:
     def _answer(self, episodes: Sequence[Episode], owner: dict[int, int]) -> None:
         """Append the environment's answers to the last turns, and end episodes."""
         most = self.environment.settings.max_turns
-        answers: list[Answer] = self._each(episodes, owner, self.environment.answers)
+        answers: list[EnvironmentAnswer] = self._each(episodes, owner, self.environment.answers)
         for episode, answer in zip(episodes, answers, strict=True):
             episode.rewards.append(answer.reward)
             episode.cut += answer.cut
@@ -255,8 +255,8 @@ class Player:
         ends = {episode.stop_reason for episode in episodes}
         if not self.environment.has_played and ends == {LIMIT}:
             self.say(
-                f"warning: all {len(episodes)} episodes ended at --max-episode-tokens {self.rules.longest}, none by "
-                f"the environment {self.environment.name}. Raise it, set --max-turns, or end them in the environment"
+                f"warning: all {len(episodes)} episodes ended at max_episode_tokens, {self.rules.longest}, and none "
+                f"by the environment {self.environment.name}. Raise it, set max_turns, or end them in the environment"
             )
         self.environment.has_played = True
         if not failed:

@@ -170,7 +170,7 @@ def test_the_limits_of_turns_tokens_and_observations(made, capsys):
     capsys.readouterr()
     by_tokens = made(Endless, max_episode_tokens=30, evaluated=[]).play(ROWS[:4])
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("--max-episode-tokens 30") == 1
+    assert (printed.out + printed.err).count("max_episode_tokens, 30") == 1
     assert {e.stop_reason for e in by_tokens} == {LIMIT}
     assert {len(e.spans) for e in by_tokens} == {1}  # the first observation does not fit, so it is not appended
     assert all(e.spans[-1].stop == len(e.ids) for e in by_tokens)

@@ -299,8 +299,9 @@ class Episode:
         self, observation: str | Sequence[int] | Message | Sequence[Message]
     ) -> tuple[list[int], list[Message]]:
         """Return the ids of an observation, and it as messages; none for ids."""
-        given = [observation] if isinstance(observation, (str, dict)) else list(observation)
-        if not any(isinstance(one, (str, dict)) for one in given):
+        several = isinstance(observation, list) and observation and isinstance(observation[0], dict)
+        given = observation if several else [observation]
+        if not isinstance(given[0], (str, dict)):
             return token_ids(observation, self.rules, "add()"), []
         messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in given]
         for message in messages:

@@ -216,6 +216,7 @@ def test_the_metrics_page_names_what_is_logged(build):
     logged |= {"teacher_kl", "eval/teacher_kl"}  # with --teacher
     logged |= {"learning_rate/critic"}  # with --critic-learning-rate
     logged |= {"episodes/stale", "episodes/assumed_on_policy"}  # in a loop by hand
+    logged |= {f"environment/{name}" for name in ("turns", "max_turns", "failed", "cut_observations")}
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)
         trainer.train()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # The folders and top-level modules of rlhf/, lowest level first. A file imports from its own or a lower level.
 ORDER = [
     *("utils", "distributed", "settings", "algorithms.table", "checkpoints"),
-    *("data", "models", "rollout", "rewards", "algorithms", "config"),
+    *("data", "models", "rollout", "rewards", "environments", "algorithms", "config"),
     *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
 ]
 SCRIPTS = (

@@ -122,7 +122,7 @@ class ReplyGenerator:
         engine = config.speed.own_engine
         sampler = Sampler.of(policy, tokenizer, config.sampling, device, dtype=dtype, engine=engine)
         construct, instance = find_instance(config)
-        environment = None if instance is None else make_environment(config, construct, instance, tokenizer)
+        environment = None if instance is None else make_environment(config, construct, instance, tokenizer, seed)
         passes = ForwardPasses(Actor(policy), None, config.sampling.temperature, dtype)
         how = config.episode_tokens, seed, environment
         self.player = Player.of(sampler, passes, tokenizer, *how, phase="a reply", say=screen.say)

@@ -270,7 +270,7 @@ class ModelEvaluator:
         """Return the environment for models with this tokenizer; None without one."""
         if self.instance is None:
             return None
-        return make_environment(self.config, self.construct, self.instance, tokenizer)
+        return make_environment(self.config, self.construct, self.instance, tokenizer, self.settings.seed)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how models are evaluated, as pairs of name and text."""

@@ -36,23 +36,26 @@ def sample_start(
     and more are added if `minutes` are more than they took. `check` is called before `file` is written.
     """
     prompts = evaluator.encoded(evaluator.tokenizer)
-    seed = evaluator.settings.seed
     key = _key(evaluator, prompts)
     of_start = evaluator.evaluator(evaluator.reference.copy, evaluator.tokenizer)
-    sampler = of_start.sampler
-    samples, spent = read_samples(file, key, screen)
+    player = of_start.player
+    # the rewards of an environment cannot be computed again from stored tokens
+    stored, spent = read_samples(file, key, screen) if player.environment is None else ([], 0.0)
+    samples = [[player.of_ids(*pair) for pair in zip(prompts, ids, strict=True)] for ids, _ in stored]
     if len(samples) < least or (spent < minutes and len(samples) < MOST):
         end = time.monotonic() + 60 * (minutes - spent)
-        with sampler.same_weights():
+        with player.sampler.same_weights():
             while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
-                completions = sampler.sample(prompts, seed, len(samples), "start samples")
-                samples.append((completions.rows(), completions.ended.tolist()))
+                episodes = player.started(list(enumerate(prompts)), len(samples), "start samples", 1)
+                player.play(episodes, masked=())
+                samples.append(episodes)
                 screen.progress(f"start model: {len(samples)} completions of each prompt", last=False)
         check()
-        write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": samples}))
+        if player.environment is None:
+            pairs = [([one.ids for one in part], [one.ended for one in part]) for part in samples]
+            write_text(file, json.dumps({"key": key, "minutes": max(minutes, spent), "samples": pairs}))
     screen.progress(f"start model: {len(samples)} completions of each prompt", last=True)
-    ids, ended = ([part[i][p] for p in range(len(prompts)) for part in samples] for i in (0, 1))
-    return of_start.rate([p for p in prompts for _ in samples], ids, ended, len(samples))
+    return of_start.rate([part[p] for p in range(len(prompts)) for part in samples], len(samples))
 
 
 def _key(evaluator: ModelEvaluator, prompts: Sequence[Prompt]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,15 @@ def token_rows(
             "topic": prompts[episode].example.topic,
             "score": score_of[episode],
             "step": step,
+            # the environment's text since the last token of the policy
+            "before": tokenizer.decode(completions[episode][last + 1 : step]),
             "state": tokenizer.decode([*prompts[episode].ids, *completions[episode][:step]]),
             "token_id": completions[episode][step],
             "token": tokenizer.decode([completions[episode][step]]),
             **{name: of_episode[episode][step] for name, of_episode in values.items()},
         }
         for episode, number in enumerate(numbers)
-        for step in batch.completions.actions(episode).tolist()
+        for last, step in pairwise([-1, *batch.completions.actions(episode).tolist()])
     ]
 
 

@@ -1,1 +1,0 @@
-"""Environments of several turns: two forms of user classes, and the instances that play."""

@@ -26,7 +26,7 @@ class Failure(str):
 Call = tuple[tuple, Callable[[], Any]]  # what its random numbers depend on, and the call
 
 
-def results_of(calls: Sequence[Call], limit_s: float | None) -> list[Any]:
+def call_all(calls: Sequence[Call], limit_s: float | None) -> list[Any]:
     """Return what each call returns, or the Failure. Calls are made one after the other; the coroutines that some
     return then run together. Each call has `limit_s` seconds (None: no limit)."""
     found = [_attempt(partial(_with_key, key, call), limit_s, limit_s) for key, call in calls]
@@ -74,7 +74,7 @@ def _attempt(call: Callable[[], Any], interrupted_s: float | None, limit_s: floa
 
 def _failure(error: BaseException, limit_s: float | None) -> Failure:
     if isinstance(error, TimeLimitExceeded):
-        error = TimeoutError(f"no result after {limit_s:g} s (--reward-timeout)")
+        error = TimeoutError(f"no result after {limit_s:g} s")
     failure = Failure(described(error))
     failure.message = str(error)
     return failure

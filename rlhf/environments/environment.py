@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.chat_template import Messages, decode_completion, encode_prompt, encode_text
 from rlhf.data.examples import worked_examples
 from rlhf.data.messages import Message
-from rlhf.environments.calls import Call, Failure, results_of
+from rlhf.environments.calls import Call, Failure, call_all
 from rlhf.environments.find import OF_THE_ENVIRONMENT, Instance
+from rlhf.rewards.arguments import parameters_of
 from rlhf.rewards.call import accepted, copied, score_problem
 from rlhf.rollout.episodes import Episode
 from rlhf.settings.training import Config, EnvironmentSettings
@@ -29,7 +30,7 @@ PLAIN_FORM = "Use a model whose chat template has tools, or write the plain form
 CUT = " [...]"  # behind an observation that was cut at --max-observation-tokens
 
 
-class Answer(NamedTuple):
+class EnvironmentAnswer(NamedTuple):
     """What an environment answers to a turn."""
 
     observation: str | list[Message] | None = None  # None: the episode ends
@@ -50,9 +51,10 @@ class Environment:
         first: Instance,
         tokenizer: PreTrainedTokenizerBase,
         settings: EnvironmentSettings,
+        seed: int,
         limit_s: float | None,
-        shots: Messages = (),
-        longest: int | None = None,
+        shots: Messages,
+        longest: int,
     ):
         """
         Args:
@@ -60,22 +62,24 @@ class Environment:
             first: the first one.
             tokenizer: the policy's.
             settings: the limits of turns and observations.
+            seed: of its random numbers.
             limit_s: time limit of one call, in seconds; None: no limit.
             shots: worked examples before each prompt.
-            longest: tokens of the longest prompt; None: no limit.
+            longest: tokens of the longest prompt.
         """
         self.construct = construct
         self.pool = [first]
         self.tokenizer = tokenizer
         self.settings = settings
+        self.seed = seed
         self.limit_s = limit_s
         self.shots = shots
         self.longest = longest
         self.name = type(first).__name__
+        self.has_played = False
 
-    def reset(self, episodes: Sequence[Episode], seed: int) -> list[str | Failure | None]:
-        """Give each of this process's new episodes its instance, and return what their `reset` returns. `seed` is the
-        run's."""
+    def reset(self, episodes: Sequence[Episode]) -> list[str | Failure | None]:
+        """Give each of this process's new episodes its instance, and return what their `reset` returns."""
         calls = []
         for number, episode in enumerate(episodes):
             if number == len(self.pool):
@@ -83,10 +87,10 @@ class Environment:
             episode.environment = self.pool[number]
             row = {name: copied(value) for name, value in episode.prompt.example.columns.items()}
             reset = episode.environment.reset
-            if "seed" in inspect.signature(reset).parameters and "seed" not in row:
-                row["seed"] = seed_of(episode, seed)
+            if "seed" not in row and "seed" in {parameter.name for parameter in parameters_of(reset)}:
+                row["seed"] = self._seed_of(episode)
             calls.append(self._call(episode, partial(reset, **accepted(reset, row))))
-        found = results_of(calls, self.limit_s)
+        found = call_all(calls, self.limit_s)
         wrong = [not isinstance(text, str | None) for text in found]
         return [
             Failure(f"reset returned {text!r:.60}, which is no text") if is_wrong else text
@@ -97,7 +101,7 @@ class Environment:
         """Return the ids of a prompt, with the tools. Raises UserError if it is too long."""
         how = {"tools": list(self.tools)} if self.tools else {}
         ids = encode_prompt(self.tokenizer, messages, self.shots, **how)
-        if self.longest is not None and len(ids) > self.longest:
+        if len(ids) > self.longest:
             raise UserError(
                 f"a prompt of {len(ids)} tokens with the text of reset",
                 f"{self.name}.reset(), --prompt-length {self.longest}",
@@ -105,7 +109,7 @@ class Environment:
             )
         return ids
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         """Return the answers to the last turns of this process's episodes."""
         raise NotImplementedError
 
@@ -114,12 +118,17 @@ class Environment:
         if not hasattr(self.pool[0], "get_reward"):
             return [None] * len(episodes)
         calls = [self._call(episode, episode.environment.get_reward) for episode in episodes]
-        found = results_of(calls, self.limit_s)
-        return [given if given is None or isinstance(given, Failure) else number(given) for given in found]
+        found = call_all(calls, self.limit_s)
+        return [given if given is None or isinstance(given, Failure) else as_reward(given) for given in found]
 
     def _call(self, episode: Episode, call: Callable[[], Any]) -> Call:
-        key = self.name, episode.purpose, episode.stream, episode.number, len(episode.spans)
+        key = self.seed, self.name, episode.purpose, episode.stream, episode.number, len(episode.spans)
         return key, call
+
+    def _seed_of(self, episode: Episode) -> int:
+        """Return the seed for `reset`, from 0 to 2^31 - 1: equal within a group, and in all evaluations."""
+        purpose = f"environment of {episode.purpose}"
+        return int(rng_for(self.seed, episode.stream, purpose, episode.group).integers(2**31))
 
     def _cut(self, text: str) -> str:
         """Return an observation of at most --max-observation-tokens."""
@@ -132,32 +141,30 @@ class PlainEnvironment(Environment):
     """The plain form: `observe(completion)` returns an observation, or None to end the episode, or one of them with
     the reward of the turn."""
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         calls = [self._call(e, partial(e.environment.observe, e.last_completion)) for e in episodes]
-        return list(map(self._answer, results_of(calls, self.limit_s)))
+        return list(map(self._answer, call_all(calls, self.limit_s)))
 
-    def _answer(self, result: Any) -> Answer:
+    def _answer(self, result: Any) -> EnvironmentAnswer:
         text, given = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
-        reward = number(given)
+        reward = as_reward(given)
         for failure in (text, reward):
             if isinstance(failure, Failure):
-                return Answer(failure=failure)
+                return EnvironmentAnswer(failure=failure)
         if not isinstance(text, str | None):
-            return Answer(failure=f"observe returned {text!r:.60}, which is no text")
+            return EnvironmentAnswer(failure=f"observe returned {text!r:.60}, which is no text")
         shown = text and self._cut(text)
-        return Answer(shown, reward, cut=int(shown != text))
+        return EnvironmentAnswer(shown, reward, cut=int(shown != text))
 
 
 class ToolEnvironment(Environment):
     """TRL's form: the episode ends with a turn without a tool call that can be parsed."""
 
-    def __init__(
-        self, construct: Callable[[], Instance], first: Instance, tokenizer: PreTrainedTokenizerBase, *limits
-    ):
-        super().__init__(construct, first, with_tools(tokenizer), *limits)
+    def __init__(self, construct: Callable[[], Instance], first: Instance, tokenizer: PreTrainedTokenizerBase, *more):
+        super().__init__(construct, first, with_tools(tokenizer), *more)
         self.tools = [schema_of(getattr(first, name)) for name in tools_of(first)]
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         from trl.chat_template_utils import parse_response  # imports TRL's trainers
 
         most = self.settings.max_turns
@@ -171,7 +178,7 @@ class ToolEnvironment(Environment):
             asked = message.get("tool_calls") or []
             is_last = most is not None and len(episode.spans) >= most
             calls.append([self._tool_call(episode, call) for call in ([] if is_last else asked)])
-        results = iter(results_of([one[1] for each in calls for one in each], self.limit_s))
+        results = iter(call_all([one[1] for each in calls for one in each], self.limit_s))
         answers = []
         for message, own in zip(messages, calls, strict=True):
             found = [(name, is_async, next(results)) for name, _, is_async in own]
@@ -183,47 +190,42 @@ class ToolEnvironment(Environment):
         """Return the name of a tool call, what it calls, and whether that is async."""
         asked = call.get("function") or call
         name = asked["name"]
-        known = name in tools_of(episode.environment)
-        tool = getattr(episode.environment, name) if known else partial(not_found, name)
-        return name, self._call(episode, partial(with_arguments, tool, asked["arguments"])), is_async(tool)
+        if name not in tools_of(episode.environment):
+            return name, self._call(episode, partial(not_found, name)), False
+        tool = getattr(episode.environment, name)
+        called = self._call(episode, lambda: tool(**asked["arguments"]))  # the model may give no dict
+        return name, called, inspect.iscoroutinefunction(tool)
 
-    def _answer(self, message: Message, results: list[tuple[str, Any]]) -> Answer:
+    def _answer(self, message: Message, results: list[tuple[str, Any]]) -> EnvironmentAnswer:
         messages = []
         cut = 0
         for name, result in results:
             if isinstance(result, list) and any(isinstance(part, dict) and "image" in part for part in result):
-                return Answer(message=message, failure=f"the tool {name} returned an image, which is not supported")
+                return EnvironmentAnswer(
+                    message=message, failure=f"the tool {name} returned an image, which is not supported"
+                )
             text = str({"error": result.message} if isinstance(result, Failure) else result)
             shown = self._cut(text)
             cut += shown != text
             messages.append({"role": "tool", "name": name, "content": shown})
-        return Answer(messages or None, message=message, cut=cut)
+        return EnvironmentAnswer(messages or None, message=message, cut=cut)
 
 
 def make_environment(
-    config: Config, construct: Callable[[], Instance], first: Instance, tokenizer: PreTrainedTokenizerBase
+    config: Config, construct: Callable[[], Instance], first: Instance, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Environment:
-    """Return the environment of a run, in the form of its class. Raises UserError if the tokenizer cannot be used."""
+    """Return the environment of a run, in the form of its class. `seed` is that of its random numbers. Raises
+    UserError if the tokenizer cannot be used."""
     form = PlainEnvironment if hasattr(first, "observe") else ToolEnvironment
     data = config.data
     shots = worked_examples(data.few_shot)
-    limits = config.environment, config.reward.reward_timeout
-    return form(construct, first, tokenizer, *limits, shots, data.prompt_length)
+    limit_s = config.reward.reward_timeout
+    return form(construct, first, tokenizer, config.environment, seed, limit_s, shots, data.prompt_length)
 
 
-def not_found(name: str, **_: Any) -> None:
+def not_found(name: str) -> None:
     """Raise ValueError: TRL's answer to a call of an unknown tool."""
     raise ValueError(f"Tool {name} not found.")
-
-
-def with_arguments(tool: Callable[..., Any], arguments: Any) -> Any:
-    """Call a tool with what the model gave, which may be no dict."""
-    return tool(**arguments)
-
-
-def is_async(tool: Callable[..., Any]) -> bool:
-    """True for a coroutine function."""
-    return inspect.iscoroutinefunction(tool)
 
 
 def tools_of(instance: Instance) -> list[str]:
@@ -264,14 +266,8 @@ def schema_of(tool: Callable[..., Any]) -> dict:
         ) from None
 
 
-def number(given: Any) -> float | Failure:
+def as_reward(given: Any) -> float | Failure:
     """Return a reward as a number; a Failure if it is none."""
     given = given.item() if hasattr(given, "item") else given
     problem, _ = score_problem(given)
     return float(given) if problem is None else Failure(f"a reward that cannot be used: {problem}")
-
-
-def seed_of(episode: Episode, seed: int) -> int:
-    """Return the seed for `reset`, from 0 to 2^31 - 1: equal within a group, and in all evaluations."""
-    purpose = f"environment of {episode.purpose}"
-    return int(rng_for(seed, episode.stream, purpose, episode.group).integers(2**31))

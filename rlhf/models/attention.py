@@ -80,7 +80,7 @@ class Kernel:
         added to the scores. `causal` adds the causal mask, if `mask` is None.
         """
         if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            # half the time of torch's bfloat16 kernel for CPUs, forward and backward (docs/decisions/performance.md)
+            # half the time of torch's bfloat16 kernel for CPUs, forward and backward (benchmarks/experiment_log.md)
             with torch.autocast("cpu", enabled=False):
                 found = self.as_given(query.float(), key.float(), value.float(), mask, causal)
             return found.to(torch.get_autocast_dtype("cpu"))

@@ -15,7 +15,7 @@ from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
-from rlhf.rewards.arguments import RewardFunction, check_columns
+from rlhf.rewards.arguments import RewardFunction, check_columns, named_by
 from rlhf.rewards.call import TakesText
 from rlhf.settings.training import RM_TEXTS, Config
 from rlhf.settings.types import Split
@@ -42,6 +42,7 @@ def check_functions(functions: Sequence[RewardFunction | nn.Module], examples: S
     check_columns(functions, examples, *place)
     chats = [Prompt((), example) for example in examples if example.conversational][:1]
     called = [function for function in functions if not isinstance(function, nn.Module)]
+    called = [function for function in called if "environments" not in named_by([function])]  # there are none yet
     if chats and called:
         from rlhf.rewards.rewards import Rewards  # slow to import
 

@@ -197,7 +197,7 @@ class Episode:
     @property
     def shown(self) -> str:
         """The text for readers: with the environment's texts in brackets."""
-        parts = [f"[{self.opening}]"] if self.opening else []
+        parts = [f"[{self.opening.strip()}]"] if self.opening else []
         for turn in self.turns:
             parts += [turn.completion, *([] if turn.observation is None else [f"[{turn.observation}]"])]
         return " ".join(parts) if self.opening or len(self.spans) > 1 else self.text
@@ -299,8 +299,9 @@ class Episode:
         self, observation: str | Sequence[int] | Message | Sequence[Message]
     ) -> tuple[list[int], list[Message]]:
         """Return the ids of an observation, and it as messages; none for ids."""
-        given = [observation] if isinstance(observation, (str, dict)) else list(observation)
-        if not any(isinstance(one, (str, dict)) for one in given):
+        several = isinstance(observation, list) and observation and isinstance(observation[0], dict)
+        given = observation if several else [observation]
+        if not isinstance(given[0], (str, dict)):
             return token_ids(observation, self.rules, "add()"), []
         messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in given]
         for message in messages:

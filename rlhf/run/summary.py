@@ -139,6 +139,7 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     best = run.best
     merged = run.merged
     code = code_words(values_in(config))
+    played = code_words({"environment": config.environment.environment})
     asked = code if best is not None else ["--prompts", "FILE.jsonl", *code]
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
@@ -169,6 +170,6 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
             ("plot the training curves", script_command("plot", output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
             ("compare; add other runs after this one", script_command("compare", output, *asked)),
-            ("chat with the model", script_command("evaluate", "--chat", "--model-path", output)),
+            ("chat with the model", script_command("evaluate", "--chat", "--model-path", output, *played)),
         ]
     )

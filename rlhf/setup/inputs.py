@@ -12,7 +12,7 @@ from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, check_place, require_unused
 from rlhf.data.examples import load_pairs
 from rlhf.data.prompts import select_examples
-from rlhf.environments.find import find_instance
+from rlhf.environments.find import find_environment
 from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_line
 from rlhf.settings.recipes import DEMOS, find_recipe
@@ -51,7 +51,8 @@ def check_inputs(config: Config, say: Say) -> None:
         check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
-    find_instance(config)
+    if config.environment.environment is not None:
+        find_environment(config.environment.environment)
     data = (config.data.prompts, config.data.eval_dataset)
     if all(_is_there(name, built) for name in data if name is not None):
         selection = select_examples(config.data, say)

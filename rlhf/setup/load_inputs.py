@@ -145,7 +145,9 @@ def load_inputs(
     held_out = [p.example for p in sets.evaluation]
     check_functions(list(watched.values()), held_out, "the evaluation prompts", EVAL_FUNCTION)
     teacher = find_teacher(config, start, sets)
-    plays = None if instance is None else make_environment(config, construct, instance, start.tokenizer)
+    plays = None
+    if instance is not None:
+        plays = make_environment(config, construct, instance, start.tokenizer, config.run.seed)
     return RunInputs(start, sets, sources, watched, teacher, plays)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,10 +15,10 @@ from rlhf.data.tokenizer import context_of
 from rlhf.distributed.group import agree, gather
 from rlhf.distributed.shares import by_group, merge_rows
 from rlhf.environments.calls import Failure
-from rlhf.environments.environment import Answer, Environment
+from rlhf.environments.environment import Environment, EnvironmentAnswer
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.completions import Completions, token_batch
-from rlhf.rollout.episodes import FAILED, MAX_TURNS, Episode, EpisodeRules
+from rlhf.rollout.episodes import FAILED, LIMIT, MAX_TURNS, Episode, EpisodeRules
 from rlhf.rollout.exchange import exchange_completions
 from rlhf.rollout.sampler import Sampler
 from rlhf.settings.training import SamplingSettings
@@ -87,6 +86,10 @@ class Player:
             )
             for row, (number, prompt) in enumerate(prompts)
         ]  # fmt: skip
+
+    def of_ids(self, prompt: Prompt, ids: Sequence[int]) -> Episode:
+        """Return an episode of one given turn."""
+        return Episode(prompt, list(ids), [range(len(ids))], rules=self.rules)
 
     def play(
         self,
@@ -211,7 +214,7 @@ class Player:
 
     def _reset(self, episodes: Sequence[Episode], owner: dict[int, int]) -> None:
         """Begin the episodes: the text of `reset` is appended to the last message of the prompt."""
-        openings = self._each(episodes, owner, partial(self.environment.reset, seed=self.seed))
+        openings = self._each(episodes, owner, self.environment.reset)
         for episode, opening in zip(episodes, openings, strict=True):
             if isinstance(opening, Failure):
                 self._fail(episode, opening)
@@ -226,7 +229,7 @@ class Player:
     def _answer(self, episodes: Sequence[Episode], owner: dict[int, int]) -> None:
         """Append the environment's answers to the last turns, and end episodes."""
         most = self.environment.settings.max_turns
-        answers: list[Answer] = self._each(episodes, owner, self.environment.answers)
+        answers: list[EnvironmentAnswer] = self._each(episodes, owner, self.environment.answers)
         for episode, answer in zip(episodes, answers, strict=True):
             episode.rewards.append(answer.reward)
             episode.cut += answer.cut
@@ -246,8 +249,16 @@ class Player:
         episode.stop_reason = FAILED
 
     def _report(self, episodes: Sequence[Episode]) -> None:
-        """Print a warning about episodes in which the environment failed. Raises RunError if it did in all."""
+        """Print a warning about episodes in which the environment failed, and one if it ended none of the first
+        ones. Raises RunError if it failed in all."""
         failed = [episode for episode in episodes if episode.failure]
+        ends = {episode.stop_reason for episode in episodes}
+        if not self.environment.has_played and ends == {LIMIT}:
+            self.say(
+                f"warning: all {len(episodes)} episodes ended at max_episode_tokens, {self.rules.longest}, and none "
+                f"by the environment {self.environment.name}. Raise it, set max_turns, or end them in the environment"
+            )
+        self.environment.has_played = True
         if not failed:
             return
         first = failed[0]

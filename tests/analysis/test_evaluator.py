@@ -584,9 +584,9 @@ def test_equal_completions_of_two_models_have_one_score(settings, start_model, r
     )  # rounding by the place in the batch
     policy, prompts = evaluator.reference.copy, evaluator.encoded(evaluator.tokenizer)
     one, other = [[5, 6], [7, 8]], [[7, 8], [5, 6]]
+    of_model = evaluator.evaluator(policy, evaluator.tokenizer)
     first, second = (
-        evaluator.evaluator(policy, evaluator.tokenizer).rate(prompts[:1] * 2, ids, [True, True], 2)
-        for ids in (one, other)
+        of_model.rate([of_model.player.of_ids(prompts[0], row) for row in ids], 2) for ids in (one, other)
     )
     assert first.texts[0] == second.texts[0][::-1] and first.texts[0][0] != first.texts[0][1]
     for measure in ("score", "judge"):

@@ -91,7 +91,7 @@ def test_an_episode_has_the_environments_texts_and_the_policys_tokens(made):
         between = first.ids[span.stop : end]
         reply = [] if following is None else encode_reply(tokenizer, [{"role": "user", "content": turn.observation}])
         assert between == (reply[1:] if reply and first.ids[span.stop - 1] == reply[0] else reply)
-    assert first.shown.startswith("[ Begin.] ") and "[answer 2]" in first.shown
+    assert first.shown.startswith("[Begin.] ") and "[answer 2]" in first.shown
 
 
 def test_rewards_are_paid_at_the_end_of_each_turn(made):
@@ -151,7 +151,7 @@ def test_an_environment_of_one_turn_gives_the_weights_of_a_reward_function(made)
     assert_equal_weights(with_environment, function)
 
 
-def test_the_limits_of_turns_tokens_and_observations(made):
+def test_the_limits_of_turns_tokens_and_observations(made, capsys):
     class Endless(Talk):
         turns = 10_000
 
@@ -167,7 +167,10 @@ def test_the_limits_of_turns_tokens_and_observations(made):
     metrics = trainer.step(episodes)
     assert metrics["environment/turns"] == 2 and metrics["environment/max_turns"] == 1
     assert metrics["environment/cut_observations"] == 8
-    by_tokens = made(Endless, max_episode_tokens=30).play(ROWS[:4])
+    capsys.readouterr()
+    by_tokens = made(Endless, max_episode_tokens=30, evaluated=[]).play(ROWS[:4])
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("max_episode_tokens, 30") == 1
     assert {e.stop_reason for e in by_tokens} == {LIMIT}
     assert {len(e.spans) for e in by_tokens} == {1}  # the first observation does not fit, so it is not appended
     assert all(e.spans[-1].stop == len(e.ids) for e in by_tokens)
@@ -354,6 +357,9 @@ def test_random_numbers_of_an_environment_are_repeated_and_leave_those_of_the_ru
     drawn.clear()
     made(Random, evaluated=[]).play(ROWS[:4])
     assert drawn == first and len(set(first)) == len(first) == 12
+    drawn.clear()
+    made(Random, evaluated=[], seed=7).play(ROWS[:4])
+    assert not {*drawn} & {*first}
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ class Run:
             more["device_map"] = "cpu"  # transformers would load 4-bit weights to a GPU
         model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32, **more).eval()
         for module in model.modules():
-            # bitsandbytes would round the scales here (docs/decisions/data_and_models.md)
+            # bitsandbytes would round the scales here (rlhf/models/load.py, _disable_repacking)
             module.support_avx512bf16_for_cpu = False
         return model
 

@@ -81,11 +81,15 @@ def test_completions_without_log_probs_are_refused_if_a_function_names_them(user
 
 @pytest.mark.parametrize("column", NAMED)
 def test_a_column_with_such_a_name_is_an_argument_only_if_no_function_names_it(column, user_error):
+    def of_environments(completions, environments, environment_rewards, **_):
+        return [0.0] * len(completions)
+
     rows = [Example(CHAT, columns={column: 7})]
+    names = of_environments if column.startswith("environment") else Reader()
     check_columns([same_scores], rows, "--prompts x.jsonl")
     with user_error(f"--columns my_{column}={column}"):
-        check_columns([same_scores, Reader()], rows, "--prompts x.jsonl")
-    assert column not in required_columns(Reader())
+        check_columns([same_scores, names], rows, "--prompts x.jsonl")
+    assert column not in required_columns(names)
     seen = []
     every = lambda completions, **more: seen.append(more[column]) or [0.0]  # noqa: E731
     Rewards([every], None, None).score([Prompt((1,), rows[0])], ["4"], [[5]], [True])

@@ -53,6 +53,7 @@ RUN_ELSEWHERE = {
     r"--recipe demo|_seed\d": ("tests/demo/test_demo.py", '"--recipe", "demo"'),
     r"--recipe smollm2-sums": ("tests/real/test_recipe.py", "--recipe smollm2-sums"),
     r"gsm8k_data|qwen3-gsm8k|qwen3_gsm8k": ("tests/examples/test_gsm8k_data.py", "--recipe qwen3-gsm8k"),
+    r"judge_reward": ("tests/examples/test_judge_reward.py", '"--reward-func", f"{file}:{name}"'),
     r"--nnodes 2": ("tests/distributed/test_processes.py", '"--nnodes", "2"'),
 }
 # commands of packages: what python runs in their place, with the environment of the tests

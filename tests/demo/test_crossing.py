@@ -1,13 +1,23 @@
-"""Tests the game Crossing, its exact values, and its start model."""
+"""Tests the game Crossing, its exact values, its start model, and that PPO learns to play it."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import random
-from statistics import fmean
+import time
+from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
+import torch
 
+from benchmarks.credit_over_turns import choices
+from rlhf.api import make_trainer
+from rlhf.config import make_config
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.demo import crossing_start, parts, ready
 from rlhf.demo.crossing import (
     RISKS,
     TURNS,
@@ -15,10 +25,14 @@ from rlhf.demo.crossing import (
     CrossingSparse,
     expected_pots,
     next_turn,
+    prompts,
     random_play,
     reach,
     states,
+    turn_text,
 )
+from rlhf.utils.console import Screen
+from tests.scripts.test_scripts import copy_project, run
 
 ALWAYS = [1.0] * TURNS
 
@@ -172,3 +186,121 @@ def test_values_and_reach_agree_with_sampled_games():
         reached.append(seen[: len(state)] == state)
     assert fmean(scores) == pytest.approx(score(play), abs=0.05)  # about 4 standard errors
     assert fmean(reached) == pytest.approx(reach(play)[state], abs=0.01)
+
+
+# --- training on the game --------------------------------------------------------------------------------------------
+
+
+class AnyDense(Crossing):
+    """The game for a model that knows no word: completions of an even length are `go`."""
+
+    def observe(self, completion):
+        return super().observe(legal(completion))
+
+
+class AnySparse(CrossingSparse):
+    def observe(self, completion):
+        return super().observe(legal(completion))
+
+
+def legal(completion: str) -> str:
+    return completion if completion in ("go", "stop") else ("stop" if len(completion) % 2 else "go")
+
+
+def trained_weights(start_model, algorithm: str, environment: type) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Returns the mean score of each update, and the weights."""
+    groups = {"K": 4, "batch_size": 4} if algorithm in ("grpo", "rloo") else {"batch_size": 16}
+    config = make_config(
+        algorithm=algorithm, actor_model=str(start_model), rm_model=None, prompt_length=60, max_new_tokens=4,
+        max_episode_tokens=176, num_iterations=2, learning_rate=1e-3, kl_placement="loss", **groups,
+    )  # fmt: skip
+    scores = []
+
+    class Scores:
+        def on_update_end(self, update, metrics):
+            scores.append(metrics["rewards/mean"])
+
+    trainer = make_trainer(
+        config, prompts(8), callbacks=[Scores()], evaluation_prompts=[], environment=environment, progress=False
+    )
+    trainer.train()
+    return scores, {name: weight.detach().clone() for name, weight in trainer.host.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("algorithm", "equal"), [("grpo", True), ("rloo", True), ("ppo", False)])
+def test_groups_learn_the_same_from_rewards_per_turn_and_at_the_end(start_model, algorithm, equal):
+    dense_scores, dense = trained_weights(start_model, algorithm, AnyDense)
+    sparse_scores, sparse = trained_weights(start_model, algorithm, AnySparse)
+    assert dense_scores[0] == sparse_scores[0] > 0
+    assert all(torch.equal(weight, sparse[name]) for name, weight in dense.items()) == equal
+
+
+# --- start model -----------------------------------------------------------------------------------------------------
+
+
+def test_a_transcript_is_the_chat_and_fits_into_the_recipe():
+    tokenizer = load_tokenizer(str(ready.WEIGHTS))
+    config = make_config("demo-game")
+    for seen in [("safe",), ("safe", "risky"), ("risky",) * TURNS]:
+        prompt = prompts(ready.GAMES)[-1]
+        ids, labels, other_labels = crossing_start.transcript(tokenizer, prompt, seen)
+        shown = [turn_text(pot, risk) for pot, risk in enumerate(seen)]
+        said = [*["go"] * (len(seen) - 1), "stop"]
+        messages = []
+        for text, completion in zip([f"{prompt} {shown[0]}", *shown[1:]], said, strict=True):
+            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": completion}]
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+        assert tokenizer.decode([i for i in labels if i >= 0]) == "<|im_end|>".join([*said, ""])
+        assert sum(a != b for a, b in zip(labels, other_labels, strict=True)) == len(seen)
+        opening = len(crossing_start.texts_before(tokenizer, prompt, seen)[0])
+        assert opening <= config.data.prompt_length
+        assert len(ids) - opening <= config.episode_tokens
+
+
+def test_parts_are_written_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(crossing_start, "STEPS", 3)
+    monkeypatch.setattr(ready, "GAMES", 5)
+    for _ in range(2):
+        parts.prepare_parts("demo-game", Screen(), torch.device("cpu"))
+        rows = Path(ready.GAME_FOLDER, ready.GAMES_FILE).read_text(encoding="utf-8").splitlines()
+        assert len({json.loads(row)["prompt"] for row in rows}) == len(rows) == 5
+        weights = (ready.GAME_FOLDER / "start_model" / "model.safetensors").read_bytes()
+        assert weights != (ready.WEIGHTS / "model.safetensors").read_bytes()
+        monkeypatch.setattr(parts, "waiting_lock", None)  # complete parts are only read
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("game"))
+
+
+@pytest.mark.demo
+def test_the_start_model_plays_at_random(project, monkeypatch):
+    """Made within a minute; its score is that of random play, by its probabilities and by sampling."""
+    monkeypatch.chdir(project)
+    started = time.monotonic()
+    parts.prepare_parts("demo-game", Screen(), torch.device("cpu"))
+    assert time.monotonic() - started <= 60
+    config = make_config("demo-game", eval_prompts=2048, num_iterations=1)
+    games = prompts(3000)
+    trainer = make_trainer(config, games[:512], evaluation_prompts=games[-2048:], progress=False)
+    chances, _ = choices(trainer)
+    assert all(0.45 <= chance <= 0.55 for pair in chances.values() for chance in pair)
+    assert next_turn(expected_pots(lambda seen: chances[seen])) == pytest.approx(score(random_play), abs=0.03)
+    trainer.evaluate()
+    scores = trainer.evaluations[-1].scores.ravel().tolist()
+    assert fmean(scores) == pytest.approx(score(random_play), abs=3 * stdev(scores) / math.sqrt(len(scores)))
+
+
+@pytest.mark.demo
+def test_ppo_learns_within_five_minutes_from_nothing(project):
+    started = time.monotonic()
+    words = ["train_ppo.py", "--recipe", "demo-game", "--output", "game", "--overwrite"]
+    done = run(words, project, OMP_NUM_THREADS="2", OMP_WAIT_POLICY=None)
+    seconds = time.monotonic() - started
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((project / "game" / "run.json").read_text(encoding="utf-8"))["figures"]
+    print(f"{seconds:.0f} s", json.dumps(figures))
+    assert figures["score_after"] >= 1.6 and figures["score_rise_interval"][0] >= 0.7
+    assert seconds <= 5 * 60

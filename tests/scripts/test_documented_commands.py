@@ -47,6 +47,7 @@ RUN_ELSEWHERE = {
     r"--check prompts": ("tests/setup/test_scan.py", '"--check", "prompts"'),
     r"--check reward": ("tests/run/test_looks.py", '"--check", "reward"'),
     r"--recipe demo-checker": ("tests/demo/test_checker.py", '"--recipe", "demo-checker"'),
+    r"--recipe demo-game": ("tests/demo/test_crossing.py", '"--recipe", "demo-game"'),
     r"recorded": ("tests/demo/test_demo.py", '"--tokens", "./recorded"'),
     r"--arm|dpo_parts": ("tests/demo/test_small_demo.py", '"--arm", "DPO=./dpo_model"'),
     r"--recipe distill": ("tests/demo/test_demo.py", '"--recipe", "distill"'),

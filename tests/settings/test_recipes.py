@@ -68,6 +68,7 @@ def test_the_shipped_recipes():
         "smollm2-orca",
         "demo",
         "demo-checker",
+        "demo-game",
         "distill",
         "phased-kl",
         "qwen3-gsm8k",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,7 +74,7 @@ def transcript(tokenizer: PreTrainedTokenizerBase, prompt: str, seen: Seen) -> t
     return ids, labels, other_labels
 
 
-def texts_before(tokenizer: PreTrainedTokenizerBase, prompt: str, seen: Seen) -> list[Sequence[int]]:
+def texts_before(tokenizer: PreTrainedTokenizerBase, prompt: str, seen: Seen) -> list[list[int]]:
     """Return the ids before each turn of a player who goes: the prompt with the first turn, then, after the end of
     each completion, what shows the next one."""
     first, *later = [{"role": "user", "content": turn_text(pot, risk)} for pot, risk in enumerate(seen)]

@@ -546,7 +546,7 @@ class EnvironmentSettings:
         None,
         "environment of several turns: crossing or crossing-sparse (a game), or FILE.py:CLASS, a class with reset and "
         "observe, or one for environment_factory of TRL's GRPOTrainer (docs/environments.md)",
-        brief="environment of several turns: FILE.py:CLASS",
+        brief="environment of several turns: a built-in name or FILE.py:CLASS",
     )
     max_turns: int | None = setting(
         None,

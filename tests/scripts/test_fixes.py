@@ -442,14 +442,13 @@ def test_every_printed_command_works_as_typed(own_run, name, tmp_path, monkeypat
 
 @pytest.mark.ci
 def test_reward_code_is_named_for_what_executes_it(own_run, tmp_path, monkeypatch):
-    """An evaluation needs it, and its fix works; a chat does not, so a flag that allows it has no effect."""
+    """An evaluation needs it, and its fix works; a chat does not, so a flag that gives it has no effect."""
     monkeypatch.chdir(shutil.copytree(own_run, tmp_path / "work"))
     argv = ["--model-path", "run"]
     problem = problem_of(lambda: evaluate_generations.main(argv))
     flags = words_of(re.search(r"Add (.*), or --trust-reward-code", problem.fix)[1])
     assert flags == ["--reward-func", "my rules.py:words", "--eval-func", "my rules.py:right"]
     evaluate_generations.main([*argv, *flags, "--num-prompts", "2"])
-    for flag in (["--trust-reward-code"], flags[:2]):
-        (problem,) = problems_of(lambda flag=flag: evaluate_generations.main(["--chat", *argv, *flag]))
-        assert problem.fix == f"Remove --chat, or remove {flag[0]}"
+    (problem,) = problems_of(lambda: evaluate_generations.main(["--chat", *argv, *flags[:2]]))
+    assert problem.fix == f"Remove --chat, or remove {flags[0]}"
     assert os.listdir("run")

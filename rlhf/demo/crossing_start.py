@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_reply
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo.crossing import GO, RISKS, STOP, TURNS, Seen, prompts, turn_text
+from rlhf.models.load import load_policy
 from rlhf.rollout.completions import padded
 from rlhf.utils.console import Screen
 from rlhf.utils.files import saving_tensors
@@ -31,7 +32,7 @@ def train_start_model(folder: Path, screen: Screen) -> None:
     These are the probabilities of random play; samples of it would add noise, and have few late turns.
     """
     tokenizer = load_tokenizer(str(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_policy(str(folder), device=CPU, vocabulary=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     warmup = max(1, STEPS // 10)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 1 - step / STEPS))

@@ -130,7 +130,7 @@ class CommandLine:
         setting in its group. Both show the `values` that the command would use, and their `source`."""
         command = " ".join(script_words(self.name))
         words = "" if self.positional is None else f" [{self.positional.name.upper()} ...]"
-        recipes = f"recipe to start from: {', '.join(self.recipes)}, or a recipe file"
+        recipes = f"recipe: {', '.join(self.recipes)}, or a file"
         config = "YAML file of settings, which replace those of the recipe"
         files = {"--recipe NAME": recipes, "--config FILE.yaml": config} if self.recipes else {}
         algorithms = f"{', '.join(self.algorithms)}, or FILE.py:CLASS, a class in your file"

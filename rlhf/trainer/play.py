@@ -126,7 +126,7 @@ class Player:
         """Sample one turn of each episode, with at most as many tokens as it has room for. None of them may be done.
 
         Args:
-            episodes: new ones, or of which each has an answer.
+            episodes: new ones, or episodes whose last turn has an answer.
             sampling: as in `Sampler.sample`.
             masked: episodes that store which tokens were allowed, if not all were; None: those that are not greedy.
         """
@@ -249,8 +249,8 @@ class Player:
         episode.stop_reason = FAILED
 
     def _report(self, episodes: Sequence[Episode]) -> None:
-        """Print a warning about episodes in which the environment failed, and one if it ended none of the first
-        ones. Raises RunError if it failed in all."""
+        """Print a warning if the environment failed in some episodes, and one if it ended none of the first episodes.
+        Raises RunError if it failed in all."""
         failed = [episode for episode in episodes if episode.failure]
         ends = {episode.stop_reason for episode in episodes}
         if not self.environment.has_played and ends == {LIMIT}:

@@ -282,7 +282,7 @@ def test_the_start_model_plays_at_random(project, monkeypatch):
     started = time.monotonic()
     parts.prepare_parts("demo-game", Screen(), torch.device("cpu"))
     assert time.monotonic() - started <= 60
-    config = make_config("demo-game", eval_prompts=2048, num_iterations=1)
+    config = make_config("demo-game", eval_prompts=2048, num_iterations=1, warmup_steps=0)
     games = prompts(3000)
     trainer = make_trainer(config, games[:512], evaluation_prompts=games[-2048:], progress=False)
     chances, _ = choices(trainer)

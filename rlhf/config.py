@@ -58,12 +58,8 @@ make_config.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     return_annotation=Config,
 )
 
-OF_MAKE_TRAINER = (
-    "rm_model",
-    "reward_func",
-    "eval_func",
-    "environment",
-)  # given by arguments of make_trainer and check
+# given by arguments of make_trainer and check
+OF_MAKE_TRAINER = ("rm_model", "reward_func", "eval_func", "environment")
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:

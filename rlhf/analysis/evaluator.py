@@ -29,7 +29,7 @@ from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
 from rlhf.environments.environment import Environment, make_environment
-from rlhf.environments.find import find_instance, rewards_turns
+from rlhf.environments.find import find_instance, gives_rewards
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast_dtype, set_threads
 from rlhf.models.reference import Reference
@@ -90,9 +90,15 @@ class ModelEvaluator:
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
         self.construct, self.instance = find_instance(self.config)
-        if rewards_turns(self.instance):
+        if gives_rewards(self.instance):
             sources = sources.and_also(EnvironmentReward(type(self.instance).__name__))
         judges = find_judges(self.config, models, settings)
+        if self.instance is not None and judges.folder is not None:
+            raise UserError(
+                "a judge model rates one completion, not the turns of an environment",
+                f"--judge-model {settings.judge_model}",
+                "Use --eval-func",
+            )
         if settings.eval_func is None and common_eval_functions(models) is None:
             screen.say(
                 "note: the runs have different evaluation functions, so none is used. Set them with --eval-func"

@@ -133,15 +133,16 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list
         )
     mark = _SLOT.format(1)
     turn = {"role": "assistant", "content": mark}
-    if messages[0]["role"] == "tool":  # some templates write its answers only after a call
+    behind_call = 0
+    if messages[0]["role"] == "tool":  # some templates write the answer of a tool only after a call
         turn["tool_calls"] = [{"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}]
-    chat = [*SOME_CHAT, turn]
-    start = _rendered(tokenizer, chat)[0].split(mark)[-1]
-    end = end_of_turn(tokenizer)
-    at = -1 if end is None else start.rfind(tokenizer.convert_ids_to_tokens(end))  # behind the call
-    whole = _rendered(tokenizer, [*chat, *messages], add_generation_prompt=True)
-    slots, text = (one.split(mark)[-1][max(0, at) :] for one in whole)
-    return _ids_of(tokenizer, slots, text, [m["content"] for m in [*chat, *messages]])
+        end = end_of_turn(tokenizer)
+        called = _rendered(tokenizer, [*SOME_CHAT, turn])[0].split(mark)[-1]
+        behind_call = 0 if end is None else max(0, called.rfind(tokenizer.convert_ids_to_tokens(end)))
+    chat = [*SOME_CHAT, turn, *messages]
+    whole = _rendered(tokenizer, chat, add_generation_prompt=True)
+    slots, text = (one.split(mark)[-1][behind_call:] for one in whole)
+    return _ids_of(tokenizer, slots, text, [m["content"] for m in chat])
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class EnvironmentAnswer(NamedTuple):
     failure: str = ""  # what the environment raised, and where
 
 
-class Environment:
+class Environment(ABC):
     """The instances of one class in this process. They are constructed once, and reset for each episode."""
 
     tools: Sequence[dict] = ()  # JSON schemas of the tools
@@ -90,11 +91,9 @@ class Environment:
             if "seed" not in row and "seed" in {parameter.name for parameter in parameters_of(reset)}:
                 row["seed"] = self._seed_of(episode)
             calls.append(self._call(episode, partial(reset, **accepted(reset, row))))
-        found = call_all(calls, self.limit_s)
-        wrong = [not isinstance(text, str | None) for text in found]
         return [
-            Failure(f"reset returned {text!r:.60}, which is no text") if is_wrong else text
-            for text, is_wrong in zip(found, wrong, strict=True)
+            text if isinstance(text, str | None) else Failure(f"reset returned {text!r:.60}, which is no text")
+            for text in call_all(calls, self.limit_s)
         ]
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -109,9 +108,9 @@ class Environment:
             )
         return ids
 
+    @abstractmethod
     def answers(self, episodes: Sequence[Episode]) -> list[EnvironmentAnswer]:
         """Return the answers to the last turns of this process's episodes."""
-        raise NotImplementedError
 
     def outcomes(self, episodes: Sequence[Episode]) -> list[float | Failure | None]:
         """Return what `get_reward` returns for this process's episodes; None without this method."""

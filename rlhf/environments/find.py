@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rlhf.rewards.find import name_in_settings, of_users_file, users_code
@@ -28,7 +29,7 @@ def find_environment(name: str, flag: str = "--environment") -> Callable[[], Ins
     return of_users_file(name, flag)
 
 
-def first_instance(construct: Any, where: str) -> Instance:
+def new_instance(construct: Any, where: str) -> Instance:
     """Return a new instance. Raises UserError if it cannot be constructed, or if it is no environment."""
     if not callable(construct):
         several = isinstance(construct, dict)
@@ -47,17 +48,17 @@ def first_instance(construct: Any, where: str) -> Instance:
 
 
 def find_instance(config: Config, given: Any = None) -> tuple[Callable[[], Instance] | None, Instance | None]:
-    """Return the class of the environment that is given in Python, or that of the settings, and an instance; None
-    without one. Raises UserError as `first_instance`."""
+    """Return what constructs instances of the environment that is given in Python, or of that of the settings, and the
+    first instance; None without one. Both raise UserError as `new_instance`."""
     name = config.environment.environment if given is None else given
     if name is None:
         return None, None
-    construct = find_environment(name) if isinstance(name, str) else name
     where = "environment=" if given is not None else f"--environment {name}"
-    return construct, first_instance(construct, where)
+    construct = partial(new_instance, find_environment(name) if isinstance(name, str) else name, where)
+    return construct, construct()
 
 
-def rewards_turns(instance: Instance) -> bool:
+def gives_rewards(instance: Instance) -> bool:
     """True if an environment gives rewards: with `get_reward`, or in the plain form, in which a turn without a reward
     has reward 0."""
     return hasattr(instance, "observe") or hasattr(instance, "get_reward")

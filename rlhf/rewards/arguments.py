@@ -127,9 +127,8 @@ def per_completion(
 
 
 def as_messages(text: str, episode: Episode | None) -> Completion:
-    """Return a completion as messages: one of the assistant, or with tool calls or an environment's tokens those of
-    its
-    episode."""
+    """Return a completion as messages: one of the assistant, or, with tool calls or an environment's tokens, those of
+    its episode."""
     if episode is None or not (episode.messages_of_turns or episode.actions < len(episode.ids)):
         return [{"role": "assistant", "content": text}]
     return episode.messages

@@ -24,7 +24,7 @@ from rlhf.data.splits import question_hash
 from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.environments.environment import Environment, make_environment
-from rlhf.environments.find import find_instance, rewards_turns
+from rlhf.environments.find import find_instance, gives_rewards
 from rlhf.models.device import autocast_dtype
 from rlhf.rewards.checks import check_functions, check_reward_folder
 from rlhf.rewards.find import (
@@ -118,13 +118,14 @@ def load_inputs(
     given = [] if rewards is None else find_given(rewards, config, "rewards")
     sources = find_rewards(config) if rewards is None else RewardSources(None, given, weights)
     construct, instance = find_instance(config, environment)
-    if instance is not None and sources.folder is not None:  # make_config() accepts it
+    learned = sources.folder is not None or any(isinstance(rule, torch.nn.Module) for rule in sources.rules)
+    if instance is not None and learned:  # make_config() accepts it
         raise UserError(
             "a reward model scores one completion, not the turns of an environment",
-            f"environment, --rm-model {config.model.rm_model}",
-            "Use rm_model=None, and give scores in the environment or with rewards=",
+            "environment, rm_model or rewards",
+            "Use rm_model=None, and give scores in the environment or with functions",
         )
-    if rewards_turns(instance):
+    if gives_rewards(instance):
         sources = sources.and_also(EnvironmentReward(type(instance).__name__))
     if sources.is_empty and config.model.teacher is None:  # make_config() accepts it
         raise UserError(

@@ -212,12 +212,13 @@ class Evaluator:
         # detail 38: the numbers of update 0 (common random numbers). New ones would add noise to every comparison.
         episodes = self.player.started(rows, 0, self.purpose, samples)
         # a single allowed token would have log-prob 0: a KL of 0
-        masked = list(range(len(rows))) if reads else measured
-        masked = {episodes[row] for row in masked if sampling is None or sampling.top_k != 1}
+        read = set(episodes) if reads else {episodes[row] for row in measured}
+        masked = read if sampling is None or sampling.top_k != 1 else set()
+        wanted = set(measured)
         with self.sampler.same_weights():
             self.player.play(episodes, sampling, masked)
             for call in self.sampler.calls(range(len(rows)), sampling):
-                chosen = [episodes[row] for row in call if row in {*measured}]
+                chosen = [episodes[row] for row in call if row in wanted]
                 if chosen:
                     parts.append(self.player.completions(chosen))
                 if reads:

@@ -113,6 +113,14 @@ def test_an_evaluation_shows_the_turns_and_scores_them(run, folder, tmp_path):
     assert "[again]" not in (tmp_path / "one" / "evaluation.json").read_text(encoding="utf-8")
 
 
+def test_a_judge_model_is_refused_in_one_line(run, tmp_path, reward_folder):
+    words = ["--model-path", run, "--trust-reward-code", "--judge-model", reward_folder, "--output", tmp_path / "out"]
+    with pytest.raises(UserError) as refused:
+        evaluate_generations.main([str(word) for word in words])
+    (problem,) = refused.value.problems
+    assert "--judge-model" in problem.place
+
+
 def test_a_comparison_plays_episodes(run, tmp_path):
     compare_runs.main([str(run), "--trust-reward-code", "--num-prompts", "4", "--output", str(tmp_path / "out")])
     assert "[again]" in (tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")

@@ -170,7 +170,8 @@ def test_the_limits_of_turns_tokens_and_observations(made, capsys):
     capsys.readouterr()
     by_tokens = made(Endless, max_episode_tokens=30, evaluated=[]).play(ROWS[:4])
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("max_episode_tokens, 30") == 1
+    lines = [line for line in (printed.out + printed.err).splitlines() if "max_episode_tokens" in line]
+    assert len(lines) == 1 and "30" in lines[0] and "Endless" in lines[0]
     assert {e.stop_reason for e in by_tokens} == {LIMIT}
     assert {len(e.spans) for e in by_tokens} == {1}  # the first observation does not fit, so it is not appended
     assert all(e.spans[-1].stop == len(e.ids) for e in by_tokens)
@@ -270,7 +271,8 @@ def test_an_exception_ends_one_episode_without_a_score(made, capsys, method):
     assert [bool(e.failure) for e in episodes] == [False, True, False, False]
     assert episodes[1].stop_reason == FAILED and "ZeroDivisionError: by hand" in episodes[1].failure
     printed = capsys.readouterr()
-    assert "ZeroDivisionError" in printed.out + printed.err and "1 of 4" in printed.out + printed.err
+    (warning,) = [line for line in (printed.out + printed.err).splitlines() if "ZeroDivisionError" in line]
+    assert Fails.__name__ in warning and "test_environment.py" in warning
     rollout = trainer.collector.rollout(episodes)
     raw = trainer.collector.score(rollout).raw
     assert raw.isnan().tolist() == [False, True, False, False]
@@ -457,9 +459,9 @@ class Broken(Talk):
     [
         (NoReset, "reset"),
         (Nothing, "observe"),
-        (Tools, "chat template"),
+        (Tools, "observe"),
         (Broken, "no server"),
-        ({"one": Talk}, "several"),
+        ({"one": Talk}, "observe"),
         ("no_such", "no_such"),
         (3, "3"),
     ],
@@ -469,6 +471,29 @@ def test_what_is_no_environment_is_refused_in_one_line(made, environment, named)
         made(environment, rewards=[lambda completions, **_: [0.0] * len(completions)])
     (problem,) = raised.value.problems
     assert named in str(problem)
+
+
+def test_a_module_as_reward_is_refused_in_one_line(made):
+    with pytest.raises(UserError) as raised:
+        made(Talk, rewards=[torch.nn.Linear(1, 1)])
+    (problem,) = raised.value.problems
+    assert "rewards" in problem.place
+
+
+def test_an_instance_that_cannot_be_constructed_later_is_one_line(made):
+    constructed = []
+
+    class Twice(Talk):
+        def __init__(self):
+            super().__init__()
+            constructed.append(self)
+            if len(constructed) == 3:
+                raise ValueError("no third server")
+
+    with pytest.raises(UserError) as raised:
+        made(Twice, evaluated=[]).play(ROWS[:4])
+    (problem,) = raised.value.problems
+    assert "no third server" in str(problem)
 
 
 def test_settings_that_cannot_read_turns_are_refused():

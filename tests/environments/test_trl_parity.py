@@ -92,4 +92,4 @@ def test_images_end_the_run_in_one_line(model, monkeypatch):
     with pytest.raises(RunError) as raised:
         run_ours(model, [[[f"{row} {call('look', '{}')}", "End."] for row in range(4)]], None, monkeypatch)
     (problem,) = raised.value.problems
-    assert "image" in str(problem) and "Pictures" in str(problem)
+    assert "look" in str(problem) and "Pictures" in str(problem)

@@ -42,7 +42,7 @@ ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "grpo": ("grpo", "crossing", {}),
     "rloo": ("rloo", "crossing", {}),
 }
-SAMPLED = 1024  # games of an evaluation, with prompts that training does not have
+SAMPLED = 256  # games of an evaluation, with prompts that training does not have
 PROMPT = prompts(1)  # of the exact values: the policy and the critic read it, too
 Facts = dict[str, Any]  # the content of a JSON file
 

@@ -26,10 +26,11 @@ class Failure(str):
 Call = tuple[tuple, Callable[[], Any]]  # what its random numbers depend on, and the call
 
 
+@random_states_restored()
 def call_all(calls: Sequence[Call], limit_s: float | None) -> list[Any]:
     """Return what each call returns, or the Failure. Calls are made one after the other; the coroutines that some
     return then run together. Each call has `limit_s` seconds (None: no limit)."""
-    with random_states_restored(), time_limit(limit_s) as within:
+    with time_limit(limit_s) as within:
         found = [_attempt(within, key, call, limit_s) for key, call in calls]
     rows = [row for row, result in enumerate(found) if inspect.iscoroutine(result)]
     if not rows:
@@ -37,7 +38,7 @@ def call_all(calls: Sequence[Call], limit_s: float | None) -> list[Any]:
     keys = tuple(calls[row][0] for row in rows)
     together = partial(_run, [found[row] for row in rows], limit_s)
     interrupted_s = None if limit_s is None else limit_s + GRACE_S
-    with random_states_restored(), time_limit(interrupted_s) as within:
+    with time_limit(interrupted_s) as within:
         results = _attempt(within, keys, together, limit_s)
     for number, row in enumerate(rows):
         found[row] = results if isinstance(results, Failure) else results[number]

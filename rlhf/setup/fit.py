@@ -56,6 +56,7 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device, memory: Mem
         libraries=0 if device.type == "cuda" else max(IMPORTED, psutil.Process().memory_info().rss),
         packs=inputs.start.packs,
         memory=None if memory is None else memory.bytes,
+        environment=inputs.environment,
     )
 
 
@@ -78,6 +79,7 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         updates=trainer.updates,
         libraries=0,
         packs=packable(base_of(policy)),
+        environment=trainer.collector.environment,
     )
 
 

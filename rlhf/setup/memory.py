@@ -80,6 +80,7 @@ class Estimator:
     packs: bool = True  # the policy's episodes can be packed
     memory: int | None = None  # bytes of the device; None: those of this machine
     teacher: Shape | None = None
+    environment: Any = None  # None: without one
 
     @property
     def total(self) -> int:
@@ -89,7 +90,7 @@ class Estimator:
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
         given = self
-        if config.environment.environment:  # `reset` can make every prompt as long as --prompt-length
+        if self.environment is not None:  # `reset` can make every prompt as long as --prompt-length
             given = replace(self, train=[], evaluation=[config.data.prompt_length] * len(self.evaluation))
         lengths = [len(p.ids) for p in longest_batch(config, given.train, self.updates)]
         return _Run(config, given, budget_of(self.device, config)).forecast(lengths)
@@ -265,7 +266,7 @@ class _Run:
         policy = self.given.policy
         config = self.config
         together = sum(sorted(prompts)[-self.slots :]) // config.group_size
-        if config.environment.environment or config.batch.max_episode_tokens:
+        if self.given.environment or config.batch.max_episode_tokens:
             together = self.slots * self.columns  # a later turn reads all texts again, and no two are equal
         tokens = max(together, sum(self.evaluated[-self.slots :]))
         drawing = self.slots * policy.vocabulary * FLOAT * (8 if config.sampling.filters else 3)
@@ -283,7 +284,7 @@ class _Run:
         """Return purpose -> bytes of the reward model's forward pass; {} without a reward model."""
         if self.given.reward_model is None:
             return {}
-        longest = max([*prompts, *self.evaluated]) + self.config.episode_tokens
+        longest = self.columns
         texts = min(self.budget.scored_together(longest), max(len(prompts), len(self.evaluated)))
         return {"reward model's forward pass": self.given.reward_model.forward_peak(texts * longest, self.element)}
 

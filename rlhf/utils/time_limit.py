@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any
 
 # sent to the main thread if the limit is exceeded; SIGALRM belongs to the functions
@@ -52,7 +52,7 @@ def _is_in_event_loop() -> bool:
 def _watched(limit_s: float) -> Iterator[Within]:
     """`time_limit` on the main thread. One thread watches all calls: to start one takes longer than many a call."""
     closed = threading.Event()
-    deadline = math.inf  # of the present call
+    deadline = inf  # of the present call
 
     def within(call: Callable[[], Any]) -> Any:
         nonlocal deadline
@@ -61,9 +61,9 @@ def _watched(limit_s: float) -> Iterator[Within]:
                 deadline = time.monotonic() + limit_s
                 return call()
             finally:
-                deadline = math.inf
+                deadline = inf
         finally:  # also if the signal arrives between the call and the line above
-            deadline = math.inf
+            deadline = inf
 
     def interrupt(*_: Any) -> None:
         if time.monotonic() >= deadline:  # otherwise the call of this signal has ended

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlhf.rewards.call import described
-from rlhf.utils.time_limit import TimeLimitExceeded, call_within, event_loop
-from rlhf.utils.user_code import user_code
+from rlhf.utils.time_limit import TimeLimitExceeded, Within, event_loop, time_limit
+from rlhf.utils.user_code import random_states_restored, seed_all, settings_restored
 
 GRACE_S = 5.0  # after the time limit of coroutines, until code that blocks their event loop is interrupted
 
@@ -26,25 +26,23 @@ class Failure(str):
 Call = tuple[tuple, Callable[[], Any]]  # what its random numbers depend on, and the call
 
 
+@random_states_restored()
 def call_all(calls: Sequence[Call], limit_s: float | None) -> list[Any]:
     """Return what each call returns, or the Failure. Calls are made one after the other; the coroutines that some
     return then run together. Each call has `limit_s` seconds (None: no limit)."""
-    found = [_attempt(partial(_with_key, key, call), limit_s, limit_s) for key, call in calls]
+    with time_limit(limit_s) as within:
+        found = [_attempt(within, key, call, limit_s) for key, call in calls]
     rows = [row for row, result in enumerate(found) if inspect.iscoroutine(result)]
     if not rows:
         return found
-    keys = [calls[row][0] for row in rows]
+    keys = tuple(calls[row][0] for row in rows)
     together = partial(_run, [found[row] for row in rows], limit_s)
-    interrupted = None if limit_s is None else limit_s + GRACE_S
-    results = _attempt(partial(_with_key, tuple(keys), together), interrupted, limit_s)
+    interrupted_s = None if limit_s is None else limit_s + GRACE_S
+    with time_limit(interrupted_s) as within:
+        results = _attempt(within, keys, together, limit_s)
     for number, row in enumerate(rows):
         found[row] = results if isinstance(results, Failure) else results[number]
     return found
-
-
-def _with_key(key: tuple, call: Callable[[], Any]) -> Any:
-    with user_code(*key):
-        return call()
 
 
 def _run(coroutines: Sequence[Coroutine], limit_s: float | None) -> list[Any]:
@@ -63,9 +61,14 @@ def _run(coroutines: Sequence[Coroutine], limit_s: float | None) -> list[Any]:
     return [_failure(one, limit_s) if isinstance(one, BaseException) else one for one in results]
 
 
-def _attempt(call: Callable[[], Any], interrupted_s: float | None, limit_s: float | None) -> Any:
+def _attempt(within: Within, key: tuple, call: Callable[[], Any], limit_s: float | None) -> Any:
+    def seeded() -> Any:
+        with settings_restored():
+            seed_all(key)
+            return call()
+
     try:
-        return call_within(interrupted_s, call)
+        return within(seeded)
     except (KeyboardInterrupt, torch.OutOfMemoryError):
         raise
     except BaseException as error:  # the user's code may raise anything, SystemExit too

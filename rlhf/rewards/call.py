@@ -21,7 +21,7 @@ import torch
 from rlhf.rewards.arguments import Arguments, parameters_of
 from rlhf.rewards.functions import RewardFunction
 from rlhf.utils.errors import RunError
-from rlhf.utils.time_limit import TimeLimitExceeded, call_within, event_loop
+from rlhf.utils.time_limit import TimeLimitExceeded, event_loop, time_limit
 from rlhf.utils.user_code import user_code
 
 MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
@@ -61,7 +61,8 @@ def call_function(
         return kind(what, f"{who}, {which}", hint, inputs=arguments.per_completion)
 
     try:
-        scores = call_within(limit_s, partial(_call, function, who, arguments))
+        with time_limit(limit_s) as within:
+            scores = within(partial(_call, function, who, arguments))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except TimeLimitExceeded:

@@ -56,6 +56,7 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device, memory: Mem
         libraries=0 if device.type == "cuda" else max(IMPORTED, psutil.Process().memory_info().rss),
         packs=inputs.start.packs,
         memory=None if memory is None else memory.bytes,
+        environment=inputs.environment,
     )
 
 
@@ -78,6 +79,7 @@ def estimator_of(trainer: OnPolicyLoop) -> Estimator:
         updates=trainer.updates,
         libraries=0,
         packs=packable(base_of(policy)),
+        environment=trainer.collector.environment,
     )
 
 
@@ -248,9 +250,10 @@ def what_helps(config: Config, estimate: Estimator) -> str:
     """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
     now = estimate(config).peak
     size = config.batch.batch_size // 2
+    limit = "max_episode_tokens" if config.batch.max_episode_tokens else "max_new_tokens"
     options: list[dict[str, Any]] = [
         {"gradient_checkpointing": True},
-        {"max_new_tokens": max(1, config.sampling.max_new_tokens // 2)},
+        {limit: max(1, config.episode_tokens // 2)},
         {"micro_batch_size": 1},
         {"optim": "adamw_8bit"},
         *([{"batch_size": size, "minibatches": 1}] if size else []),

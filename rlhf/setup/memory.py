@@ -10,7 +10,7 @@ because the heap fragments. Results and `memory/peak_gib` have the same meaning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class Estimator:
     packs: bool = True  # the policy's episodes can be packed
     memory: int | None = None  # bytes of the device; None: those of this machine
     teacher: Shape | None = None
+    environment: Any = None  # None: without one
 
     @property
     def total(self) -> int:
@@ -88,8 +89,11 @@ class Estimator:
 
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
-        lengths = [len(p.ids) for p in longest_batch(config, self.train, self.updates)]
-        return _Run(config, self, budget_of(self.device, config)).forecast(lengths)
+        given = self
+        if self.environment is not None:  # `reset` can make every prompt as long as --prompt-length
+            given = replace(self, train=[], evaluation=[config.data.prompt_length] * len(self.evaluation))
+        lengths = [len(p.ids) for p in longest_batch(config, given.train, self.updates)]
+        return _Run(config, given, budget_of(self.device, config)).forecast(lengths)
 
 
 def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
@@ -233,17 +237,19 @@ class _Run:
             return graph_slots(most, self.budget.rollout_slots)
         return min(most, self.budget.rollout_slots)
 
+    @property
+    def columns(self) -> int:
+        """Tokens of the longest text, for which the KV cache has room."""
+        lengths = [len(prompt.ids) for prompt in or_longest(self.given.train, self.config.data)]
+        return max([*lengths, *self.given.evaluation]) + self.config.episode_tokens
+
     def decoding(self) -> dict[str, int]:
         """Return purpose -> bytes of the KV cache and of the decoder's copies of the weights."""
         policy = self.given.policy
-        config = self.config
-        train = or_longest(self.given.train, config.data)
-        longest = max([*(len(prompt.ids) for prompt in train), *self.given.evaluation])
-        columns = longest + max(config.episode_tokens, config.eval_sampling.max_new_tokens)
-        cache = policy.layers * self.slots * columns * 2 * policy.kv * self.element
+        cache = policy.layers * self.slots * self.columns * 2 * policy.kv * self.element
         head = policy.vocabulary * policy.hidden
         rotated = policy.layers * policy.hidden * (policy.q + policy.kv)  # once more, with exchanged halves
-        copied = head if self.engine == "plain" or config.model.load_in_4bit else policy.matrices + head + rotated
+        copied = head if self.engine == "plain" or self.config.model.load_in_4bit else policy.matrices + head + rotated
         return {"KV cache": cache, "decoder's weights": copied * self.element}
 
     @property
@@ -258,16 +264,18 @@ class _Run:
         if self.engine == "vllm":
             return {}  # its memory is held throughout the run
         policy = self.given.policy
-        filters = self.config.sampling.filters
-        together = sum(sorted(prompts)[-self.slots :]) // self.config.group_size
+        config = self.config
+        together = sum(sorted(prompts)[-self.slots :]) // config.group_size
+        if self.given.environment or config.batch.max_episode_tokens:
+            together = self.slots * self.columns  # a later turn reads all texts again, and no two are equal
         tokens = max(together, sum(self.evaluated[-self.slots :]))
-        drawing = self.slots * policy.vocabulary * FLOAT * (8 if filters else 3)
+        drawing = self.slots * policy.vocabulary * FLOAT * (8 if config.sampling.filters else 3)
         passed = max(policy.forward_peak(tokens, self.element), drawing)
         return {"prompt pass or sampling": passed, **({} if self.keeps_decoder else self.decoding())}
 
     def evaluation(self) -> dict[str, int]:
         """Return purpose -> bytes for the perplexity of an evaluation."""
-        length = self.config.eval_sampling.max_new_tokens
+        length = self.config.episode_tokens
         rows = self.evaluated[-self.budget.eval_batch_size :]
         passed = self.given.policy.forward_peak(sum(rows) + len(rows) * length, self.element)
         return {"forward pass": passed, "logits": self.chunk(len(rows) * length)}
@@ -276,7 +284,7 @@ class _Run:
         """Return purpose -> bytes of the reward model's forward pass; {} without a reward model."""
         if self.given.reward_model is None:
             return {}
-        longest = max([*prompts, *self.evaluated]) + self.config.episode_tokens
+        longest = self.columns
         texts = min(self.budget.scored_together(longest), max(len(prompts), len(self.evaluated)))
         return {"reward model's forward pass": self.given.reward_model.forward_peak(texts * longest, self.element)}
 

@@ -179,9 +179,9 @@ class OnPolicyLoop:
         if teacher is not None:
             packed = passes.packed and packable(teacher.copy)
             self.teacher = replace(without_critic, reference=teacher, packed=packed)
-        prompts = [*or_longest(self.train_prompts, config.data), *self.evaluation_prompts]
         # the text of `reset` makes prompts longer
-        longest = max(len(prompt.ids) for prompt in prompts) if environment is None else config.data.prompt_length
+        train = or_longest([] if environment else self.train_prompts, config.data)
+        longest = max(len(prompt.ids) for prompt in [*train, *self.evaluation_prompts])
         given = config, host, tokenizer, self.rewards, passes, self.progress, longest, environment, self.session.say
         self.collector = RolloutCollector(*given)
         self.policy_optimizer = PolicyOptimizer(config, host, self.algorithm, passes, self.progress)

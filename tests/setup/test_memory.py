@@ -13,12 +13,14 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from rlhf.api import make_trainer
 from rlhf.config import make_config
 from rlhf.data.prompts import ids_alone
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import PackedMicroBatch
+from rlhf.rollout import continuous_batching
 from rlhf.rollout.completions import token_batch
 from rlhf.rollout.decoder import FusedDecoder
 from rlhf.settings.fields import replaced
@@ -340,3 +342,79 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
         line for line in capsys.readouterr().out.splitlines() if "warning: " in line and " 0.00 GiB " in line
     ]
     assert warning.count("GiB less)") == 3
+
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+
+class Talkative:
+    """`reset` and `observe` return texts that are much longer than the rows and the turns."""
+
+    def reset(self, question=None, **row):
+        return " yes" * 20
+
+    def observe(self, completion):
+        return "no " * 6
+
+
+@pytest.fixture
+def talkative(start_model):
+    """Return a function that makes a trainer with an environment of long texts."""
+
+    def make(**settings):
+        usual = {"batch_size": 4, "minibatches": 1, "num_iterations": 1, "prompt_length": 100, "max_new_tokens": 4}
+        usual |= {"max_episode_tokens": 90, "rm_model": None, "actor_model": str(start_model), "bf16": False}
+        rows = [{"prompt": f"{word}?"} for word in ("a cat", "it", "no", "help")]
+        config = make_config(**usual | settings)
+        return make_trainer(config, rows, environment=Talkative, evaluation_prompts=rows[:2], progress=False)
+
+    return make
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_texts_of_an_environment_are_in_the_predicted_memory(talkative, monkeypatch, slots):
+    """The KV cache that the sampler reserves, and the tokens of the largest passes that a run makes."""
+    trainer = talkative(rollout_slots=slots)
+    read = []
+    trained = []
+    pack = continuous_batching.pack_prompts
+    forward = trainer.actor.forward_backbone
+
+    def packed(*given):
+        found = pack(*given)
+        read.append(found.ids.numel())
+        return found
+
+    def forwarded(micro_batch):
+        trained.append(micro_batch.ids.numel())
+        return forward(micro_batch)
+
+    monkeypatch.setattr(continuous_batching, "pack_prompts", packed)
+    monkeypatch.setattr(trainer.actor, "forward_backbone", forwarded)
+    trainer.train()
+    config = trainer.config
+    rows = max(len(prompt.ids) for prompt in trainer.train_prompts)
+    assert max(read) > slots * rows, "otherwise this test shows nothing"
+    estimate = dataclasses.replace(estimator_of(trainer), evaluation=[rows] * 2)
+    forecast = estimate(config)
+    shape = estimate.policy
+    longest = trainer.collector.sampler.longest_text
+    sampling = forecast.phases["sampling"]
+    assert sampling["KV cache"] == shape.layers * slots * longest * 2 * shape.kv * 4
+    assert sampling["prompt pass or sampling"] >= shape.forward_peak(max(read), 4)
+    assert forecast.tokens >= max(trained)
+    assert forecast.phases["evaluation"]["forward pass"] == shape.forward_peak(2 * longest, 4)
+
+
+def test_later_turns_of_a_loop_by_hand_are_in_the_predicted_memory(configured):
+    shape = Shape.of(LlamaConfig(**SHAPE), 10**6)
+    estimate = Estimator(shape, None, CPU, [ids_alone([5] * 12)] * 8, [], 1)
+    flags = ["--batch-size", 8, "--max-new-tokens", 8]
+    for more, tokens in (([], 12), (["--max-episode-tokens", 50], 12 + 50)):
+        passed = estimate(configured(*flags, *more)).phases["sampling"]["prompt pass or sampling"]
+        assert passed == shape.forward_peak(8 * tokens, 4)
+
+
+def test_the_advice_for_long_episodes_is_to_shorten_them(talkative):
+    trainer = talkative(max_episode_tokens=400)
+    assert "--max-episode-tokens 200 " in what_helps(trainer.config, estimator_of(trainer))

@@ -15,6 +15,7 @@ from rlhf.utils.paths import local_path
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rlhf.data.examples import GivenPrompt
     from rlhf.rewards.functions import RewardFunction
@@ -39,6 +40,9 @@ def make_trainer(
     output: str | Path | None = None,
     progress: bool = True,
     environment: Any = None,
+    model: PreTrainedModel | str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    repeats: bool = False,
 ) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with the methods `train()`, `evaluate()`, `save_model(folder)` and
     `load_model(folder)`. The run length and the seed come from `config`. Without `output`, only `save_model` writes
@@ -62,6 +66,11 @@ def make_trainer(
         progress: False: `train()` prints warnings, but no lines about updates, evaluations and results.
         environment: a class with the methods reset and observe, or one for `environment_factory` of TRL's GRPOTrainer,
             used instead of --environment in `config`.
+        model: the start model, instead of `actor_model` in `config`: a name, or a causal model of transformers, which
+            is stored beside `output`, in a folder whose name has the hash of its tensors. The run trains a copy in
+            float32.
+        tokenizer: instead of the one in the start model's folder.
+        repeats: use every prompt, also those that occur several times.
     """
     from rlhf.run.python_run import check_given, trainer_of
 
@@ -70,7 +79,7 @@ def make_trainer(
     folder = None if output is None else Path(local_path(output))
     given = {"prompts": prompts, "evaluation_prompts": evaluation_prompts, "rewards": rewards,
              "reward_weights": reward_weights, "eval_functions": eval_functions,
-             "environment": environment}  # fmt: skip
+             "environment": environment, "model": model, "tokenizer": tokenizer, "repeats": repeats}  # fmt: skip
     trainer = agree(lambda: trainer_of(config, folder, progress, **given))
     for callback in callbacks:
         trainer.add_callback(callback)

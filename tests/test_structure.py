@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     *("utils", "distributed", "settings", "algorithms.table", "checkpoints"),
     *("data", "models", "rollout", "rewards", "environments", "algorithms", "config"),
-    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "commands", "__main__"),
+    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "trl", "commands", "__main__"),
 ]
 SCRIPTS = (
     "train",

@@ -25,6 +25,7 @@ from rlhf.utils.errors import Say, UserError, print_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKEN_IDS = "prompt_token_ids"  # a column, with vLLM's name
 FEW_PROMPTS = 20  # with fewer evaluation prompts than this, means and intervals are rough
 
 
@@ -63,8 +64,21 @@ def encode_prompts(
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], shots: Messages = ()) -> list[Prompt]:
-    """Return the prompts of all lengths, each after the worked examples `shots`."""
-    return [Prompt(tuple(encode_prompt(tokenizer, e.messages, shots)), e) for e in examples]
+    """Return the prompts of all lengths, each after the worked examples `shots`. Raises UserError as `ids_in`."""
+    return [Prompt(ids_in(e, tokenizer) or tuple(encode_prompt(tokenizer, e.messages, shots)), e) for e in examples]
+
+
+def ids_in(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids in a row's column TOKEN_IDS, which are used as they are; none without it. Raises UserError for
+    what is no id of the tokenizer."""
+    ids = example.columns.get(TOKEN_IDS) or ()
+    size = len(tokenizer)
+    odd = next((i for i in ids if not (isinstance(i, int) and 0 <= i < size)), None)
+    if odd is not None:
+        raise UserError(
+            f"{odd!r} in {TOKEN_IDS} is no id of the tokenizer", example.where, f"Give ids from 0 to {size - 1}"
+        )
+    return tuple(ids)
 
 
 def paragraphs_of(tokenizer: PreTrainedTokenizerBase, file: str) -> list[list[int]]:
@@ -216,8 +230,9 @@ def given_prompts(
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
     say: Say = print_line,
+    repeats: bool = False,
 ) -> PromptSets:
-    """Encode prompts given in Python.
+    """Encode prompts given in Python; with `repeats`, also those that occur several times.
 
     If `evaluation` is None, the evaluation prompts are those of `eval_dataset`. Without that, a tenth of `prompts` is
     held out, selected by the hash of the question. With fewer than FEW_PROMPTS prompts none is held out, and the
@@ -234,7 +249,7 @@ def given_prompts(
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
-    sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
+    sets = render_sets(tokenizer, train, held_out, data, "prompts", say, repeats)
     if (train and not sets.train) or (held_out and not sets.evaluation):
         raise UserError(f"no prompt has at most {data.prompt_length} tokens", "prompts", "Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
@@ -247,14 +262,17 @@ def render_sets(
     data: DataSettings,
     source: str,
     say: Say,
+    repeats: bool = False,
 ) -> PromptSets:
-    """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
-    different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
-    long, and if rows with the same prompt differ in other columns."""
+    """Return the distinct prompts of two lists (with `repeats`, all of them) as ids, those of at most
+    `data.prompt_length` tokens. Prompts of different topics are distinct with --steps-per-topic. Prints a warning if
+    many of them, from `source`, are too long, and if rows with the same prompt differ in other columns."""
     by_topic = data.steps_per_topic is not None
-    for examples in [train] if train is evaluation else [train, evaluation]:
-        warn_about_lost_rows(lost_rows(examples, by_topic), say)
-    parts = [distinct_questions(examples, by_topic) for examples in (train, evaluation)]
+    parts = [list(train), list(evaluation)]
+    if not repeats:
+        for examples in [train] if train is evaluation else [train, evaluation]:
+            warn_about_lost_rows(lost_rows(examples, by_topic), say)
+        parts = [distinct_questions(examples, by_topic) for examples in parts]
     (kept, held_out), lengths = _encode(tokenizer, parts, data, source, say)
     return PromptSets(
         kept,

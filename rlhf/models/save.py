@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftModel
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -22,6 +24,7 @@ from rlhf.utils.files import saving_tensors
 from rlhf.utils.paths import local_path
 
 OTHER_MODEL = "They belong to another model. Give a folder that this model's run saved"
+WITHOUT_BIAS = {"bias": "none"}  # metadata of a value head that has none, as in TRL's value models
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
@@ -63,7 +66,7 @@ def save_policy(
         tokenizer.save_pretrained(folder)
         if isinstance(actor, ActorCritic):
             head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
-            save_file(head, folder / VALUE_HEAD_FILE)
+            save_file(head, folder / VALUE_HEAD_FILE, WITHOUT_BIAS if actor.value_head.summary.bias is None else None)
             if actor.critic is not None:
                 critic = {name: w.detach().contiguous().cpu() for name, w in trained_of(actor.critic).items()}
                 save_file(critic, folder / CRITIC_FILE, {"base": actor.critic.config.name_or_path})
@@ -105,17 +108,31 @@ def load_critic(value_head: nn.Module, critic: nn.Module | None, folder: Path) -
         raise UserError(
             f"no {file.name}", folder, "The critic of that run shared the policy's backbone. Use --critic shared"
         )
+    if _is_without_bias(folder / VALUE_HEAD_FILE):
+        value_head.summary.bias = None
     _load_file(value_head, folder / VALUE_HEAD_FILE)
     if critic is not None:
         _load_file(critic, file)
 
 
-def _load_file(module: nn.Module, file: Path) -> None:
-    """Load the trainable weights of a module. Raises UserError if the file has others."""
+def _is_without_bias(file: Path) -> bool:
+    with _complete(file), safe_open(file, "pt") as tensors:
+        return WITHOUT_BIAS.items() <= (tensors.metadata() or {}).items()
+
+
+@contextmanager
+def _complete(file: Path) -> Iterator[None]:
+    """Context manager around the reading of a file. Raises UserError if it is not complete."""
     try:
-        saved = load_file(file)
+        yield
     except SafetensorError as error:
         raise UserError(f"not a complete file ({error})", file, "Use another folder of that run") from None
+
+
+def _load_file(module: nn.Module, file: Path) -> None:
+    """Load the trainable weights of a module. Raises UserError if the file has others."""
+    with _complete(file):
+        saved = load_file(file)
     check_loaded(tensor_differences(saved, trained_of(module)), file, fix=OTHER_MODEL)
     module.load_state_dict(saved, strict=False)
 

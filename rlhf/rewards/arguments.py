@@ -30,7 +30,7 @@ RewardFunction = Callable[..., Sequence[float | dict[str, Sequence[float]] | Non
 
 PER_COMPLETION = ("prompts", "completions", "completion_ids", "messages", "ended")  # lists, like the columns
 # lists, too, which a function receives only if one names them
-NAMED = ("completion_logprobs", "turns", "group", "environments", "environment_rewards")
+NAMED = ("prompt_ids", "completion_logprobs", "turns", "group", "environments", "environment_rewards")
 PER_CALL = ("trainer_state", "log_extra", "log_metric")  # one object for all completions
 # a data column with one of these names, or of NAMED if a function names it, would hide an argument; the column
 # `messages` is the row's prompt

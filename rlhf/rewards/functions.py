@@ -2,10 +2,10 @@
 
 A reward function has TRL's signature. It is called as `f(prompts=, completions=, completion_ids=, messages=, ended=,
 COLUMN=, ..., trainer_state=, log_extra=, log_metric=)`: lists with one entry per completion, with a keyword for each
-column of the dataset, and three arguments per call. If a function names them, also `completion_logprobs=, turns=,
-group=, environments=, environment_rewards=`. It returns one number per completion, or {"turn_scores": [...]} or
-{"token_scores": [...]}, or None for a completion to which it does not apply. It receives copies, except of
-environments, so nothing that it changes reaches the trainer or another function.
+column of the dataset, and three arguments per call. If a function names them, also `prompt_ids=,
+completion_logprobs=, turns=, group=, environments=, environment_rewards=`. It returns one number per completion, or
+{"turn_scores": [...]} or {"token_scores": [...]}, or None for a completion to which it does not apply. It receives
+copies, except of environments, so nothing that it changes reaches the trainer or another function.
 """
 
 from __future__ import annotations

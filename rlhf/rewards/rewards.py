@@ -124,6 +124,7 @@ class Rewards:
         whole = episodes or [None] * len(texts)
         spans = [[range(len(row))] if e is None else e.spans for row, e in zip(ids, whole, strict=True)]
         named = {
+            "prompt_ids": lambda row: list(prompts[row].ids),
             "group": lambda row: row // group_size,
             "turns": lambda row: whole[row].turns if whole[row] else [Turn(texts[row], None, ended[row])],
             "completion_logprobs": lambda row: (whole[row] and whole[row].logprobs) or known[row],

@@ -13,6 +13,7 @@ from rlhf.distributed.group import from_first
 from rlhf.environments.find import environment_in_settings
 from rlhf.models.device import start_device
 from rlhf.rewards.find import as_list, name_in_settings
+from rlhf.run.given_models import stored_start_model
 from rlhf.run.resume import prepare_resume
 from rlhf.run.resume_checks import is_extended, with_choices_of
 from rlhf.run.session import RunSession
@@ -29,6 +30,8 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError, raise_if
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from rlhf.rewards.find import Functions
 
 OF_THE_SCRIPTS = ("dry_run", "memory", "seeds", "write_parts")
@@ -120,17 +123,27 @@ def prepared(config: Config, screen: Screen) -> Config:
 # --- the trainer -----------------------------------------------------------------------------------------------------
 
 
-def trainer_of(config: Config, folder: Path | None, progress: bool, **given: Any) -> OnPolicyLoop:
+def trainer_of(
+    config: Config,
+    folder: Path | None,
+    progress: bool,
+    model: PreTrainedModel | str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **given: Any,
+) -> OnPolicyLoop:
     """Return the trainer of a program, without its callbacks. Raises UserError.
 
     Args:
         config: the program's settings.
         folder: the run's folder; None: nothing is written.
         progress: print the lines of updates, evaluations and results.
+        model: the start model, a name or an object; None: that of the settings.
+        tokenizer: the tokenizer; None: that of the start model.
         given: what the program gives in place of settings, as `load_inputs` takes it.
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic, config.run.ddp_timeout)
+    config = replaced(config, actor_model=stored_start_model(model, tokenizer, config.model.actor_model, folder))
     if folder is not None:
         instead = {name: given[name] for name in ("rewards", "reward_weights", "eval_functions", "environment")}
         config = recorded(config, folder, **instead)

@@ -89,6 +89,7 @@ def load_inputs(
     reward_weights: Sequence[float] | None = None,
     eval_functions: Functions | None = None,
     environment: Any = None,
+    repeats: bool = False,
 ) -> RunInputs:
     """Load and check the inputs that the settings describe. Raises UserError.
 
@@ -101,6 +102,7 @@ def load_inputs(
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
         eval_functions: evaluation functions. They replace those of the settings.
         environment: the class of an environment. It replaces that of the settings.
+        repeats: use every prompt given in Python, also those that occur several times.
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
         raise UserError(
@@ -135,7 +137,7 @@ def load_inputs(
         )
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(config, eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
-    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
+    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, repeats)
     if config.data.eval_text is not None:
         paragraphs_of(start.tokenizer, config.data.eval_text)
     if sources.folder is not None:
@@ -249,6 +251,7 @@ def _load_prompt_sets(
     screen: Screen,
     prompts: Sequence[GivenPrompt] | None,
     evaluation_prompts: Sequence[GivenPrompt] | None,
+    repeats: bool,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
     data = config.data
@@ -259,7 +262,7 @@ def _load_prompt_sets(
             check_fills_a_batch(config, len(sets.train))
     else:
         source = "prompts"
-        sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
+        sets = given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, repeats)
         run = config.run
         if not sets.train and (data.steps_per_topic or run.num_iterations is run.episodes is None):
             fix = "Set num_iterations, and no steps_per_topic, for a loop by hand; or pass texts or chats"

@@ -1,0 +1,128 @@
+"""Stores models that a program gives as objects in folders: a run records them by name, and its other processes, a
+resumed run and an evaluation load them from there."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, find_model
+from rlhf.checkpoints.weight_names import check_loaded
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.distributed.group import from_first
+from rlhf.models.load import read_model
+from rlhf.models.save import ONE_FILE, WITHOUT_BIAS
+from rlhf.settings.training import CRITIC_FILE
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import saving_tensors, update_dir_atomically
+
+UNHASHED = ("transformers_version", "_name_or_path")  # of a model's config: they change nothing
+
+
+def stored_start_model(
+    model: PreTrainedModel | str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    actor_model: str,
+    output: Path | None,
+) -> str:
+    """Return the name of the start model: of `model`, a name or an object; None: `actor_model`. An object, or a model
+    that is given with a `tokenizer`, is stored in the folder OUTPUT_start_model_HASH; without `output` in a folder
+    that the program removes at its end. Raises UserError."""
+    if isinstance(model, PeftModel):
+        raise UserError(
+            "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
+        )
+    if not isinstance(model, str | Path | PreTrainedModel | None):
+        raise UserError(f"neither a name nor a model: {model!r:.60}", "model=", "Give a causal model of transformers")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise UserError(f"not a tokenizer: {tokenizer!r:.60}", "tokenizer=", "Give a tokenizer of transformers")
+    is_name = not isinstance(model, PreTrainedModel)
+    name = str(model or actor_model)
+    if is_name and tokenizer is None:
+        return name
+
+    def store() -> str:
+        own = tokenizer or load_tokenizer(model.config.name_or_path)
+        whole = model
+        if is_name:
+            found = find_model(name, "model=")
+            whole, tensors = read_model(AutoModelForCausalLM, found)
+            check_loaded(tensors, found)
+        config = whole.config.to_diff_dict()
+        text = [{key: config[key] for key in config if key not in UNHASHED}, own.get_vocab(), own.chat_template]
+        identity = hash_of(whole.state_dict(), json.dumps(text, sort_keys=True, default=str))
+
+        def write(staging: Path) -> None:
+            with saving_tensors(staging):
+                whole.save_pretrained(staging, max_shard_size=ONE_FILE)
+                own.save_pretrained(staging)
+
+        beside = output or temporary_folder() / "program"
+        return stored(beside, f"start_model_{identity}", write)
+
+    return from_first(store)
+
+
+def temporary_folder() -> Path:
+    """Return a new folder that is removed when the program ends."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def stored_critic(model: PreTrainedModel, output: Path) -> str:
+    """Store a value model, a backbone with the linear layer `score` of one output, as a run stores its critic. Returns
+    the folder, OUTPUT_critic_HASH, for the setting `critic`. Raises UserError."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise UserError(
+            "its head is not one linear layer `score` with one output",
+            f"value_model, {type(model).__name__}",
+            "Use AutoModelForSequenceClassification with num_labels=1",
+        )
+    backbone = getattr(model, model.base_model_prefix)
+
+    def write(staging: Path) -> None:
+        staging.mkdir()
+        with saving_tensors(staging):
+            weights = {
+                f"summary.{name}": weight.detach().contiguous().cpu() for name, weight in head.named_parameters()
+            }
+            save_file(weights, staging / VALUE_HEAD_FILE, WITHOUT_BIAS if head.bias is None else None)
+            weights = {name: weight.detach().contiguous().cpu() for name, weight in backbone.named_parameters()}
+            save_file(weights, staging / CRITIC_FILE, {"base": model.config.name_or_path})
+
+    return from_first(lambda: stored(output, f"critic_{hash_of(model.state_dict())}", write))
+
+
+def stored(output: Path, name: str, write: Callable[[Path], None]) -> str:
+    """Write a folder beside the run's, if it does not exist. Returns its path."""
+    folder = output.with_name(f"{output.name}_{name}")
+    if not folder.exists():
+        update_dir_atomically(folder, write)
+    return str(folder)
+
+
+def hash_of(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """Return 12 digits of the SHA-256 of named tensors and a text."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
+def same_tensors(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have the same named tensors."""
+    return hash_of(one.state_dict()) == hash_of(other.state_dict())

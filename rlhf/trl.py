@@ -1,0 +1,719 @@
+"""TRL's trainers by one changed import: `from rlhf.trl import GRPOConfig, GRPOTrainer`.
+
+The configuration classes are TRL's own. The trainers take TRL's arguments and train with this project's loop. Every
+value of a configuration counts, TRL's defaults too: a field is used (OF_ALL to REFUSED), or has no effect on what is
+learned (NO_EFFECT), and any other is refused if it is not TRL's default. docs/coming_from_trl.md has the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig, RLOOConfig
+
+from rlhf.api import make_trainer
+from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.trust import readable
+from rlhf.checkpoints.weight_names import check_loaded
+from rlhf.config import make_config
+from rlhf.data.prompts import TOKEN_IDS
+from rlhf.data.tokenizer import load_config
+from rlhf.models.load import read_model
+from rlhf.models.trl_ppo import PPOConfig, get_reward
+from rlhf.rewards.find import as_list
+from rlhf.run.export import push, saved_models
+from rlhf.run.given_models import same_tensors, stored_critic
+from rlhf.settings.fields import replaced
+from rlhf.settings.training import TRACKERS
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import Problem, UserError, raise_if
+from rlhf.utils.processes import size
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "PPOConfig", "PPOTrainer", "RLOOConfig", "RLOOTrainer"]
+
+TRLConfig = GRPOConfig | RLOOConfig | PPOConfig
+
+# --- the fields of TRL's configurations ------------------------------------------------------------------------------
+
+# a field -> the setting with the same meaning
+OF_ALL = {
+    **{name: name for name in ("temperature", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2")},
+    **{name: name for name in ("max_grad_norm", "bf16", "gradient_checkpointing", "seed")},
+    "full_determinism": "deterministic",
+}
+OF_GROUPS = {
+    "num_generations": "K",
+    "max_completion_length": "max_new_tokens",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "num_iterations": "ppo_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "epsilon": "clip_range",
+    "mask_truncated_completions": "mask_truncated_completions",
+}
+OF_GRPO = {"delta": "delta", "entropy_coef": "entropy_coef"}
+OF_PPO = {
+    "response_length": "max_new_tokens",
+    "num_ppo_epochs": "ppo_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "cliprange": "clip_range",
+    "vf_coef": "value_coef",
+    "cliprange_value": "value_clip_range",
+    **{name: name for name in ("gamma", "lam", "whiten_rewards")},
+}
+# fields that are computed into settings -> how, for the table
+OF_TRAINING = {
+    "output_dir": "`output`",
+    "lr_scheduler_type": "`lr_schedule`: linear, cosine, constant, constant_with_warmup",
+    "warmup_steps": "`warmup_steps` in updates; below 1 a share of the run",
+    "optim": "`optim`: adamw_torch and adamw_torch_fused are `adamw`, adamw_bnb_8bit and adamw_8bit are `adamw_8bit`",
+    "save_strategy": "`save_every`: no: at the end only",
+    "save_steps": "`save_every` in updates; below 1 a share of the run",
+    "save_total_limit": "`keep`; None: all",
+    "eval_strategy": "`eval_every`; no: nothing is evaluated",
+    "eval_steps": "`eval_every` in updates; below 1 a share of the run",
+    "logging_steps": "`eval_every` without `eval_steps`; everything is logged at every update",
+    "gradient_accumulation_steps": "`minibatches`",
+    "num_train_epochs": "`num_iterations`",
+    "report_to": "`report_to`: wandb, trackio; TensorBoard is always written",
+    "push_to_hub": "`push_to_hub`, with `hub_model_id`, at the end of the run",
+    "hub_model_id": "`push_to_hub`",
+}
+COMPUTED_OF_GROUPS = {
+    **OF_TRAINING,
+    "generation_batch_size": "`batch_size` = generation_batch_size / num_generations",
+    "steps_per_generation": "`minibatches` = steps_per_generation / gradient_accumulation_steps",
+    "max_steps": "`num_iterations` = max_steps / (ppo_epochs x minibatches)",
+    "num_train_epochs": "`num_iterations` = ceil(epochs x floor(rows / batch_size))",
+    "beta": "`kl_coef`, fixed; GRPO: `kl_placement` loss, RLOO: reward, 0: none",
+    "epsilon_high": "`epsilon_high`; with cispo 1 less",
+    "num_generations_eval": "`eval_samples`",
+    "reward_weights": "`reward_weights`",
+}
+COMPUTED_OF_GRPO = {
+    **COMPUTED_OF_GROUPS,
+    "loss_type": "`loss_type`: dapo, grpo, dr_grpo, cispo",
+    "importance_sampling_level": "sequence with grpo: `loss_type` gspo",
+    "scale_rewards": "`scale_rewards`",
+    "max_tool_calling_iterations": "`max_turns`, one more",
+}
+COMPUTED_OF_PPO = {
+    **OF_TRAINING,
+    "kl_coef": "`kl_coef`, fixed, in the reward; 0: none",
+    "num_mini_batches": "`minibatches` = max(1, num_mini_batches / gradient_accumulation_steps)",
+    "total_episodes": "`num_iterations` = ceil(total_episodes / batch_size)",
+    "num_train_epochs": "`num_iterations` without total_episodes",
+    "missing_eos_penalty": "`missing_eos_penalty`",
+    "stop_token": "must be eos",
+}
+# fields that change only time, memory or logging
+NO_EFFECT = (
+    *("logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+    *("log_level", "log_level_replica", "disable_tqdm", "run_name", "project", "trackio_space_id"),
+    *("trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen", "skip_memory_metrics"),
+    *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
+    *("num_sample_generations", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+    *("eval_accumulation_steps", "per_device_eval_batch_size", "batch_eval_metrics", "include_for_metrics"),
+    *("eval_on_start", "bf16_full_eval", "save_only_model", "save_on_each_node", "enable_jit_checkpoint"),
+    *("hub_token", "hub_private_repo", "hub_strategy", "hub_always_push", "use_cpu", "tf32", "torch_compile"),
+    *("torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cache"),
+    *("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("torch_empty_cache_steps", "pad_to_multiple_of", "cache_implementation", "ds3_gather_for_generation"),
+    *("local_rollout_forward_batch_size", "cast_lm_head_to_fp32", "disable_dropout", "remove_unused_columns"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "local_rank"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc"),
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("ddp_timeout", "do_train", "do_eval", "do_predict", "debug", "sft_model_path", "reward_model_path"),
+    *("use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged"),
+)
+# what to do about a refused field, if it is not only to leave it at TRL's default
+INSTEAD = {
+    "max_steps": "Set total_episodes",
+    "fp16": "Use bf16=True, here bf16",
+    "use_vllm": "Leave it out, or use make_trainer() with rollout_engine='vllm'",
+    "stop_token_id": "Use stop_token='eos'; texts that end a completion are stop= of make_config()",
+    "kl_estimator": "Use k1, which is in the reward here",
+    "load_best_model_at_end": "The best checkpoint is in OUTPUT/best, by best_rule of make_config()",
+    "auto_find_batch_size": "Use fit= of make_config()",
+    "normalize_advantages": "Use GRPO with scale_rewards, or PPO, which whitens its advantages",
+    "sync_ref_model": "The reference is the start model; kl_schedule of make_config() changes beta",
+    "model_init_kwargs": "Load the model, and give the object",
+    "deepspeed": "Each GPU has the whole model: start the program with torchrun",
+    "fsdp": "Each GPU has the whole model: start the program with torchrun",
+    "data_seed": "seed orders the prompts, too",
+    "adam_epsilon": "AdamW's epsilon is 1e-8",
+    "use_bias_correction_kl": "The KL in the loss is k3 x ratio: kl_placement",
+    "importance_sampling_level": "Use token, or sequence with loss_type='grpo', here loss_type gspo",
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+}
+LOSSES = ("dapo", "grpo", "dr_grpo", "cispo")
+OF_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+LORA_WITHOUT_EFFECT = (
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "megatron_core"),
+)
+WITHOUT_LIMIT = 1_000_000  # of a setting
+
+
+def refused(name: str, value: Any, of: type, fix: str = "") -> Problem:
+    """Return the problem of a value that is not offered, with TRL's name of it."""
+    return Problem(f"{name}={value!r:.60} is not offered", f"{of.__name__}({name}=)", INSTEAD.get(name) or fix)
+
+
+def refused_fields(args: Any, used: Collection[str], fresh: Any) -> list[Problem]:
+    """Return a problem for each field that is not `used` and differs from the `fresh` configuration of its class."""
+    return [
+        refused(field.name, getattr(args, field.name), type(args), f"Leave it at {getattr(fresh, field.name)!r:.60}")
+        for field in fields(args)
+        if field.name not in used and repr(getattr(args, field.name)) != repr(getattr(fresh, field.name))
+    ]
+
+
+def value_of(choice: Any) -> Any:
+    """Return the value of a member of one of transformers' enumerations."""
+    return getattr(choice, "value", choice)
+
+
+class Fields:
+    """Settings from a configuration of TRL, with the problems of its values."""
+
+    def __init__(self, args: TRLConfig, same: dict[str, str], computed: Collection[str]):
+        self.args = args
+        self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in {**OF_ALL, **same}.items()}
+        fresh = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16)
+        self.evaluates = False
+        self.problems = refused_fields(args, {*OF_ALL, *same, *computed, *NO_EFFECT}, fresh)
+
+    def refuse(self, name: str, fix: str = "") -> None:
+        self.problems.append(refused(name, getattr(self.args, name), type(self.args), fix))
+
+    def choice(self, name: str, table: dict[Any, Any]) -> Any:
+        """Return what a field's value is in `table`."""
+        value = value_of(getattr(self.args, name))
+        if value not in table:
+            self.refuse(name, f"Use one of {', '.join(map(str, table))}")
+        return table.get(value)
+
+    def whole(self, name: str, divisor: int) -> int:
+        """Return a field's value divided by a number."""
+        value = getattr(self.args, name)
+        if value % divisor:
+            self.problems.append(
+                Problem(
+                    f"{name}={value} is not a multiple of {divisor}",
+                    f"{type(self.args).__name__}({name}=)",
+                    f"{name} is divided by {divisor} for the settings here: give a multiple",
+                )
+            )
+        return max(1, int(value // divisor))
+
+    def use_schedule(self, steps: int) -> None:
+        """Use optimizer, schedule and warm-up of a run with so many optimizer steps per update."""
+        args = self.args
+        kind = value_of(args.lr_scheduler_type)
+        self.settings["lr_schedule"] = self.choice("lr_scheduler_type", SCHEDULES)
+        self.settings["optim"] = self.choice("optim", OPTIMIZERS)
+        if steps > 1 and kind != "constant":
+            fix = f"An update has {steps} optimizer steps, and lr_schedule acts once per update: use constant"
+            self.problems.append(
+                Problem(f"{kind} changes within an update", f"{type(args).__name__}(lr_scheduler_type=)", fix)
+            )
+        warmup = 0 if kind == "constant" else args.warmup_steps  # transformers' constant ignores it
+        self.settings["warmup_steps"] = self.whole("warmup_steps", steps) if warmup >= 1 else warmup
+
+    def every(self, strategy: str, name: str, steps: int, updates: int, per_epoch: int) -> int | None:
+        """Return the number of updates between two evaluations or checkpoints; None: never.
+
+        Args:
+            strategy: the field with no, steps or epoch.
+            name: the field with the number of optimizer steps, or a share of the run.
+            steps: optimizer steps per update.
+            updates: of the run.
+            per_epoch: updates of an epoch.
+        """
+        kind = self.choice(strategy, {kind: kind for kind in ("no", "steps", "epoch")})
+        if kind == "epoch":
+            return max(1, per_epoch)
+        if kind != "steps":
+            return None
+        name = "logging_steps" if getattr(self.args, name) is None else name
+        share = getattr(self.args, name)
+        return math.ceil(share * updates) if share < 1 else self.whole(name, steps)
+
+    def use_kl(self, placement: str, beta: float) -> None:
+        """Use a fixed beta; 0: no KL."""
+        fixed = {"kl_placement": placement, "kl_schedule": "fixed", "kl_coef": beta}
+        self.settings |= fixed if beta else {"kl_placement": "none"}
+
+    def use_length(self, updates: int, per_epoch: int, steps: int) -> None:
+        """Use the length of the run, its evaluations and its files."""
+        args = self.args
+        if updates < 1:
+            self.problems.append(
+                Problem("fewer rows than one update has", "train_dataset", "Give more rows, or a smaller batch")
+            )
+        every = self.every("eval_strategy", "eval_steps", steps, updates, per_epoch)
+        save = self.every("save_strategy", "save_steps", steps, updates, per_epoch) or max(1, updates)
+        trackers = [name for name in as_list(args.report_to or []) if name not in ("none", "tensorboard")]
+        if not {*trackers} <= {*TRACKERS}:
+            self.refuse("report_to", f"Use {' or '.join(TRACKERS)}")
+        if args.push_to_hub and args.hub_model_id is None:
+            self.refuse("push_to_hub", "Add hub_model_id='owner/name', here push_to_hub")
+        self.settings |= {
+            "num_iterations": max(1, updates),
+            "eval_every": every,
+            "save_every": save,
+            "keep": args.save_total_limit or math.ceil(updates / save),
+            "report_to": trackers or None,
+            "push_to_hub": args.hub_model_id if args.push_to_hub else None,
+        }
+        self.evaluates = every is not None
+
+
+def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
+    """Return the settings of GRPO or RLOO over so many rows, without its loss."""
+    is_grpo = isinstance(args, GRPOConfig)
+    same = {**OF_GROUPS, **(OF_GRPO if is_grpo else {})}
+    found = Fields(args, same, COMPUTED_OF_GRPO if is_grpo else COMPUTED_OF_GROUPS)
+    batch_size = found.whole("generation_batch_size", args.num_generations)
+    minibatches = found.whole("steps_per_generation", args.gradient_accumulation_steps)
+    steps = minibatches * args.num_iterations
+    found.use_schedule(steps)
+    per_epoch = rows // batch_size
+    updates = math.ceil(args.num_train_epochs * per_epoch)
+    if args.max_steps > 0:
+        updates = found.whole("max_steps", steps)
+    found.use_length(updates, per_epoch, steps)
+    found.use_kl("loss" if is_grpo else "reward", args.beta)
+    found.settings |= {
+        "batch_size": batch_size,
+        "minibatches": minibatches,
+        "epsilon_high": args.epsilon_high,
+        "eval_samples": args.num_generations_eval or args.num_generations,
+    }
+    return found
+
+
+def settings_of_grpo(args: GRPOConfig, rows: int) -> Fields:
+    """Return the settings of GRPO over so many rows."""
+    found = settings_of_groups(args, rows)
+    loss = found.choice("loss_type", {name: name for name in LOSSES})
+    level = found.choice("importance_sampling_level", {"token": "token", "sequence": "sequence"})
+    if level == "sequence":
+        loss = "gspo"
+        if args.beta:
+            found.refuse(
+                "beta", "With ratios of completions TRL's KL has another factor: use 0, here kl_placement none"
+            )
+        if args.loss_type != "grpo":
+            found.refuse("importance_sampling_level")
+    if loss == "cispo":
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        found.settings["epsilon_high"] = high - 1
+        if high <= 1:
+            found.problems.append(
+                Problem(
+                    f"a ratio of at most {high}",
+                    "GRPOConfig(epsilon_high=)",
+                    "cispo's epsilon_high is the limit itself, here it is 1 + epsilon_high: give more than 1",
+                )
+            )
+    if args.beta and not args.use_bias_correction_kl:
+        found.refuse("use_bias_correction_kl")
+    names = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
+    turns = args.max_tool_calling_iterations
+    found.settings |= {"loss_type": loss, "scale_rewards": found.choice("scale_rewards", names)}
+    if turns is not None:
+        found.settings["max_turns"] = turns + 1
+    return found
+
+
+def settings_of_ppo(args: PPOConfig, rows: int) -> Fields:
+    """Return the settings of PPO over so many rows."""
+    found = Fields(args, OF_PPO, COMPUTED_OF_PPO)
+    accumulation = args.gradient_accumulation_steps
+    batch_size = args.per_device_train_batch_size * accumulation * size()
+    minibatches = found.whole("num_mini_batches", accumulation) if args.num_mini_batches > accumulation else 1
+    total = int(args.num_train_epochs * rows) if args.total_episodes is None else args.total_episodes
+    if args.stop_token != "eos":
+        found.refuse("stop_token", "Use stop_token='eos': without it, no completion ends in TRL")
+    found.use_schedule(1)  # TRL's PPO changes the rate once per update, too
+    found.use_length(math.ceil(total / batch_size), rows // batch_size, 1)
+    found.use_kl("reward", args.kl_coef)
+    found.settings |= {
+        "K": 1,
+        "batch_size": batch_size,
+        "minibatches": minibatches,
+        "missing_eos_penalty": args.missing_eos_penalty or 0.0,
+    }
+    return found
+
+
+def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the settings of an adapter, with the problems of its configuration."""
+    if not isinstance(peft_config, LoraConfig):
+        raise UserError(f"a {type(peft_config).__name__}", "peft_config", "Use a LoraConfig, here use_lora")
+    problems = refused_fields(peft_config, {*OF_LORA, *LORA_WITHOUT_EFFECT, "target_modules"}, LoraConfig())
+    targets = peft_config.target_modules
+    if targets is None:  # peft's own choice
+        kind = (
+            load_config(find_model(model, "model")).model_type if isinstance(model, str) else model.config.model_type
+        )
+        targets = PEFT_TARGETS.get(kind)
+    if targets is None or (isinstance(targets, str) and targets != "all-linear"):
+        fix = "Give a list of names, or all-linear, here lora_targets"
+        problems.append(refused("target_modules", peft_config.target_modules, LoraConfig, fix))
+    names = [targets] if isinstance(targets, str) else sorted(targets or ())
+    found = {here: getattr(peft_config, there) for there, here in OF_LORA.items()}
+    return {"use_lora": True, "lora_targets": names, **found}, problems
+
+
+# --- rewards of models -----------------------------------------------------------------------------------------------
+
+
+class TextReward:
+    """A reward model as in TRL's GRPO and RLOO: it scores prompt and completion as one text, or as a chat."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.__name__ = Path(model.config.name_or_path).name or type(model).__name__
+
+    @torch.no_grad()
+    def __call__(self, prompts, completions, **_) -> list[float]:
+        """Return one score per completion."""
+        texts = [
+            prompt + completion
+            if isinstance(prompt, str)
+            else self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        rows = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        return self.model(**rows.to(self.model.device)).logits[:, 0].tolist()
+
+
+class IdsReward:
+    """A reward model as in TRL's PPO: it scores the policy's ids, at the last one of the completion."""
+
+    def __init__(self, model: PreTrainedModel, pad: int):
+        self.model = model.eval()
+        self.pad = pad
+        self.__name__ = "reward_model"
+
+    @torch.no_grad()
+    def __call__(self, prompt_ids, completion_ids, **_) -> list[float]:
+        """Return one score per completion."""
+        device = self.model.device
+        parts = [
+            pad_sequence([torch.tensor(row, device=device) for row in rows], True, self.pad, padding_side=side)
+            for rows, side in ((prompt_ids, "left"), (completion_ids, "right"))
+        ]
+        _, scores, _ = get_reward(self.model, torch.cat(parts, 1), self.pad, parts[0].shape[1])
+        return scores.tolist()
+
+
+def reward_models(functions: Any, tokenizers: Any) -> list[Any]:
+    """Return reward functions with a TextReward for each model, which may be given by name."""
+    functions = as_list(functions)
+    tokenizers = tokenizers if isinstance(tokenizers, Sequence) else [tokenizers] * len(functions)
+    if len(tokenizers) != len(functions):
+        raise UserError(
+            f"{len(tokenizers)} for {len(functions)} reward functions",
+            "reward_processing_classes",
+            "Give one for each",
+        )
+    found = []
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        model = function
+        if isinstance(function, str):
+            name = find_model(function, "reward_funcs")
+            model, tensors = read_model(AutoModelForSequenceClassification, name, num_labels=1)
+            check_loaded(tensors, name)
+        if not isinstance(model, PreTrainedModel):
+            found.append(function)
+            continue
+        if tokenizer is None:
+            with readable(model.config.name_or_path):
+                tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+        found.append(TextReward(model, tokenizer))
+    return found
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a dataset. With a tokenizer, those of PPO may have ids instead of a prompt. Raises
+    UserError."""
+    if not isinstance(dataset, Dataset | list):
+        raise UserError(f"a {type(dataset).__name__}", name, "Give one Dataset, not streamed, or a list of rows")
+    rows = [dict(row) for row in dataset]
+    if tokenizer is not None and rows and "input_ids" in rows[0]:
+        rows = [{"prompt": tokenizer.decode(row["input_ids"]), **row, TOKEN_IDS: row.pop("input_ids")} for row in rows]
+    if not rows or not all("prompt" in row for row in rows):
+        raise UserError("no column prompt", name, "Give rows with a prompt: a text, or a chat; in PPO also input_ids")
+    if len({isinstance(row["prompt"], str) for row in rows}) > 1:
+        raise UserError("texts and chats", name, "Give one kind of prompts")
+    return rows
+
+
+def check_dropout(model: Any, args: TRLConfig) -> None:
+    """Raise UserError if TRL would train with dropout: the values of a rollout would be random."""
+    config = getattr(model, "config", None) or load_config(find_model(model, "model"))
+    active = [n for n, p in vars(config.get_text_config()).items() if "drop" in n and isinstance(p, float) and p > 0]
+    if active and not getattr(args, "disable_dropout", True):
+        raise UserError(
+            f"the model has {active[0]}, and disable_dropout=False", "disable_dropout", "Set disable_dropout=True"
+        )
+
+
+# --- the trainers ----------------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    """What the three trainers share: the methods of TRL's trainers over the trainer of `make_trainer`."""
+
+    def __init__(
+        self,
+        algorithm: str,
+        found: Fields,
+        peft_config: Any,
+        callbacks: Sequence | None,
+        given: dict[str, Any],
+        evaluation: Sequence[dict[str, Any]],
+        more: dict[str, Any],
+    ):
+        """
+        Args:
+            algorithm: its name here.
+            found: the settings of `args`, and their problems.
+            peft_config: a LoraConfig; None: all weights are trained.
+            callbacks: of transformers, or of this project.
+            given: arguments of `make_trainer`, with the prompts.
+            evaluation: rows of eval_dataset.
+            more: further settings.
+        """
+        problems = found.problems
+        settings = {**found.settings, **more}
+        if peft_config is not None:
+            of_lora, more_problems = settings_of_lora(peft_config, given["model"])
+            settings |= of_lora
+            problems = [*problems, *more_problems]
+        raise_if(problems)
+        prompts = given["prompts"]
+        self.args = found.args
+        self.given = {**given, "evaluation_prompts": evaluation if found.evaluates else [], "repeats": True}
+        self.callbacks = list(callbacks or ())
+        self.settings = {
+            **settings,
+            "rm_model": None,
+            "plain_prompts": isinstance(prompts[0]["prompt"], str),
+            "prompt_length": WITHOUT_LIMIT,
+            "max_prompts": len(prompts),
+            "eval_prompts": max(1, len(evaluation)),
+            "overwrite": True,  # TRL starts anew in an old folder; here the old run is kept as OUTPUT_1
+        }
+        self.config = make_config(algorithm=algorithm, **self.settings)
+
+    @cached_property
+    def trainer(self) -> OnPolicyLoop:
+        """The trainer of `make_trainer`, which is constructed when it is first used."""
+        trainer = make_trainer(self.config, output=self.args.output_dir, **self.given)
+        for callback in self.callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the trainer: `generate`, `step`, `state` and so on."""
+        if name.startswith("_") or name in ("config", "args", "given", "trainer"):
+            raise AttributeError(name)
+        return getattr(self.trainer, name)
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> SimpleNamespace:
+        """Train, or continue from the newest checkpoint in output_dir. Returns the number of updates, the loss and the
+        metrics, under the names of transformers' TrainOutput. Raises UserError for another checkpoint."""
+        if resume_from_checkpoint:
+            self.resume(resume_from_checkpoint)
+        metrics = self.trainer.train()
+        return SimpleNamespace(
+            global_step=self.trainer.update, training_loss=metrics.get("policy/loss", math.nan), metrics=metrics
+        )
+
+    def resume(self, checkpoint: bool | str) -> None:
+        """Construct the trainer so that it continues the run in output_dir. Raises UserError for a checkpoint of
+        another run, or if the trainer was used before."""
+        output = Path(self.args.output_dir)
+        place = output if checkpoint is True else Path(checkpoint)
+        if output.resolve() not in (place.resolve(), *place.resolve().parents):
+            raise UserError(
+                "not a checkpoint of output_dir", f"resume_from_checkpoint={checkpoint!r}", "Give True, here resume"
+            )
+        if "trainer" in vars(self):
+            raise UserError("this trainer was used before", "train(resume_from_checkpoint=)", "Create a new one")
+        self.config = make_config(
+            algorithm=self.config.algorithm, **{**self.settings, "overwrite": False, "resume": True}
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the present weights on eval_dataset. Returns the metrics."""
+        return self.trainer.evaluate()
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Save the model, or the adapter, and the tokenizer; None: in output_dir of the configuration."""
+        self.trainer.save_model(output_dir)
+
+    def push_to_hub(self) -> None:
+        """Upload the trained model to hub_model_id. Raises UserError without this name, or without a run."""
+        folder = Path(self.args.output_dir)
+        if self.args.hub_model_id is None:
+            raise UserError("no name on the hub", "push_to_hub()", "Set hub_model_id='owner/name'")
+        run = RunRecord.require(folder, "push_to_hub()")
+        config = replaced(self.trainer.config, push_to_hub=self.args.hub_model_id)
+        push(config, run, saved_models(folder, run)["final"], Screen())
+
+
+def check_arguments(args: Any, kind: type, others: dict[str, Any]) -> None:
+    """Raise UserError for a configuration of another class, and for arguments that are not offered."""
+    if not isinstance(args, kind):
+        raise UserError(f"a {type(args).__name__}", "args", f"Give a {kind.__name__} of rlhf.trl")
+    given = [name for name, value in others.items() if value not in (None, (None, None))]
+    raise_if([Problem(f"{name}= is not offered", f"{name}=", NOT_ARGUMENTS.get(name, "Remove it")) for name in given])
+
+
+NOT_ARGUMENTS = {
+    "optimizers": "Set optim and learning_rate, here optim and learning_rate",
+    "tools": "Give environment_factory=, here environment, a class whose methods are the tools",
+    "rollout_func": "Call generate() and step() of the trainer",
+    "quantization_config": "Use make_trainer() with load_in_4bit=True",
+    "data_collator": "Remove it: prompts are not padded",
+}
+
+
+class _GroupTrainer(_Trainer):
+    """TRL's GRPOTrainer or RLOOTrainer."""
+
+    kind: type
+    algorithm: str
+    settings_of: Callable[[Any, int], Fields]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence | None = None,
+        *,
+        peft_config: LoraConfig | None = None,
+        environment_factory: type | None = None,
+        **others: Any,
+    ):
+        """The arguments are those of TRL 1.12. Raises UserError for values that are not offered."""
+        name = model if isinstance(model, str) else model.config.name_or_path
+        args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}") if args is None else args
+        check_arguments(args, self.kind, others)
+        check_dropout(model, args)
+        rows = rows_of(train_dataset, "train_dataset")
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
+        found = type(self).settings_of(args, len(rows))
+        found.evaluates &= bool(evaluation)
+        rewards = None if reward_funcs is None else reward_models(reward_funcs, reward_processing_classes)
+        given = {"prompts": rows, "rewards": rewards, "model": model, "tokenizer": processing_class,
+                 "reward_weights": args.reward_weights, "environment": environment_factory}  # fmt: skip
+        longest = {} if environment_factory is None else {"max_episode_tokens": args.max_completion_length}
+        super().__init__(self.algorithm, found, peft_config, callbacks, given, evaluation, longest)
+
+
+class GRPOTrainer(_GroupTrainer):
+    """TRL's GRPOTrainer: its arguments, and this project's training loop."""
+
+    kind = GRPOConfig
+    algorithm = "grpo"
+    settings_of = staticmethod(settings_of_grpo)
+
+
+class RLOOTrainer(_GroupTrainer):
+    """TRL's RLOOTrainer: its arguments, and this project's training loop."""
+
+    kind = RLOOConfig
+    algorithm = "rloo"
+    settings_of = staticmethod(settings_of_groups)
+
+
+class PPOTrainer(_Trainer):
+    """TRL's PPOTrainer: its arguments, and this project's training loop."""
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        processing_class: PreTrainedTokenizerBase,
+        model: PreTrainedModel | str,
+        ref_model: PreTrainedModel | None = None,
+        reward_model: PreTrainedModel | None = None,
+        train_dataset: Dataset | None = None,
+        value_model: PreTrainedModel | None = None,
+        *,
+        eval_dataset: Dataset | None = None,
+        callbacks: Sequence | None = None,
+        peft_config: LoraConfig | None = None,
+        reward_funcs: Any = None,
+        **others: Any,
+    ):
+        """The arguments are those of TRL 1.12, and `reward_funcs` in place of `reward_model`. Without `value_model`,
+        the critic is a value head on the policy. Raises UserError for values that are not offered."""
+        check_arguments(args, PPOConfig, others)
+        rows = rows_of(train_dataset, "train_dataset", processing_class)
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", processing_class)
+        found = settings_of_ppo(args, len(rows))
+        found.evaluates &= bool(evaluation)
+        if ref_model is not None and not (isinstance(model, nn.Module) and same_tensors(model, ref_model)):
+            raise UserError(
+                "other weights than the model's", "ref_model", "Give None: the reference is the start model"
+            )
+        if (reward_model is None) == (reward_funcs is None):
+            raise UserError("one of both is needed", "reward_model, reward_funcs", "Give a model, or functions")
+        more = {}
+        if value_model is not None and peft_config is not None:
+            raise UserError(
+                "an adapter of the policy, and a critic with all weights",
+                "value_model, peft_config",
+                "Give value_model=None for a value head on the policy, or no peft_config",
+            )
+        if value_model is not None:
+            more["critic"] = stored_critic(value_model, Path(args.output_dir))
+        pad = processing_class.pad_token_id
+        rewards = [IdsReward(reward_model, pad)] if reward_funcs is None else reward_models(reward_funcs, None)
+        given = {"prompts": rows, "rewards": rewards, "model": model, "tokenizer": processing_class}
+        super().__init__("ppo", found, peft_config, callbacks, given, evaluation, more)
